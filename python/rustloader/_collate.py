@@ -1,0 +1,55 @@
+"""default_collate writes into the arena: what is replaced in a worker process, and there alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data._utils import collate
+
+from rustloader._core import Port, heap_storage
+
+__all__ = ["use_arena"]
+
+
+def use_arena(port: Port) -> None:
+    """Has default_collate of this process allocate in ``port``'s region.
+
+    ``UntypedStorage._new_shared`` is where torch's function, copies of its table, and PyG's collater all get their
+    memory. On top of it plain tensors, floats and ints are collated in Rust, where the table still names
+    torch's own function for them; whatever is not plain goes to that function, with its errors and quirks.
+    """
+    torchs_new_shared = torch.UntypedStorage._new_shared
+
+    def new_shared(
+        cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu"
+    ) -> torch.UntypedStorage:
+        if torch.device(device).type != "cpu":
+            return torchs_new_shared(size, device=device)
+        # As torch's shared storages, neither of the two can be resized.
+        return port.storage(size) or heap_storage(size)
+
+    torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment,method-assign]
+
+    def tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        stacked = port.stack(batch)
+        return torchs[torch.Tensor](batch, collate_fn_map=collate_fn_map) if stacked is None else stacked
+
+    def floats(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        numbers = port.numbers(batch)
+        return torchs[float](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
+
+    def ints(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        numbers = port.numbers(batch)
+        return torchs[int](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
+
+    torchs: dict[type, Any] = {
+        torch.Tensor: collate.collate_tensor_fn,
+        float: collate.collate_float_fn,
+        int: collate.collate_int_fn,
+    }
+    ours: dict[type, Any] = {torch.Tensor: tensors, float: floats, int: ints}
+    table: dict[Any, Any] = collate.default_collate_fn_map
+    for kind, function in torchs.items():
+        if table.get(kind) is function:
+            table[kind] = ours[kind]

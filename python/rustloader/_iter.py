@@ -1,0 +1,450 @@
+"""The iterator: torch's ``_MultiProcessingDataLoaderIter`` with our engine under it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import signal
+import sys
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pickle import PicklingError
+from typing import Any, NoReturn
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import IterDataPipe, MapDataPipe, _utils
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from rustloader import _core, _worker
+
+__all__ = ["_MultiProcessingDataLoaderIter"]
+
+logger = logging.getLogger("rustloader")
+
+_TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
+_torchs_worker_loop = _utils.worker._worker_loop
+
+# What `Engine.next` and `Engine.reset` answer; the same numbers stand in src/python/engine.rs.
+_BATCH, _ERROR, _SUBMIT, _DEAD, _END, _TIMED_OUT = range(6)
+
+# Hooks of torch's iterator that have no counterpart in the engine: a subclass that overrides one runs on torch's.
+_FOREIGN_HOOKS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
+
+# Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
+_KILL_AFTER = 0.5
+_EXIT_GRACE = 0.5
+_EXIT_KILL_AFTER = 0.2
+
+# Every iterator with workers, for the interpreter's exit.
+_live: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
+
+# True while torch's own iterators are to count as instances of ours.
+_installed = False
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+# Warnings with `stacklevel=2` name the file of whoever called the function that warns: torch's, and users' filters go
+# by it. This calls a function from a frame that is torch's by file and module.
+_in_torch: Callable[..., Any] = types.FunctionType(
+    _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
+)
+
+
+class _IterType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        return _installed and cls is _MultiProcessingDataLoaderIter and isinstance(instance, _TorchIter)
+
+
+class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
+    """Iterates over a loader with worker processes.
+
+    It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
+    transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
+    replaced ``_worker_loop``, a subclass with hooks that the engine has no place for, a system without memfd)
+    the iterator is torch's own in every method, and the logger ``rustloader`` says so once.
+    """
+
+    # What methods need that may run before `__init__` has come far, or without it.
+    _core: _core.Engine | None = None
+    _passthrough = False
+    _shutdown = False
+    _workers: list[Any] = []  # noqa: RUF012
+    _pending: Exception | None = None
+    _in_hand: list[Any] | None = None
+    _death: str | None = None
+    _death_raised = False
+    _ended = False
+
+    def __init__(self, loader: Any) -> None:
+        reason = _why_not(type(self), loader)
+        core = None
+        if reason is None and loader.num_workers > 0 and loader.prefetch_factor > 0:
+            core, reason = _make_engine(loader)
+        if reason is not None:
+            logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+            self._passthrough = True
+            super().__init__(loader)
+            return
+        _in_torch(_BaseDataLoaderIter.__init__, self, loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        if core is None:
+            name = "num_workers" if self._num_workers <= 0 else "prefetch_factor"
+            raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
+        self._core = core
+        self._context = loader.multiprocessing_context or torch.multiprocessing
+        self._worker_init_fn = loader.worker_init_fn
+        self._workers = []
+        self._start_workers()
+        self._reset(loader, first_iter=True)
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        core = self._engine()
+        _live.add(self)
+        memfd, doorbell, geometry, parent = core.shipment()
+        with _sigint_blocked() as was_open:
+            job = _worker.Job(
+                dataset_kind=self._dataset_kind,
+                auto_collation=self._auto_collation,
+                collate_fn=self._collate_fn,
+                drop_last=self._drop_last,
+                base_seed=self._base_seed,
+                init_fn=self._worker_init_fn,
+                num_workers=self._num_workers,
+                unblock_sigint=was_open,
+            )
+            _core.begin_forks()
+            try:
+                for worker_id in range(self._num_workers):
+                    connection = _worker.Connection(memfd, doorbell, geometry, parent)
+                    process = self._context.Process(
+                        target=_worker.run, args=(connection, [self._dataset], job, worker_id)
+                    )
+                    process.daemon = True
+                    try:
+                        process.start()
+                    except (TypeError, AttributeError, PicklingError):
+                        _in_torch(warnings.warn, _PICKLE_WARNING, None, 1)
+                        raise
+                    self._workers.append(process)
+                    core.started(worker_id, process.pid)
+            finally:
+                _core.end_forks()
+
+    def _restart(self) -> None:
+        """New workers for a persistent loader whose workers have died or were shut down."""
+        core, reason = _make_engine(self)
+        if core is None:
+            raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
+        self._core = core
+        self._workers.clear()
+        self._shutdown = self._death_raised = False
+        self._death = None
+        self._start_workers()
+
+    def _engine(self) -> _core.Engine:
+        if self._core is None:
+            raise AssertionError("the DataLoader iterator was not initialized")
+        return self._core
+
+    @property
+    def engine_batches(self) -> int:
+        """Number of batches that the Rust engine has delivered; 0 when torch's own iterator does the work."""
+        return 0 if self._core is None else self._core.batches
+
+    # --- an epoch ----------------------------------------------------------------------------------------------
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if self._passthrough:
+            super()._reset(loader, first_iter)
+            return
+        core = self._engine()
+        _BaseDataLoaderIter._reset(self, loader, first_iter)
+        self._pending = self._in_hand = None
+        self._ended = False
+        if not first_iter and (self._shutdown or self._death_raised):
+            self._restart()
+            core = self._engine()
+            first_iter = True
+        core.enter()
+        try:
+            if not first_iter:
+                self._died_or_late(*core.reset())
+            self._workers_status = [True] * self._num_workers
+            for _ in range(self._prefetch_factor * self._num_workers):
+                self._submit(core)
+        finally:
+            core.leave()
+
+    def _submit(self, core: _core.Engine) -> None:
+        try:
+            index = self._next_index()
+        except StopIteration:
+            return
+        core.submit(index)
+
+    def __next__(self) -> Any:
+        if self._passthrough:
+            return super().__next__()
+        if _core.observed():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._counted_next()
+        return self._counted_next()
+
+    def _counted_next(self) -> Any:
+        if self._sampler_iter is None:
+            self._reset()  # type: ignore[call-arg]
+        data = self._next_data()
+        self._num_yielded += 1
+        length = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            warnings.warn(
+                _LENGTH_WARNING.format(self._dataset, length, self._num_yielded),
+                stacklevel=3 + _core.observed(),
+            )
+        return data
+
+    def _next_data(self) -> Any:
+        if self._passthrough:
+            return super()._next_data()
+        if self._ended:
+            raise StopIteration
+        if self._death is not None and self._death_raised:
+            raise RuntimeError(self._death)
+        if self._shutdown:
+            raise AssertionError(
+                "Invalid iterator state: shutdown or no outstanding tasks when fetching next data"
+            )
+        core = self._engine()
+        core.enter()
+        try:
+            code, value = self._take(core)
+        finally:
+            core.leave()
+        if code == _BATCH:
+            if self._pin_memory:
+                value = _utils.pin_memory.pin_memory(value, self._pin_memory_device)
+            return value
+        if code == _ERROR:
+            value.reraise()
+        if code == _END:
+            self._ended = True
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise StopIteration
+        self._died_or_late(code, value)
+        raise AssertionError(f"an answer of the engine that is none: {code}")
+
+    def _take(self, core: _core.Engine) -> tuple[int, Any]:
+        """The next answer of the engine; for each result that it takes, one more index is sent, as torch does."""
+        if self._in_hand is not None:
+            # An interrupt came between a batch's arrival and its delivery.
+            (code, value), self._in_hand = self._in_hand, None
+            return code, value
+        if self._pending is not None:
+            error, self._pending = self._pending, None
+            raise error
+        while True:
+            code, value = core.next()
+            if code == _SUBMIT:
+                self._workers_status[:] = core.active()
+                self._submit(core)
+                continue
+            if code <= _ERROR:
+                try:
+                    self._submit(core)
+                except Exception as error:
+                    # The sampler's error comes at the next call: the batch in hand is sound.
+                    self._pending = error
+                except BaseException:
+                    self._in_hand = [code, value]
+                    raise
+            return code, value
+
+    def _died_or_late(self, code: int, worker_id: Any) -> None:
+        if code == _TIMED_OUT:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+        if code == _DEAD:
+            self._raise_death(worker_id)
+
+    def _raise_death(self, worker_id: int) -> NoReturn:
+        core = self._engine()
+        self._death = self._describe_death(worker_id)
+        self._death_raised = True
+        error = RuntimeError(self._death)
+        index = core.oldest_index(worker_id)
+        if index is not None:
+            text = repr(index)
+            text = text if len(text) <= 200 else text[:200] + "..."
+            error.add_note(f"Worker {worker_id} was to fetch the batch of index {text}.")
+        core.close()
+        raise error
+
+    def _describe_death(self, worker_id: int) -> str:
+        process = self._workers[worker_id]
+        status = self._engine().exit_status(worker_id)
+        if status is None and process.exitcode:
+            # Under forkserver the main process is not the parent, and the fork server alone knows.
+            code = process.exitcode
+            status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
+        if status is None or status[:2] == ("code", 0):
+            return f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"
+        kind, number, name = status
+        if kind == "code":
+            return (
+                f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {number}. "
+                "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
+            )
+        text = f"DataLoader worker (pid {process.pid}) is killed by signal: {name}. "
+        if number == signal.SIGBUS:
+            text += (
+                "It is possible that dataloader's workers are out of shared memory. "
+                "Please try to raise your shared memory limit."
+            )
+        return text
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _shutdown_workers(self) -> None:
+        """Ends the workers: they leave between two samples, or after the deadline of
+        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5) for all together are made to.
+
+        Safe from any thread, from a signal handler, more than once, and after a failed construction. Does nothing
+        while the interpreter exits, and in a forked child.
+        """
+        if self._passthrough:
+            super()._shutdown_workers()
+            return
+        core = self._core
+        if core is None or self._shutdown or not core.is_ours or _exiting():
+            return
+        self._shutdown = True
+        _end([self], _utils.MP_STATUS_CHECK_INTERVAL, _KILL_AFTER)
+
+    def __del__(self) -> None:
+        self._shutdown_workers()
+
+
+def _exiting() -> bool:
+    return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
+
+
+def _end(iterators: list[_MultiProcessingDataLoaderIter], grace: float, kill_after: float) -> None:
+    """Ends the workers of iterators, all within one deadline: ``grace`` seconds to leave by themselves,
+    ``kill_after`` more after SIGTERM, then SIGKILL. An interrupt meanwhile goes straight to SIGKILL and is raised again."""
+    cores = [iterator._engine() for iterator in iterators]
+
+    def gone(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        for core in cores:
+            while not core.wait_gone(deadline - time.monotonic()):
+                if time.monotonic() >= deadline:
+                    return False
+        return True
+
+    try:
+        for core in cores:
+            core.close()
+        if not gone(grace):
+            for core in cores:
+                core.signal_all(signal.SIGTERM)
+            gone(kill_after)
+    finally:
+        for core in cores:
+            core.signal_all(signal.SIGKILL)
+        # Nothing outlives SIGKILL for long, but a process in the kernel's uninterruptible sleep does.
+        gone(5.0)
+        for iterator, core in zip(iterators, cores, strict=True):
+            for process in iterator._workers:
+                if core.alive() == 0:
+                    process.join()
+            core.finish()
+            _live.discard(iterator)
+
+
+def _end_all() -> None:
+    """The interpreter's exit: runs before torch's hook, which switches ``__del__`` off, and before multiprocessing's,
+    which joins daemonic processes without limit."""
+    here = [it for it in list(_live) if not it._shutdown and it._core is not None and it._core.is_ours]
+    for iterator in here:
+        iterator._shutdown = True
+    _end(here, _EXIT_GRACE, _EXIT_KILL_AFTER)
+
+
+atexit.register(_end_all)
+
+
+def _why_not(cls: type, loader: Any) -> str | None:
+    """Why the engine cannot do a loader's work; None when it can. The list is closed."""
+    if not sys.platform.startswith("linux"):
+        return f"the engine needs Linux, and this is {sys.platform}"
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return "its dataset is a DataPipe"
+    if _utils.worker._worker_loop is not _torchs_worker_loop:
+        return "torch.utils.data._utils.worker._worker_loop was replaced"
+    for hook in _FOREIGN_HOOKS:
+        if getattr(cls, hook) is not getattr(_TorchIter, hook):
+            return f"{cls.__qualname__} overrides {hook}"
+    return None
+
+
+def _make_engine(settings: Any) -> tuple[_core.Engine | None, str | None]:
+    """An engine for the settings of a loader or of an iterator; or why there is none."""
+
+    def setting(name: str) -> Any:
+        return getattr(settings, name) if hasattr(settings, name) else getattr(settings, "_" + name)
+
+    try:
+        engine = _core.Engine(
+            setting("num_workers"),
+            setting("prefetch_factor"),
+            bool(setting("in_order")),
+            bool(setting("persistent_workers")),
+            float(setting("timeout")),
+        )
+    except (OSError, MemoryError) as error:
+        return None, f"no shared memory can be had: {error}"
+    return engine, None
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[bool]:
+    """Keeps SIGINT out while workers are started, so that none is interrupted before it can catch it; says whether the
+    workers are to let it in."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield signal.SIGINT not in before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _signal_name(number: int) -> str:
+    return signal.strsignal(number) or f"Unknown signal {number}"
+
+
+_PICKLE_WARNING = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+_LENGTH_WARNING = (
+    "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
+    "fetched. For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+)

@@ -1,0 +1,221 @@
+"""The worker process: seeds, dataset, fetcher and loop, as torch's ``_worker_loop`` has them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind, _utils
+
+from rustloader import _pack
+from rustloader._collate import use_arena
+from rustloader._core import Port, WorkerStopped
+
+__all__ = ["Connection", "Job", "run"]
+
+# What `Port.receive` answers; the same numbers stand in src/python/port.rs.
+_FETCH, _RESUME, _LEAVE = range(3)
+
+
+class Connection:
+    """The descriptors and numbers with which a worker opens its port.
+
+    Under fork the worker inherits the descriptors; under spawn and forkserver they travel with the pickle.
+
+    Args:
+        memfd, doorbell: descriptors of the main process.
+        geometry: bytes of the arena, workers, slots of a ring.
+        parent: process id and start time of the main process.
+    """
+
+    def __init__(
+        self, memfd: Any, doorbell: Any, geometry: tuple[int, int, int], parent: tuple[int, int]
+    ) -> None:
+        self._descriptors = memfd, doorbell
+        self._geometry = geometry
+        self._parent = parent
+
+    def __reduce__(self) -> Any:
+        memfd, doorbell = (torch.multiprocessing.reduction.DupFd(fd) for fd in self._descriptors)
+        return Connection, (memfd, doorbell, self._geometry, self._parent)
+
+    def open(self, worker_id: int) -> Port:
+        """Opens the port, in the worker."""
+        memfd, doorbell = (fd if isinstance(fd, int) else fd.detach() for fd in self._descriptors)
+        for fd in (memfd, doorbell):
+            os.set_inheritable(fd, False)
+        port = Port(memfd, doorbell, self._geometry, worker_id)
+        port.watch(self._parent)
+        return port
+
+
+@dataclass
+class Job:
+    """What a worker works with; the same for all workers of an iterator."""
+
+    dataset_kind: int
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    base_seed: int
+    init_fn: Any
+    num_workers: int
+    # SIGINT was blocked for the start, so that a Ctrl-C finds the worker ready for it.
+    unblock_sigint: bool
+
+
+def run(connection: Connection, dataset_holder: list[Any], job: Job, worker_id: int) -> None:
+    """The target of a worker's process.
+
+    Args:
+        connection: to the main process.
+        dataset_holder: a list of one element, the dataset; it is emptied, so that nothing else holds the dataset.
+        job: what to do.
+        worker_id: the worker's position, from 0.
+    """
+    port = connection.open(worker_id)
+    try:
+        if job.unblock_sigint:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        _Worker(port, dataset_holder.pop(), job, worker_id).loop()
+    except (KeyboardInterrupt, WorkerStopped):
+        # The main process gets the Ctrl-C as well, and raises it.
+        pass
+    finally:
+        _utils.worker._worker_info = None
+        port.leave()
+
+
+class _Worker:
+    """One worker's loop and what it works with."""
+
+    def __init__(self, port: Port, dataset: Any, job: Job, worker_id: int) -> None:
+        self.port = port
+        self.dataset = dataset
+        self.job = job
+        self.where = f"in DataLoader worker process {worker_id}"
+        # An error of worker_init_fn or of iter(dataset): it stands in the place of each batch of this worker.
+        self.broken: ExceptionWrapper | None = None
+        self.init_failed = False
+        self.exhausted = False
+        self.fetcher: Any = None
+        # Cyclic garbage would keep blocks, whose size Python's collector does not see. What exists already is no garbage, and
+        # is shared with the main process for as long as nobody writes to it.
+        gc.freeze()
+
+        _utils.signal_handling._set_worker_signal_handlers()
+        torch.multiprocessing._set_thread_name("pt_data_worker")
+        torch.set_num_threads(1)
+        seed = job.base_seed + worker_id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(_utils.worker._generate_state(job.base_seed, worker_id))
+        _utils.worker._worker_info = _utils.worker.WorkerInfo(
+            id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset
+        )
+        use_arena(port)
+        try:
+            if job.init_fn is not None:
+                job.init_fn(worker_id)
+        except Exception:
+            self.broken = ExceptionWrapper(where=self.where)
+            self.init_failed = True
+        else:
+            self.make_fetcher()
+
+    def make_fetcher(self) -> None:
+        """torch's fetcher of a new epoch; for an iterable dataset this calls ``iter(dataset)``."""
+        job = self.job
+        collate_fn = job.collate_fn
+        if _is_torchs_own_fetcher(job.dataset_kind):
+            collate_fn = self.port.timed(collate_fn)
+        try:
+            self.fetcher = _DatasetKind.create_fetcher(
+                job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
+            )
+            self.broken = None
+        except Exception:
+            self.broken = ExceptionWrapper(where=self.where)
+
+    def loop(self) -> None:
+        """Answers tasks until the main process says that it is enough, or is gone."""
+        port = self.port
+        while True:
+            code, task, index = port.receive()
+            if code == _LEAVE:
+                return
+            if code == _RESUME:
+                port.resumed()
+                self.exhausted = False
+                if not self.init_failed:
+                    self.make_fetcher()
+                continue
+            if self.exhausted:
+                continue
+            if self.broken is not None:
+                self.send_error(task, self.broken)
+                continue
+            try:
+                data = self.fetcher.fetch(self.stoppable(index))
+            except Exception as error:
+                if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
+                    self.exhausted = True
+                    port.exhausted(task)
+                else:
+                    self.send_error(task, ExceptionWrapper(where=self.where))
+            else:
+                self.send(task, data)
+                # Its blocks are free as soon as the main process has done with them.
+                del data
+            del index
+
+    def stoppable(self, index: Any) -> Any:
+        """An index batch that ends the fetch between two samples on shutdown, where torch's fetcher will only
+        iterate over it."""
+        if not self.job.auto_collation or not _is_torchs_own_fetcher(self.job.dataset_kind):
+            return index
+        if self.job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
+            return index
+        return self.port.stoppable(index)
+
+    def send(self, task: int, data: Any) -> None:
+        """Sends a batch, or in its place the error that keeps it from being sent."""
+        try:
+            if not self.port.send(task, data):
+                payload, buffers = _pack.dumps(data)
+                self.port.send_pickle(task, payload, buffers, False)
+        except Exception:
+            where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {_type_name(data)}"
+            self.send_error(task, ExceptionWrapper(where=where))
+
+    def send_error(self, task: int, error: ExceptionWrapper) -> None:
+        """Sends an exception in the place of a batch."""
+        try:
+            payload, _ = _pack.dumps(error)
+        except Exception as reason:
+            where = f"{error.where} (pid {os.getpid()}; its class cannot be pickled: {reason})"
+            substitute = ExceptionWrapper((RuntimeError, RuntimeError(), None), where=where)
+            substitute.exc_msg = error.exc_msg
+            payload, _ = _pack.dumps(substitute)
+        self.port.send_pickle(task, payload, [], True)
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_torchs_own_fetcher(dataset_kind: int) -> bool:
+    """Whether the fetcher's class and its ``fetch`` are those that torch came with; libraries replace them."""
+    fetch = _utils.fetch
+    kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
+    code = getattr(kind.fetch, "__code__", None)
+    return kind.__module__ == fetch.__name__ and code is not None and code.co_filename == fetch.__file__

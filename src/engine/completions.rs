@@ -1,0 +1,174 @@
+//! The consumer's end: completion rings, the bitmap that names those which hold something, and the messages.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::lease::{Lease, let_go};
+use crate::shm::ring::Consumer;
+use crate::shm::doorbell;
+use crate::sync::Ordering;
+use crate::wire::{self, Leaf, ResultEntry, ResultKind};
+
+/// A result that has arrived and not been opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Incoming {
+    /// The worker that made it.
+    pub worker: u32,
+    /// Its entry in the ring.
+    pub entry: ResultEntry,
+}
+
+impl Incoming {
+    /// Whether it is a batch, not an error.
+    pub fn is_batch(&self) -> bool {
+        matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle)
+    }
+}
+
+/// The consumer's ends of all completion rings of one iterator. They belong to one thread at a time.
+#[derive(Debug)]
+pub struct Completions {
+    rings: Vec<Consumer<ArenaRing>>,
+    /// The word of the bitmap that is being worked off.
+    word: usize,
+    /// Marks of that word that have been taken and not drained.
+    marks: u64,
+}
+
+impl Completions {
+    /// The ends of an arena's rings.
+    pub fn new(arena: &Arc<Arena>) -> Self {
+        let workers = arena.geometry().workers;
+        let rings = (0..workers).map(|worker| Consumer::new(arena.result_ring(worker))).collect();
+        Self { rings, word: 0, marks: 0 }
+    }
+
+    /// Whether a ring is marked.
+    pub fn marked(&self, arena: &Arena) -> bool {
+        self.marks != 0 || arena.bitmap().iter().any(|word| word.load(Ordering::Relaxed) != 0)
+    }
+
+    /// The next result of any marked ring.
+    #[inline]
+    pub fn next(&mut self, arena: &Arena) -> Result<Option<(u32, Incoming)>> {
+        let bitmap = arena.bitmap();
+        let mut looked = 0;
+        loop {
+            while self.marks != 0 {
+                let worker = self.word as u32 * 64 + self.marks.trailing_zeros();
+                if worker as usize >= self.rings.len() {
+                    self.marks = 0;
+                    break;
+                }
+                if let Some(incoming) = self.pop(worker)? {
+                    return Ok(Some((worker, incoming)));
+                }
+                self.marks &= self.marks - 1;
+            }
+            if looked > bitmap.len() {
+                return Ok(None);
+            }
+            looked += 1;
+            self.word = (self.word + 1) % bitmap.len();
+            self.marks = doorbell::take(&bitmap[self.word]);
+        }
+    }
+
+    /// The next result of one ring.
+    #[inline]
+    pub fn pop(&mut self, worker: u32) -> Result<Option<Incoming>> {
+        let Some(words) = self.rings[worker as usize].pop()? else { return Ok(None) };
+        Ok(Some(Incoming { worker, entry: ResultEntry::from_words(&words)? }))
+    }
+
+    /// Gives back the blocks of a result that nobody will open.
+    pub fn discard(&self, arena: &Arc<Arena>, incoming: &Incoming) {
+        if let Ok(message) = Message::open(arena, incoming, Vec::new()) {
+            drop(message);
+        } else if let Some(block) = incoming.entry.block {
+            let_go(arena, incoming.worker, block);
+        }
+    }
+}
+
+/// An opened result: its payload, copied out of shared memory before anything in it is believed, and its leaves.
+#[derive(Debug)]
+pub struct Message {
+    bytes: Vec<u8>,
+    start: usize,
+    /// Leaves that are not taken are given back with it.
+    pub leaves: Leaves,
+}
+
+/// The blocks of an opened result.
+#[derive(Debug)]
+pub struct Leaves {
+    arena: Arc<Arena>,
+    worker: u32,
+    rows: Vec<Option<Leaf>>,
+}
+
+impl Message {
+    /// Opens a result; its message's block is given back at once. `buffer` is used for the copy.
+    pub fn open(arena: &Arc<Arena>, incoming: &Incoming, mut buffer: Vec<u8>) -> Result<Self> {
+        let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
+        let worker = incoming.worker;
+        let block = block.ok_or_else(|| Error::corrupt("a result without a message"))?;
+        let memory = arena.block_memory(worker, block, len)?;
+        buffer.clear();
+        // SAFETY: the range was checked against the region. The worker does not write to it any more, and if a broken
+        // one does, these are plain bytes that are checked after they have been copied.
+        buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(memory.as_ptr(), len as usize) });
+        let_go(arena, worker, block);
+        let (rows, start) = wire::read_message(&buffer)?;
+        let rows = rows.into_iter().map(Some).collect();
+        let message = Self { bytes: buffer, start, leaves: Leaves { arena: arena.clone(), worker, rows } };
+        if kind != ResultKind::Plain && wire::checksum(message.payload()) != checksum {
+            return Err(Error::corrupt("the checksum of a pickled batch does not fit"));
+        }
+        Ok(message)
+    }
+
+    /// The payload.
+    pub fn payload(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    /// The payload, and the leaves to be taken.
+    pub fn parts(&mut self) -> (&[u8], &mut Leaves) {
+        (&self.bytes[self.start..], &mut self.leaves)
+    }
+
+    /// The buffer, for the next message.
+    pub fn into_buffer(self) -> Vec<u8> {
+        self.bytes
+    }
+}
+
+impl Leaves {
+    /// Number of leaves.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// True without leaves.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// A lease on a leaf; each can be taken once.
+    pub fn take(&mut self, index: usize) -> Result<Lease> {
+        let leaf = self.rows.get_mut(index).and_then(Option::take);
+        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is not there")))?;
+        Lease::new(&self.arena, self.worker, leaf.block, leaf.len)
+    }
+}
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        for leaf in self.rows.iter().flatten() {
+            let_go(&self.arena, self.worker, leaf.block);
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! The engine: turns the scheduler's actions into effects, and what happens outside into its events.
+//!
+//! Without pinning no thread of its own runs in the main process: whoever calls `next` drains the completion rings, and
+//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. The
+//! consumer's ends ([`Completions`]) are a value of their own, so that a pin thread can own them instead.
+
+pub mod completions;
+pub mod hands;
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::completions::Completions;
+pub use self::completions::Incoming;
+pub use self::hands::{Hands, SLICE};
+use crate::error::{Error, Result};
+use crate::id::{TaskId, WorkerId};
+use crate::scheduler::{Action, Event, Scheduler, Settings, Step as Decision};
+use crate::shm::alloc::Allocator;
+use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::block::CONSUMER;
+use crate::shm::pool;
+use crate::shm::ring::Producer;
+use crate::sync::Ordering;
+use crate::sys;
+use crate::sys::poll::WaitOutcome;
+use crate::wire::{ResultKind, TaskEntry, TaskKind};
+
+/// The doorbell's token in the poll set; the workers' are their numbers.
+const DOORBELL: u64 = u64::MAX;
+
+/// For so long a waiting `next` lets others run before it goes to sleep.
+const YIELD_FOR: Duration = Duration::from_micros(20);
+
+/// What `next` has to do now.
+#[derive(Debug)]
+pub enum Step<T> {
+    /// Hand out a batch, or raise the error that stands in its place.
+    Deliver {
+        /// The task's tag.
+        tag: T,
+        /// The result.
+        incoming: Incoming,
+    },
+    /// Submit one more index, and ask again.
+    Submit,
+    /// Raise the death of a worker.
+    Dead {
+        /// The worker.
+        worker: u32,
+        /// The first task that was lost with it.
+        lost: Option<TaskId>,
+    },
+    /// The epoch is at its end.
+    End,
+    /// The timeout has expired; nothing is lost.
+    TimedOut,
+    /// Nothing yet: wait, until this time at the most.
+    Wait(Option<Duration>),
+    /// Somebody has shut the iterator down.
+    Closed,
+}
+
+/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered.
+#[derive(Debug)]
+pub struct Engine<T> {
+    hands: Arc<Hands>,
+    scheduler: Scheduler<T, Incoming>,
+    tasks: Vec<Producer<ArenaRing>>,
+    completions: Completions,
+    /// The main process's region, which index batches travel in.
+    allocator: Allocator,
+    poll: sys::poll::PollSet,
+    ready: Vec<u64>,
+    /// Workers without a pidfd: looked at in each slice.
+    unwatched: Vec<u32>,
+    /// A worker has written nonsense: the iterator cannot go on, and says so at each call.
+    broken: Option<Error>,
+    /// The clock of the timeout runs for this `next`.
+    waiting: bool,
+    /// Batches handed out.
+    delivered: u64,
+    finished: bool,
+}
+
+impl<T> Engine<T> {
+    /// An engine over an arena from the pool, without workers yet.
+    pub fn new(settings: Settings) -> Result<Self> {
+        let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
+        let limit = |value: usize| u32::try_from(value).map_err(|_| Error::usage(format!("{value} tasks")));
+        let arena = pool::take(limit(settings.workers)?, limit(outstanding)?)?;
+        Self::over(arena, settings)
+    }
+
+    /// An engine over a given arena.
+    pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
+        let hands = Arc::new(Hands::new(arena.clone())?);
+        let workers = arena.geometry().workers;
+        let mut poll = sys::poll::PollSet::new();
+        poll.add(hands.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
+        Ok(Self {
+            hands,
+            scheduler: Scheduler::new(settings)?,
+            tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
+            completions: Completions::new(&arena),
+            allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
+            poll,
+            ready: Vec::new(),
+            unwatched: Vec::new(),
+            broken: None,
+            waiting: false,
+            delivered: 0,
+            finished: false,
+        })
+    }
+
+    /// What may be used without the turn.
+    pub fn hands(&self) -> &Arc<Hands> {
+        &self.hands
+    }
+
+    /// The arena.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.hands.arena
+    }
+
+    /// Batches handed out so far.
+    pub fn delivered(&self) -> u64 {
+        self.delivered
+    }
+
+    /// Whether each worker takes tasks in this epoch.
+    pub fn active(&self) -> Vec<bool> {
+        (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
+    }
+
+    /// The first task that a worker has not answered.
+    pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
+        self.scheduler.oldest_task_of(WorkerId(worker))
+    }
+
+    /// Takes note of a worker that has just been started.
+    pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
+        self.hands.started(worker, pid)?;
+        match self.hands.process(worker).and_then(|process| process.pidfd.as_ref()) {
+            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?,
+            None => self.unwatched.push(worker),
+        }
+        Ok(())
+    }
+
+    /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
+    /// tag is dropped, as in torch.
+    pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
+        // The block first: after the scheduler has counted the task nothing may fail any more.
+        let mut entry = match TaskEntry::inline(0, kind, payload) {
+            Some(entry) => entry,
+            None => {
+                let len = payload.len() as u64;
+                let block = self.allocator.allocate(len, CONSUMER)?;
+                let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
+                // SAFETY: the block has `len` bytes and is ours until it is published.
+                unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
+                TaskEntry::in_block(0, kind, block, len)
+            }
+        };
+        let Ok((task, worker)) = self.scheduler.submit(tag) else {
+            if let Some(block) = entry.block {
+                self.arena().release(self.allocator.region(), block, CONSUMER);
+            }
+            return Ok(None);
+        };
+        entry.task = task.0;
+        self.push(worker.0, &entry)?;
+        Ok(Some(task))
+    }
+
+    fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
+        let pushed = self.tasks[worker as usize].push(&entry.to_words());
+        pushed.map_err(|_| Error::usage("a submission ring is full although it has room for all tasks"))?;
+        self.hands.wake(worker)
+    }
+
+    /// A new epoch of persistent workers. Ask [`Engine::step`] until [`Engine::resuming`] is false.
+    pub fn reset(&mut self) -> Result<()> {
+        self.event(Event::EpochReset)?;
+        self.effects()
+    }
+
+    /// Whether workers have still to answer to [`Engine::reset`].
+    pub fn resuming(&self) -> bool {
+        self.scheduler.resuming()
+    }
+
+    fn event(&mut self, event: Event<Incoming>) -> Result<()> {
+        self.scheduler.on_event(sys::clock::monotonic(), event)
+    }
+
+    /// Looks what has come, and says what to do now.
+    pub fn step(&mut self) -> Result<Step<T>> {
+        if self.hands.closing() {
+            return Ok(Step::Closed);
+        }
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        if let Err(error) = self.take_in() {
+            self.broken = Some(error.clone());
+            return Err(error);
+        }
+        self.event(Event::Time)?;
+        let step = match self.scheduler.next() {
+            Decision::Deliver { tag, result, .. } => {
+                self.delivered += 1;
+                Step::Deliver { tag, incoming: result }
+            }
+            Decision::Raise { tag, result, .. } => Step::Deliver { tag, incoming: result },
+            Decision::Submit => Step::Submit,
+            Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
+            Decision::End => Step::End,
+            Decision::TimedOut => Step::TimedOut,
+            Decision::Shutdown => Step::Closed,
+            Decision::Wait { deadline } if self.waiting => return Ok(Step::Wait(deadline)),
+            Decision::Wait { .. } => {
+                self.waiting = true;
+                self.event(Event::WaitBegan)?;
+                return Ok(Step::Wait(self.scheduler.deadline()));
+            }
+        };
+        self.waiting = false;
+        Ok(step)
+    }
+
+    /// Drains the marked rings into the scheduler and carries out what it wants.
+    fn take_in(&mut self) -> Result<()> {
+        while let Some((worker, entry)) = self.completions.next(&self.hands.arena)? {
+            self.completed(worker, entry)?;
+        }
+        self.effects()
+    }
+
+    fn completed(&mut self, worker: u32, incoming: Incoming) -> Result<()> {
+        let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
+        let worker = WorkerId(worker);
+        self.event(match kind {
+            ResultKind::Plain | ResultKind::Pickle => Event::Completed { worker, task, result: incoming },
+            ResultKind::Error => Event::Failed { worker, task, result: incoming },
+            ResultKind::Exhausted => Event::Exhausted { worker, task },
+            ResultKind::Resumed => Event::Resumed { worker },
+        })
+    }
+
+    fn effects(&mut self) -> Result<()> {
+        while let Some(action) = self.scheduler.poll() {
+            match action {
+                Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
+                Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
+                Action::Discard { result: Some(result), .. } => {
+                    self.completions.discard(&self.hands.arena, &result);
+                }
+                Action::Discard { result: None, .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn control(&mut self, worker: u32, kind: TaskKind) -> Result<()> {
+        match TaskEntry::inline(0, kind, &[]) {
+            Some(entry) => self.push(worker, &entry),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until
+    /// `deadline` and at most one slice. To be called without the GIL.
+    pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
+        let start = sys::clock::monotonic();
+        loop {
+            sys::clock::yield_now();
+            if self.completions.marked(&self.hands.arena) {
+                return Ok(());
+            }
+            if sys::clock::monotonic() - start > YIELD_FOR {
+                break;
+            }
+        }
+        let sleeper = &self.hands.arena.header().doorbell.0;
+        sleeper.announce();
+        if self.completions.marked(&self.hands.arena) || self.hands.closing() {
+            sleeper.awake();
+            return Ok(());
+        }
+        let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
+        let limit = if self.unwatched.is_empty() { limit } else { limit.min(Duration::from_millis(20)) };
+        self.ready.clear();
+        let outcome = self.poll.wait(Some(limit), &mut self.ready);
+        sleeper.awake();
+        match outcome? {
+            WaitOutcome::Interrupted | WaitOutcome::TimedOut => pool::trim(),
+            WaitOutcome::Ready => {}
+        }
+        Ok(())
+    }
+
+    /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
+    /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
+    pub fn after_wait(&mut self) -> Result<()> {
+        let ready = std::mem::take(&mut self.ready);
+        for &token in &ready {
+            if token == DOORBELL {
+                self.hands.doorbell.drain()?;
+            } else {
+                self.poll.remove(token)?;
+                self.ended(token as u32)?;
+            }
+        }
+        self.ready = ready;
+        for worker in std::mem::take(&mut self.unwatched) {
+            if self.hands.process(worker).is_some_and(hands::Process::has_exited) {
+                self.ended(worker)?;
+            } else {
+                self.unwatched.push(worker);
+            }
+        }
+        Ok(())
+    }
+
+    /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
+    fn ended(&mut self, worker: u32) -> Result<()> {
+        while let Some(incoming) = self.completions.pop(worker)? {
+            self.completed(worker, incoming)?;
+        }
+        self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
+        self.effects()
+    }
+
+    /// Ends the engine after its workers have ended: gives back what nobody will read, and the arena to the pool.
+    pub fn finish(&mut self) {
+        if std::mem::replace(&mut self.finished, true) || !self.hands.is_ours() {
+            return;
+        }
+        let clean = self.broken.is_none() && self.hands.all_left();
+        let drained = clean
+            && (|| {
+                for worker in 0..self.arena().geometry().workers {
+                    while let Some(incoming) = self.completions.pop(worker)? {
+                        self.completions.discard(&self.hands.arena, &incoming);
+                    }
+                }
+                self.event(Event::Shutdown)?;
+                self.effects()
+            })()
+            .is_ok();
+        if drained {
+            pool::put(self.arena().clone());
+        } else {
+            self.arena().retire();
+        }
+    }
+}
+
+impl<T> Drop for Engine<T> {
+    fn drop(&mut self) {
+        if self.hands.is_ours() && !self.finished {
+            // The workers, if there are any, have been told to leave; their results are nobody's.
+            self.hands.arena.header().stop.0.store(1, Ordering::Release);
+            self.arena().retire();
+        }
+    }
+}

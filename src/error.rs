@@ -1,0 +1,77 @@
+//! The one error type of the core. `src/python/errors.rs` alone turns it into Python exceptions.
+
+use std::fmt;
+
+/// What went wrong, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// A system call failed.
+    Os {
+        /// The call's name, as in its manual page.
+        call: &'static str,
+        /// The value of `errno`.
+        errno: i32,
+        /// What was wanted of it, and the way out; may be empty.
+        hint: String,
+    },
+    /// Something read out of shared memory failed its check: a broken worker has written over it.
+    Corrupt {
+        /// What was read, what it held, and what it may hold.
+        what: String,
+    },
+    /// Memory for a batch cannot be had.
+    NoMemory {
+        /// How many bytes were wanted.
+        wanted: u64,
+        /// The limit that stands against it, in words (a region's size, a memory cgroup, the machine).
+        limit: String,
+        /// How many bytes are left below that limit.
+        headroom: u64,
+    },
+    /// The caller broke a rule of the interface (a bug in rustloader, not of its user).
+    Usage {
+        /// Which rule.
+        what: String,
+    },
+}
+
+/// Results of the core.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// An [`Error::Os`] of the `errno` that the thread holds now.
+    pub fn last_os(call: &'static str, hint: impl Into<String>) -> Self {
+        let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+        Self::Os { call, errno, hint: hint.into() }
+    }
+
+    /// An [`Error::Corrupt`].
+    pub fn corrupt(what: impl Into<String>) -> Self {
+        Self::Corrupt { what: what.into() }
+    }
+
+    /// An [`Error::Usage`].
+    pub fn usage(what: impl Into<String>) -> Self {
+        Self::Usage { what: what.into() }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Os { call, errno, hint } => {
+                write!(f, "{call} failed: {}", std::io::Error::from_raw_os_error(*errno))?;
+                if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
+            }
+            Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
+            Self::NoMemory { wanted, limit, headroom } => write!(
+                f,
+                "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
+                 use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
+            ),
+            Self::Usage { what } => write!(f, "rustloader was used wrongly by itself (please report this): {what}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,188 @@
+//! Bytes and leaves become a batch.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
+
+use super::Source;
+use crate::error::Error;
+use crate::python::dlpack::{Heap, Lease};
+use crate::python::tensor::Bridge;
+use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, walk};
+
+/// Builds the batch of a payload, whose large leaves are taken from `source`. Nothing in the payload is
+/// trusted.
+///
+/// # Errors
+/// [`Error::Corrupt`], as Python's exception, for a damaged payload; what the source, torch and NumPy say.
+pub fn decode<S: Source>(
+    py: Python<'_>,
+    bridge: &Bridge,
+    payload: &[u8],
+    source: &mut S,
+) -> PyResult<Py<PyAny>> {
+    let mut decoder = Decoder { py, bridge: Some(bridge), source, stack: Vec::new() };
+    walk(payload, &mut decoder)?;
+    decoder.finish()
+}
+
+/// Builds the index batch that [`super::encode_indices`] wrote.
+///
+/// # Errors
+/// As for [`decode`].
+pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
+    let mut decoder = Decoder { py, bridge: None, source: &mut Nothing, stack: Vec::new() };
+    walk(payload, &mut decoder)?;
+    decoder.finish()
+}
+
+/// The source of a payload without leaves.
+struct Nothing;
+
+impl Source for Nothing {
+    type Lease = Heap;
+
+    fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
+        Err(Error::corrupt(format!("an index batch asks for leaf {index}")))
+    }
+}
+
+struct Decoder<'a, 'py, S> {
+    py: Python<'py>,
+    bridge: Option<&'a Bridge>,
+    source: &'a mut S,
+    stack: Vec<Bound<'py, PyAny>>,
+}
+
+impl<S: Source> Build for Decoder<'_, '_, S> {
+    type Error = PyErr;
+
+    #[inline]
+    fn atom(&mut self, atom: Atom<'_>) -> PyResult<()> {
+        let py = self.py;
+        let value = match atom {
+            Atom::Leaf(leaf) => self.leaf(leaf)?.into_bound(py),
+            Atom::Int(value) => int(py, value)?,
+            Atom::Str(value) => PyString::new(py, value).into_any(),
+            Atom::Float(value) => PyFloat::new(py, value).into_any(),
+            Atom::None => py.None().into_bound(py),
+            Atom::Bool(value) => PyBool::new(py, value).to_owned().into_any(),
+            Atom::Complex(re, im) => PyComplex::from_doubles(py, re, im).into_any(),
+            Atom::Bytes(value) => PyBytes::new(py, value).into_any(),
+            Atom::Ints(group, values) => sequence(
+                py,
+                group,
+                values.len(),
+                values.iter().map(|&value| int(py, i64::from_le_bytes(value))),
+            )?,
+        };
+        self.stack.push(value);
+        Ok(())
+    }
+
+    fn close(&mut self, group: Group, count: usize) -> PyResult<()> {
+        let py = self.py;
+        let values = if group == Group::Dict { count * 2 } else { count };
+        // The walk closes over values that it handed out; were it wrong, this would be an error, not a panic.
+        let start = self
+            .stack
+            .len()
+            .checked_sub(values)
+            .ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
+        let mut values = self.stack.drain(start..);
+        let made = if group == Group::Dict {
+            let dict = PyDict::new(py);
+            while let (Some(key), Some(value)) = (values.next(), values.next()) {
+                dict.set_item(key, value)?;
+            }
+            dict.into_any()
+        } else {
+            sequence(py, group, count, values.by_ref().map(Ok))?
+        };
+        drop(values);
+        self.stack.push(made);
+        Ok(())
+    }
+}
+
+#[inline]
+fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
+    // SAFETY: a new reference, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
+}
+
+/// A list or tuple of `len` values.
+fn sequence<'py>(
+    py: Python<'py>,
+    group: Group,
+    len: usize,
+    values: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let size = len as ffi::Py_ssize_t;
+    // SAFETY: new references, or null with an exception set. Slots that are not set stay null, which both
+    // types can be dropped with; the object is not handed out before all are set.
+    let made = unsafe {
+        let made = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
+        Bound::from_owned_ptr_or_err(py, made)?
+    };
+    let mut set = 0;
+    for value in values {
+        let (at, value) = (set as ffi::Py_ssize_t, value?.into_ptr());
+        // SAFETY: a new list or tuple of ours; the call takes the reference and refuses a position that is
+        // out of range.
+        let failed = unsafe {
+            if group == Group::List {
+                ffi::PyList_SetItem(made.as_ptr(), at, value)
+            } else {
+                ffi::PyTuple_SetItem(made.as_ptr(), at, value)
+            }
+        };
+        if failed != 0 {
+            return Err(PyErr::fetch(py));
+        }
+        set += 1;
+    }
+    if set == len { Ok(made) } else { Err(PyRuntimeError::new_err("unbalanced batch")) }
+}
+
+impl<S: Source> Decoder<'_, '_, S> {
+    fn finish(mut self) -> PyResult<Py<PyAny>> {
+        match (self.stack.pop(), self.stack.is_empty()) {
+            (Some(batch), true) => Ok(batch.unbind()),
+            _ => Err(PyRuntimeError::new_err("unbalanced batch")),
+        }
+    }
+
+    fn leaf(&mut self, leaf: &Leaf<'_>) -> PyResult<Py<PyAny>> {
+        let py = self.py;
+        let Some(bridge) = self.bridge else {
+            return Err(Error::corrupt("an index batch holds a tensor or an array").into());
+        };
+        let Leaf { kind, dtype, shape, strides, extent, place } = leaf;
+        match *place {
+            Place::Inline(bytes) => match kind {
+                Kind::Tensor => bridge.tensor_copied(py, bytes, *dtype, shape, strides),
+                Kind::Array => bridge.ndarray_copied(py, bytes, *dtype, shape, strides),
+            },
+            Place::Outside { leaf, offset } => {
+                let lease = self.source.leaf(leaf)?;
+                let offset = usize::try_from(offset).ok().filter(|offset| {
+                    offset.checked_add(*extent).is_some_and(|end| end <= lease.len())
+                        && (lease.ptr() as usize).wrapping_add(*offset).is_multiple_of(dtype.align())
+                });
+                let Some(offset) = offset else {
+                    let what = format!(
+                        "a view of {extent} bytes reaches beyond leaf {leaf} of {} bytes",
+                        lease.len()
+                    );
+                    return Err(Error::corrupt(what).into());
+                };
+                match kind {
+                    Kind::Tensor => bridge.tensor(py, lease, offset, *dtype, shape, strides),
+                    Kind::Array => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
+                }
+            }
+        }
+    }
+}

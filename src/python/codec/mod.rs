@@ -1,0 +1,41 @@
+//! The codec: a batch that is a plain tree of Python values, tensors and arrays becomes bytes and memory
+//! leaves, and comes back.
+//!
+//! [`crate::tree`] defines the bytes. What is not plain (subclasses, an object or memory met twice, ...) is
+//! left to pickle as a whole, so a batch that comes back has just the identities and the aliasing that it
+//! had.
+
+mod decode;
+mod encode;
+pub mod roundtrip;
+mod seen;
+
+use super::dlpack::Lease;
+use crate::error::Error;
+
+pub use crate::tree::INLINE_LIMIT;
+pub use decode::{decode, decode_indices};
+pub use encode::{encode, encode_indices};
+
+/// Copies of at least this many bytes run without the GIL.
+pub const DETACH_FROM: usize = 256 * 1024;
+
+/// Where an encoder puts what does not fit into the payload. Leaves are numbered from 0 in the order in which
+/// they are had.
+pub trait Sink {
+    /// Memory for a leaf of its own, page aligned: its number and where it lies.
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error>;
+
+    /// Bytes that lie in memory which may travel as it is: the number of the leaf, and their offset in it.
+    /// Asked only for leaves of at least [`INLINE_LIMIT`] bytes.
+    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)>;
+}
+
+/// Where a decoder finds the leaves.
+pub trait Source {
+    /// The hold on a leaf.
+    type Lease: Lease;
+
+    /// Takes a leaf. A damaged payload may ask for one that is not there, or twice: that is an error.
+    fn leaf(&mut self, index: u32) -> Result<Self::Lease, Error>;
+}

@@ -1,0 +1,18 @@
+//! The only place where the core's errors become Python exceptions.
+
+use pyo3::PyErr;
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError};
+
+use crate::error::Error;
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        let text = error.to_string();
+        match error {
+            Error::NoMemory { .. } => PyMemoryError::new_err(text),
+            Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
+            Error::Os { errno, .. } => PyOSError::new_err((errno, text)),
+            Error::Corrupt { .. } | Error::Usage { .. } => PyRuntimeError::new_err(text),
+        }
+    }
+}

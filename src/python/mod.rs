@@ -1,0 +1,40 @@
+//! The bindings: thin classes over the engine and the worker's port. Only this folder names pyo3.
+
+mod codec;
+mod collate;
+mod dlpack;
+mod engine;
+mod errors;
+mod indices;
+mod leaves;
+mod port;
+mod profiler;
+mod runtime;
+mod tensor;
+mod turn;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::codec::roundtrip::{_collate, _roundtrip};
+    #[pymodule_export]
+    use super::dlpack::{LeaseBuffer, heap_storage};
+    #[pymodule_export]
+    use super::engine::{_trim_pool, PyEngine, begin_forks, end_forks, engine_batches};
+    #[pymodule_export]
+    use super::indices::{StoppableIndices, WorkerStopped};
+    #[pymodule_export]
+    use super::port::{PyPort, TimedCollate};
+    #[pymodule_export]
+    use super::profiler::observed;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("INLINE_LIMIT", super::codec::INLINE_LIMIT)
+    }
+}

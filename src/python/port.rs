@@ -1,0 +1,320 @@
+//! The worker's side: one `Port` a worker process.
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::codec::{self, INLINE_LIMIT, Sink};
+use super::dlpack::{Lease, LeaseBuffer};
+use super::indices::StoppableIndices;
+use super::runtime::Runtime;
+use super::tensor::Bridge;
+use super::collate;
+use crate::error::Error;
+use crate::shm::arena::Arena;
+use crate::shm::layout::{Geometry, WorkerState};
+use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
+use crate::worker::port::{Keep, Port, Received};
+use crate::worker::watchdog::{self, Parent};
+
+/// What `receive` answers; the same numbers stand in `_worker.py`.
+mod code {
+    pub const FETCH: u8 = 0;
+    pub const RESUME: u8 = 1;
+    pub const LEAVE: u8 = 2;
+}
+
+/// Copies of at least this many bytes run without the GIL.
+const DETACH_FROM: usize = 256 << 10;
+
+/// A worker's own hold on a block, for tensors that it makes in the arena.
+pub struct WorkerLease {
+    port: Arc<Port>,
+    block: u32,
+    memory: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a raw pointer into a shared mapping; giving the block back takes the allocator's lock.
+unsafe impl Send for WorkerLease {}
+
+impl WorkerLease {
+    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
+    fn new(port: &Arc<Port>, len: usize) -> Option<Self> {
+        let (block, memory) = port.allocate(len as u64).ok()?;
+        Some(Self { port: port.clone(), block, memory, len })
+    }
+}
+
+impl Lease for WorkerLease {
+    fn ptr(&self) -> *mut u8 {
+        self.memory
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for WorkerLease {
+    fn drop(&mut self) {
+        self.port.release(self.block);
+    }
+}
+
+/// The blocks of a message in the making. What has not been sent is given back.
+struct Outgoing<'a> {
+    port: &'a Port,
+    leaves: Vec<(Leaf, Keep)>,
+}
+
+impl Sink for Outgoing<'_> {
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
+        let (block, memory) = self.port.allocate(len as u64)?;
+        self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
+        Ok((self.leaves.len() as u32 - 1, memory))
+    }
+
+    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
+        let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
+        if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
+            return None;
+        }
+        self.leaves.push((Leaf { block, len: offset + len as u64 }, Keep::Yes));
+        Some((self.leaves.len() as u32 - 1, offset))
+    }
+}
+
+impl Outgoing<'_> {
+    fn send(&mut self, task: u64, kind: ResultKind, payload: &[u8], timings: Timings) -> Result<(), Error> {
+        self.port.send(task, kind, &self.leaves, payload, timings)?;
+        self.leaves.clear();
+        Ok(())
+    }
+}
+
+impl Drop for Outgoing<'_> {
+    fn drop(&mut self) {
+        for (leaf, keep) in &self.leaves {
+            if *keep == Keep::No {
+                self.port.release(leaf.block);
+            }
+        }
+    }
+}
+
+/// A worker's connection to the main process.
+#[pyclass(frozen, name = "Port", module = "rustloader._core")]
+pub struct PyPort {
+    port: Arc<Port>,
+    runtime: Arc<Runtime>,
+    /// Reused for each batch.
+    payload: Mutex<Vec<u8>>,
+    fetch_us: AtomicU32,
+    collate_us: AtomicU32,
+}
+
+impl PyPort {
+    fn timings(&self) -> Timings {
+        Timings {
+            fetch_us: self.fetch_us.swap(0, Ordering::Relaxed),
+            collate_us: self.collate_us.swap(0, Ordering::Relaxed),
+            pack_us: self.port.enter(WorkerState::Publish),
+        }
+    }
+
+    fn payload(&self) -> MutexGuard<'_, Vec<u8>> {
+        let mut payload = self.payload.lock().unwrap_or_else(PoisonError::into_inner);
+        payload.clear();
+        payload
+    }
+
+    /// Ends a stretch of time in the dataset.
+    fn after_fetch(&self, next: WorkerState) {
+        let us = self.port.enter(next);
+        self.fetch_us.fetch_add(us, Ordering::Relaxed);
+    }
+}
+
+#[pymethods]
+impl PyPort {
+    /// Opens worker `worker`'s port. The descriptors are the caller's to give away.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        memfd: i32,
+        doorbell: i32,
+        geometry: (u64, u32, u32),
+        worker: u32,
+    ) -> PyResult<Self> {
+        // SAFETY: the caller gives both descriptors away; they are open.
+        let (memfd, doorbell) = unsafe { (OwnedFd::from_raw_fd(memfd), OwnedFd::from_raw_fd(doorbell)) };
+        let (total, workers, ring_slots) = geometry;
+        let geometry = Geometry::new(total, workers, ring_slots.saturating_sub(4))?;
+        if geometry.ring_slots != ring_slots || worker >= workers {
+            return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
+        }
+        let arena = Arena::attach(memfd, geometry)?;
+        let port = Arc::new(Port::open(arena, worker, doorbell)?);
+        Ok(Self {
+            port,
+            runtime: Runtime::get(py)?,
+            payload: Mutex::new(Vec::new()),
+            fetch_us: AtomicU32::new(0),
+            collate_us: AtomicU32::new(0),
+        })
+    }
+
+    /// Starts the thread that ends this process after the main process `(pid, start time)` has ended.
+    fn watch(&self, parent: (i32, u64)) -> PyResult<()> {
+        let parent = Parent { pid: parent.0, start_time: parent.1 };
+        Ok(watchdog::start(self.port.clone(), parent)?)
+    }
+
+    /// The next thing to do: `(code, task, index)`. Waits without the GIL.
+    fn receive(&self, py: Python<'_>) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
+        self.port.enter(WorkerState::Idle);
+        let entry = loop {
+            match py.detach(|| self.port.receive())? {
+                Received::Task(entry) => break entry,
+                Received::Stop => return Ok((code::LEAVE, 0, None)),
+                Received::Nothing => py.check_signals()?,
+            }
+        };
+        let held;
+        let bytes = if entry.block.is_some() {
+            held = self.port.payload.lock().unwrap_or_else(PoisonError::into_inner);
+            &held[..]
+        } else {
+            &entry.inline[..entry.len as usize]
+        };
+        let index = match entry.kind {
+            TaskKind::Plain => codec::decode_indices(py, bytes)?,
+            TaskKind::Pickle => self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),))?.unbind(),
+            TaskKind::Resume => return Ok((code::RESUME, 0, None)),
+            TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
+        };
+        self.port.enter(WorkerState::Fetch);
+        Ok((code::FETCH, entry.task, Some(index)))
+    }
+
+    /// True when the worker is to leave between two samples.
+    #[getter]
+    fn stopping(&self) -> bool {
+        self.port.stopping()
+    }
+
+    /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled.
+    fn send(&self, py: Python<'_>, task: u64, batch: Bound<'_, PyAny>) -> PyResult<bool> {
+        self.after_fetch(WorkerState::Pack);
+        let mut payload = self.payload();
+        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
+        if !codec::encode(py, Bridge::get(py)?, &batch, &mut payload, &mut outgoing)? {
+            return Ok(false);
+        }
+        outgoing.send(task, ResultKind::Plain, &payload, self.timings())?;
+        Ok(true)
+    }
+
+    /// Sends a pickle and its out-of-band buffers: a batch, or an error.
+    fn send_pickle(
+        &self,
+        py: Python<'_>,
+        task: u64,
+        pickle: Bound<'_, PyBytes>,
+        buffers: Vec<PyBuffer<u8>>,
+        is_error: bool,
+    ) -> PyResult<()> {
+        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::with_capacity(buffers.len()) };
+        for buffer in &buffers {
+            let (from, len) = (buffer.buf_ptr().cast::<u8>(), buffer.len_bytes());
+            if !buffer.is_c_contiguous() {
+                return Err(PyValueError::new_err("an out-of-band buffer is not contiguous"));
+            }
+            let (_, to) = outgoing.reserve(len)?;
+            let (from, to) = (from as usize, to as usize);
+            // SAFETY: `from` is a live export of `len` bytes, `to` a fresh block of at least as many.
+            let copy = move || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
+            if len >= DETACH_FROM { py.detach(copy) } else { copy() }
+        }
+        let kind = if is_error { ResultKind::Error } else { ResultKind::Pickle };
+        Ok(outgoing.send(task, kind, pickle.as_bytes(), self.timings())?)
+    }
+
+    /// Says that the iterable dataset is at its end.
+    fn exhausted(&self, task: u64) -> PyResult<()> {
+        Ok(self.port.answer(task, ResultKind::Exhausted)?)
+    }
+
+    /// Answers to the begin of a new epoch.
+    fn resumed(&self) -> PyResult<()> {
+        Ok(self.port.answer(0, ResultKind::Resumed)?)
+    }
+
+    /// The worker's last word.
+    fn leave(&self) {
+        self.port.leave();
+    }
+
+    /// An index list that ends the fetch between two samples when the worker is to leave.
+    fn stoppable(&self, index: Bound<'_, PyAny>) -> StoppableIndices {
+        StoppableIndices::new(self.port.clone(), index.unbind())
+    }
+
+    /// `collate_fn`, timed.
+    fn timed(slf: Bound<'_, Self>, collate_fn: Bound<'_, PyAny>) -> TimedCollate {
+        TimedCollate { port: slf.unbind(), collate_fn: collate_fn.unbind() }
+    }
+
+    /// An `UntypedStorage` of `nbytes` bytes in the arena; None where ordinary memory is the better choice.
+    fn storage(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Py<PyAny>>> {
+        if nbytes < INLINE_LIMIT {
+            return Ok(None);
+        }
+        let Some(lease) = WorkerLease::new(&self.port, nbytes) else { return Ok(None) };
+        LeaseBuffer::new(lease).storage(py).map(Some)
+    }
+
+    /// default_collate for plain tensors of one dtype and shape; None: torch's function is to do it.
+    fn stack(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
+        collate::stack(py, Bridge::get(py)?, &batch, &mut |len| WorkerLease::new(&self.port, len))
+    }
+
+    /// default_collate for plain floats or ints; None: torch's function is to do it.
+    fn numbers(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
+        collate::numbers(py, Bridge::get(py)?, &batch)
+    }
+
+    /// Bytes of this worker's region that have pages.
+    fn warm_bytes(&self) -> u64 {
+        self.port.warm_bytes()
+    }
+}
+
+/// A collate function, on its way into torch's fetcher, that says on the status page when it runs.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct TimedCollate {
+    port: Py<PyPort>,
+    collate_fn: Py<PyAny>,
+}
+
+#[pymethods]
+impl TimedCollate {
+    fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let port = self.port.get();
+        port.after_fetch(WorkerState::Collate);
+        let collated = self.collate_fn.bind(py).call1((batch,));
+        let us = port.port.enter(WorkerState::Fetch);
+        port.collate_us.fetch_add(us, Ordering::Relaxed);
+        collated.map(Bound::unbind)
+    }
+
+    fn __getattr__(&self, py: Python<'_>, name: &str) -> PyResult<Py<PyAny>> {
+        self.collate_fn.bind(py).getattr(name).map(Bound::unbind)
+    }
+}

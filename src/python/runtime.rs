@@ -1,0 +1,34 @@
+//! What the bindings look up once a process.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+/// Python objects that every batch needs.
+pub struct Runtime {
+    /// `_pack.loads(payload, buffers)`.
+    pub loads: Py<PyAny>,
+    /// `_pack.dump_index(index)`.
+    pub dump_index: Py<PyAny>,
+    /// `_pack.load_index(payload)`.
+    pub load_index: Py<PyAny>,
+}
+
+static RUNTIME: PyOnceLock<Arc<Runtime>> = PyOnceLock::new();
+
+impl Runtime {
+    /// The process's runtime, made on first use.
+    pub fn get(py: Python<'_>) -> PyResult<Arc<Self>> {
+        let made = RUNTIME.get_or_try_init(py, || {
+            let pack = py.import("rustloader._pack")?;
+            let function = |name: &str| pack.getattr(name).map(Bound::unbind);
+            PyResult::Ok(Arc::new(Self {
+                loads: function("loads")?,
+                dump_index: function("dump_index")?,
+                load_index: function("load_index")?,
+            }))
+        })?;
+        Ok(made.clone())
+    }
+}

@@ -1,0 +1,282 @@
+//! Reading torch tensors and NumPy arrays, and making them over memory.
+
+pub mod array;
+
+use std::marker::PhantomData;
+
+use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyList, PyTuple};
+
+use super::dlpack::{Block, CPU, Exchange, Heap, Importer, Lease};
+use crate::tree::dtype::Dtype;
+use crate::tree::layout::{Dims, extent, numel};
+use array::Numpy;
+
+static BRIDGE: PyOnceLock<Bridge> = PyOnceLock::new();
+
+/// What is looked up in torch and NumPy once a process.
+pub struct Bridge {
+    tensor: Py<PyAny>,
+    exchange: Option<Exchange>,
+    importer: Importer,
+    is_neg: Py<PyAny>,
+    is_conj: Py<PyAny>,
+    /// Named tensors went away with torch 2.14 or so; before, torch refused to send them.
+    has_names: Option<Py<PyAny>>,
+    strided: Py<PyAny>,
+    /// (torch's dtype, ours).
+    dtypes: Vec<(Py<PyAny>, Dtype)>,
+    /// torch's own: how many function modes and dispatch modes there are, the default device.
+    defaults: [Py<PyAny>; 3],
+    numpy: Option<Numpy>,
+}
+
+/// A plain CPU tensor, as memory. The pointer holds as long as the tensor lives and is not resized.
+pub struct TensorView<'a> {
+    /// The first element.
+    pub ptr: *const u8,
+    /// The element type.
+    pub dtype: Dtype,
+    /// The sizes.
+    pub shape: Dims,
+    /// The strides, in elements.
+    pub strides: Dims,
+    tensor: PhantomData<&'a ()>,
+}
+
+impl Bridge {
+    /// Looks everything up. torch has to be importable; NumPy need not be.
+    pub fn new(py: Python<'_>) -> PyResult<Self> {
+        Self::with(py, true)
+    }
+
+    /// As [`Self::new`]; `exchange` false does without torch's C functions, as on torch before 2.10.
+    pub fn with(py: Python<'_>, exchange: bool) -> PyResult<Self> {
+        let torch = py.import("torch")?;
+        let tensor = torch.getattr("Tensor")?;
+        let c = torch.getattr("_C")?;
+        let of_c = |name: &str| c.getattr(name).map(Bound::unbind);
+        let exchange = if exchange { Exchange::of(&tensor) } else { None };
+        let importer = match exchange {
+            Some(exchange) => Importer::Exchange(exchange),
+            None => Importer::Capsule(of_c("_from_dlpack")?),
+        };
+        let dtypes = Dtype::all().filter_map(|dtype| {
+            let found = torch.getattr(dtype.torch_name()?).ok()?;
+            Some((found.unbind(), dtype))
+        });
+        Ok(Self {
+            exchange,
+            importer,
+            is_neg: tensor.getattr("is_neg")?.unbind(),
+            is_conj: tensor.getattr("is_conj")?.unbind(),
+            has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
+            strided: torch.getattr("strided")?.unbind(),
+            dtypes: dtypes.collect(),
+            defaults: [
+                of_c("_len_torch_function_stack")?,
+                of_c("_len_torch_dispatch_stack")?,
+                of_c("_get_default_device")?,
+            ],
+            numpy: Numpy::find(py),
+            tensor: tensor.unbind(),
+        })
+    }
+
+    /// The process's own bridge, made on first use.
+    pub fn get(py: Python<'_>) -> PyResult<&'static Self> {
+        BRIDGE.get_or_try_init(py, || Self::new(py))
+    }
+
+    /// Whether an object is a `torch.Tensor` and of no subclass.
+    #[inline]
+    pub fn is_tensor(&self, obj: &Bound<'_, PyAny>) -> bool {
+        obj.get_type_ptr().cast() == self.tensor.as_ptr()
+    }
+
+    /// Whether an object is a `numpy.ndarray` and of no subclass.
+    #[inline]
+    pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
+        self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
+    }
+
+    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, or not on the CPU, strided
+    /// and of a dtype that DLPack has, or it requires grad, has names, is a lazy conjugate, negative or zero.
+    pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
+        if !self.is_tensor(obj) {
+            return None;
+        }
+        let py = obj.py();
+        let view = self.read(obj);
+        if view.is_none() {
+            // A tensor that torch cannot describe is none of ours, and no error.
+            drop(PyErr::take(py));
+        }
+        view
+    }
+
+    #[inline]
+    fn read<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
+        let py = obj.py();
+        let is_false = |value: PyResult<Bound<'_, PyAny>>| value.is_ok_and(|v| v.is(PyBool::new(py, false)));
+        if !is_false(obj.getattr(intern!(py, "requires_grad"))) {
+            return None;
+        }
+        if let Some(has_names) = &self.has_names
+            && !is_false(has_names.bind(py).call1((obj,)))
+        {
+            return None;
+        }
+        let view = match &self.exchange {
+            Some(exchange) => self.read_exchange(exchange, obj)?,
+            None => self.read_attributes(obj)?,
+        };
+        // A functional or zero tensor has elements and no memory.
+        if view.ptr.is_null() && numel(&view.shape) != Some(0) {
+            return None;
+        }
+        if view.dtype.may_be_neg() && !is_false(self.is_neg.bind(py).call1((obj,))) {
+            return None;
+        }
+        if view.dtype.is_complex() && !is_false(self.is_conj.bind(py).call1((obj,))) {
+            return None;
+        }
+        Some(view)
+    }
+
+    #[inline]
+    fn read_exchange<'a>(&self, exchange: &Exchange, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
+        let tensor = exchange.read(obj)?;
+        if tensor.device.device_type != CPU {
+            return None;
+        }
+        let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
+        if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
+            // torch.uint1 to uint7, bit, int1 to int7 look the same to DLPack.
+            let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;
+            if self.dtype_of(&own) != Some(dtype) {
+                return None;
+            }
+        }
+        let dims = |from: *const i64| match tensor.ndim {
+            0 => Some(Dims::EMPTY),
+            // SAFETY: torch points to `ndim` numbers inside the tensor, and nobody else runs before they are
+            // copied.
+            n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
+        };
+        let ptr = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);
+        Some(TensorView {
+            ptr,
+            dtype,
+            shape: dims(tensor.shape)?,
+            strides: dims(tensor.strides)?,
+            tensor: PhantomData,
+        })
+    }
+
+    /// The same for a torch without C functions.
+    fn read_attributes<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
+        let py = obj.py();
+        if !obj.getattr(intern!(py, "layout")).ok()?.is(&self.strided)
+            || obj.getattr(intern!(py, "is_nested")).ok()?.is_truthy().ok()?
+            || !obj.getattr(intern!(py, "is_cpu")).ok()?.is_truthy().ok()?
+        {
+            return None;
+        }
+        let dtype = self.dtype_of(&obj.getattr(intern!(py, "dtype")).ok()?)?;
+        let dims =
+            |name| -> Option<Dims> { Dims::new(&obj.call_method0(name).ok()?.extract::<Vec<i64>>().ok()?) };
+        let (shape, strides) = (dims(intern!(py, "size"))?, dims(intern!(py, "stride"))?);
+        let ptr = obj.call_method0(intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()? as *const u8;
+        Some(TensorView { ptr, dtype, shape, strides, tensor: PhantomData })
+    }
+
+    fn dtype_of(&self, dtype: &Bound<'_, PyAny>) -> Option<Dtype> {
+        self.dtypes.iter().find(|(known, _)| known.is(dtype)).map(|(_, dtype)| *dtype)
+    }
+
+    /// A tensor over leased memory. It is no view, its storage ends with its last element, and the lease is
+    /// dropped with the last tensor on that storage. Sizes and strides count elements; the first one lies at
+    /// `byte_offset`.
+    ///
+    /// # Errors
+    /// ValueError when the view does not fit into the lease or torch has no such dtype.
+    pub fn tensor<L: Lease>(
+        &self,
+        py: Python<'_>,
+        lease: L,
+        byte_offset: usize,
+        dtype: Dtype,
+        shape: &[i64],
+        strides: &[i64],
+    ) -> PyResult<Py<PyAny>> {
+        check_view(&lease, byte_offset, dtype, shape, strides)?;
+        let block = Block::leased(lease, byte_offset, dtype, shape, strides);
+        self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
+    }
+
+    /// A tensor that owns a copy of `bytes`, which are its extent.
+    pub fn tensor_copied(
+        &self,
+        py: Python<'_>,
+        bytes: &[u8],
+        dtype: Dtype,
+        shape: &[i64],
+        strides: &[i64],
+    ) -> PyResult<Py<PyAny>> {
+        if extent(shape, strides, dtype.itemsize()) != Some(bytes.len()) {
+            return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
+        }
+        let block = Block::<Heap>::copied(bytes, dtype, shape, strides);
+        self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
+    }
+
+    /// Whether something stands between Python and torch's operators (a default device, a function or
+    /// dispatch mode): then making a tensor in torch's place may give another result.
+    pub fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
+        let [functions, dispatch, _] = &self.defaults;
+        Ok(functions.call0(py)?.is_truthy(py)? || dispatch.call0(py)?.is_truthy(py)?)
+    }
+
+    /// Whether new tensors of torch's lie in ordinary memory (`torch.set_default_tensor_type`).
+    pub fn default_is_cpu(&self, py: Python<'_>) -> PyResult<bool> {
+        self.defaults[2].bind(py).call0()?.eq(intern!(py, "cpu"))
+    }
+}
+
+/// The items of an exact list or tuple.
+pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
+    if let Ok(list) = batch.cast_exact::<PyList>() {
+        Some(list.iter().collect())
+    } else {
+        batch.cast_exact::<PyTuple>().ok().map(|tuple| tuple.iter().collect())
+    }
+}
+
+fn check_view<L: Lease>(
+    lease: &L,
+    offset: usize,
+    dtype: Dtype,
+    shape: &[i64],
+    strides: &[i64],
+) -> PyResult<()> {
+    let end = extent(shape, strides, dtype.itemsize()).and_then(|bytes| bytes.checked_add(offset));
+    if end.is_none_or(|end| end > lease.len()) {
+        return Err(PyValueError::new_err("a tensor's sizes and strides reach beyond its memory"));
+    }
+    if !(lease.ptr() as usize).wrapping_add(offset).is_multiple_of(dtype.align()) {
+        return Err(PyValueError::new_err("a tensor's memory is not aligned to its dtype"));
+    }
+    Ok(())
+}
+
+#[cold]
+fn unmade(dtype: Dtype) -> PyErr {
+    match dtype.dl() {
+        Some(_) => PyMemoryError::new_err("no memory for a tensor"),
+        None => PyValueError::new_err("torch has no such dtype"),
+    }
+}

@@ -1,0 +1,75 @@
+//! The turn: which of the user's threads may be in `next`.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::engine::SLICE;
+
+/// A lock that is waited for without the GIL, in slices between which signals are looked for, and that a
+/// thread cannot take twice: a signal handler that calls `next` gets an error instead of a deadlock.
+#[derive(Debug, Default)]
+pub struct Turn {
+    owner: Mutex<Option<ThreadId>>,
+    freed: Condvar,
+}
+
+impl Turn {
+    fn owner(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the turn, waiting for it while `go_on` says so.
+    pub fn take(&self, py: Python<'_>, go_on: impl Fn() -> bool) -> PyResult<()> {
+        let me = thread::current().id();
+        loop {
+            let mut owner = self.owner();
+            match *owner {
+                None => {
+                    *owner = Some(me);
+                    return Ok(());
+                }
+                Some(other) if other == me => {
+                    return Err(PyRuntimeError::new_err(
+                        "this DataLoader iterator is already in use by this thread: next() was called again from \
+                         inside itself, by a signal handler or by the sampler",
+                    ));
+                }
+                Some(_) => drop(owner),
+            }
+            if !go_on() {
+                return Err(closed());
+            }
+            py.detach(|| {
+                let owner = self.owner();
+                if owner.is_some() {
+                    drop(self.freed.wait_timeout(owner, SLICE));
+                }
+            });
+            py.check_signals()?;
+        }
+    }
+
+    /// Takes the turn if nobody has it.
+    pub fn try_take(&self) -> bool {
+        let mut owner = self.owner();
+        let free = owner.is_none();
+        if free {
+            *owner = Some(thread::current().id());
+        }
+        free
+    }
+
+    /// Gives the turn back.
+    pub fn give_back(&self) {
+        *self.owner() = None;
+        self.freed.notify_one();
+    }
+}
+
+/// The error of a `next` whose iterator is shut down meanwhile.
+pub fn closed() -> PyErr {
+    PyRuntimeError::new_err("the DataLoader iterator has been shut down")
+}

@@ -1,0 +1,126 @@
+//! A set of worker numbers that finds its next member in three word operations, however many workers there are.
+
+/// Bits of a word, as an exponent of two.
+const SHIFT: usize = 6;
+
+/// The largest number of members that three levels of words can name.
+pub(super) const CAPACITY: usize = 1 << (3 * SHIFT);
+
+/// A set of numbers below a fixed bound: a bitmap whose words are summarised by a second and a third level,
+/// where a set bit says "this word below is not empty".
+#[derive(Debug, Default)]
+pub(super) struct Bitmap {
+    /// One bit for each number.
+    leaves: Vec<u64>,
+    /// One bit for each word of `leaves`.
+    middle: Vec<u64>,
+    /// One bit for each word of `middle`.
+    root: u64,
+}
+
+/// The lowest bit of `word` at or above position `from`; `from` may be 64.
+#[inline]
+fn lowest_from(word: u64, from: usize) -> Option<usize> {
+    let rest = if from < 64 { word & (u64::MAX << from) } else { 0 };
+    if rest == 0 { None } else { Some(rest.trailing_zeros() as usize) }
+}
+
+impl Bitmap {
+    /// An empty set of numbers below `bound`, which is at most [`CAPACITY`].
+    pub fn new(bound: usize) -> Self {
+        debug_assert!(bound <= CAPACITY);
+        let leaves = bound.div_ceil(64);
+        Self { leaves: vec![0; leaves], middle: vec![0; leaves.div_ceil(64)], root: 0 }
+    }
+
+    /// Adds `member`; nothing happens where it is in already.
+    #[inline]
+    pub fn insert(&mut self, member: usize) {
+        let leaf = member >> SHIFT;
+        let before = self.leaves[leaf];
+        self.leaves[leaf] = before | 1 << (member & 63);
+        if before == 0 {
+            self.middle[leaf >> SHIFT] |= 1 << (leaf & 63);
+            self.root |= 1 << (leaf >> SHIFT);
+        }
+    }
+
+    /// Takes `member` out; nothing happens where it is out already.
+    #[inline]
+    pub fn remove(&mut self, member: usize) {
+        let leaf = member >> SHIFT;
+        self.leaves[leaf] &= !(1 << (member & 63));
+        if self.leaves[leaf] == 0 {
+            self.middle[leaf >> SHIFT] &= !(1 << (leaf & 63));
+            if self.middle[leaf >> SHIFT] == 0 {
+                self.root &= !(1 << (leaf >> SHIFT));
+            }
+        }
+    }
+
+    /// Whether the set has no member.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.root == 0
+    }
+
+    /// The first member at or after `from`, or, past the end, the smallest one.
+    #[inline]
+    pub fn next_cyclic(&self, from: usize) -> Option<usize> {
+        match self.next_from(from) {
+            None if from > 0 => self.next_from(0),
+            found => found,
+        }
+    }
+
+    /// The first member at or after `from`, a number below the bound.
+    #[inline]
+    fn next_from(&self, from: usize) -> Option<usize> {
+        let leaf = from >> SHIFT;
+        if let Some(bit) = lowest_from(self.leaves[leaf], from & 63) {
+            return Some(leaf << SHIFT | bit);
+        }
+        let node = leaf >> SHIFT;
+        let leaf = match lowest_from(self.middle[node], (leaf & 63) + 1) {
+            Some(bit) => node << SHIFT | bit,
+            None => {
+                let node = lowest_from(self.root, node + 1)?;
+                node << SHIFT | self.middle[node].trailing_zeros() as usize
+            }
+        };
+        Some(leaf << SHIFT | self.leaves[leaf].trailing_zeros() as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn it_agrees_with_an_ordered_set() {
+        for bound in [1, 2, 63, 64, 65, 1_024, 4_096, 4_097, 20_000, CAPACITY] {
+            let (mut bitmap, mut model) = (Bitmap::new(bound), BTreeSet::new());
+            let mut seed = 0x9e37_79b9_7f4a_7c15_u64;
+            for _ in 0..2_000 {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let member = (seed >> 33) as usize % bound;
+                // Sparse and dense phases, so that whole words become empty and are found to be.
+                if seed >> 63 == 0 || model.len() > 40 {
+                    bitmap.remove(member);
+                    model.remove(&member);
+                    if let Some(first) = model.pop_first() {
+                        bitmap.remove(first);
+                    }
+                } else {
+                    bitmap.insert(member);
+                    model.insert(member);
+                }
+                let from = (seed >> 13) as usize % bound;
+                let wanted = model.range(from..).next().or(model.first()).copied();
+                assert_eq!(bitmap.next_cyclic(from), wanted);
+                assert_eq!(bitmap.is_empty(), model.is_empty());
+            }
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! Short stories, one for each rule. The rules together are held against a reference in `tests/scheduler_model.rs`.
+
+use super::*;
+
+type Machine = Scheduler<u64, &'static str>;
+
+/// A scheduler with its first epoch primed; the tag of a task is its number.
+fn primed(workers: usize, prefetch_factor: usize, in_order: bool) -> Machine {
+    machine(Settings { workers, prefetch_factor, in_order, persistent: false, timeout: None })
+}
+
+fn machine(settings: Settings) -> Machine {
+    let mut machine = Machine::new(settings).unwrap();
+    prime(&mut machine);
+    machine
+}
+
+fn prime(machine: &mut Machine) {
+    for _ in 0..machine.max_tasks() {
+        machine.submit(machine.next_task.0).unwrap();
+    }
+}
+
+fn at(machine: &mut Machine, millis: u64, event: Event<&'static str>) {
+    machine.on_event(Duration::from_millis(millis), event).unwrap();
+}
+
+fn done(machine: &mut Machine, worker: u32, task: u64) {
+    at(machine, 0, Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "data" });
+}
+
+fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
+    at(machine, 0, Event::Exhausted { worker: WorkerId(worker), task: TaskId(task) });
+}
+
+fn died(machine: &mut Machine, worker: u32) {
+    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker) });
+}
+
+fn batch(task: u64, worker: u32) -> Step<u64, &'static str> {
+    Step::Deliver { task: TaskId(task), worker: WorkerId(worker), tag: task, result: "data" }
+}
+
+fn dead(worker: u32, lost: Option<u64>) -> Step<u64, &'static str> {
+    Step::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
+}
+
+fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
+    Some(Action::Discard { task: TaskId(task), tag: Some(task), result: None })
+}
+
+const WAIT: Step<u64, &str> = Step::Wait { deadline: None };
+
+#[test]
+fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
+    let mut machine = primed(2, 1, true);
+    done(&mut machine, 1, 1);
+    assert_eq!(machine.next(), WAIT);
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
+    assert_eq!(machine.next(), batch(0, 0));
+    // The sampler has ended: nothing is submitted, and the batches come all the same.
+    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), batch(1, 1));
+    assert_eq!(machine.next(), WAIT);
+    done(&mut machine, 0, 2);
+    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(2, 0)));
+    assert_eq!((machine.next(), machine.next()), (Step::End, Step::End));
+}
+
+#[test]
+fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_than_its_share() {
+    let mut machine = primed(2, 2, false);
+    for round in 0..1_000 {
+        let task = if round < 2 { 2 * round + 1 } else { round + 2 };
+        done(&mut machine, 1, task);
+        assert_eq!(machine.next(), Step::Submit);
+        assert_eq!(machine.submit(round + 4), Ok((TaskId(round + 4), WorkerId(1))));
+        assert_eq!(machine.next(), batch(task, 1));
+    }
+    assert_eq!(machine.load_of(WorkerId(0)), 2);
+    assert_eq!(machine.oldest_task_of(WorkerId(0)), Some((TaskId(0), &0)));
+}
+
+#[test]
+fn an_error_stands_at_its_place_and_the_batches_after_it_follow() {
+    let mut machine = primed(1, 2, true);
+    let (worker, task) = (WorkerId(0), TaskId(0));
+    at(&mut machine, 0, Event::Failed { worker, task, result: "error" });
+    done(&mut machine, 0, 1);
+    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Step::Raise { task, worker, tag: 0, result: "error" });
+    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(1, 0)));
+}
+
+#[test]
+fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death() {
+    let mut machine = primed(2, 2, true);
+    exhausted(&mut machine, 0, 0);
+    assert_eq!((machine.poll(), machine.poll()), (dropped(0), dropped(2)));
+    assert_eq!(machine.poll(), Some(Action::Retire { worker: WorkerId(0) }));
+    died(&mut machine, 0);
+    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.submit(4), Ok((TaskId(4), WorkerId(1))));
+    done(&mut machine, 1, 1);
+    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(1, 1)));
+    exhausted(&mut machine, 1, 3);
+    assert_eq!(machine.next(), Step::Submit);
+    assert!(!machine.can_submit());
+    assert_eq!(machine.submit(9), Err(9), "nobody is left, so the index comes back");
+    assert_eq!(machine.next(), Step::End);
+}
+
+#[test]
+fn the_share_of_the_others_grows_when_a_worker_is_exhausted() {
+    let mut machine = primed(3, 2, false);
+    exhausted(&mut machine, 2, 2);
+    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(
+        machine.submit(6),
+        Ok((TaskId(6), WorkerId(0))),
+        "3 each for 2 workers, and the cursor is at 0"
+    );
+    assert_eq!(machine.submit(7), Ok((TaskId(7), WorkerId(1))));
+    assert_eq!(machine.submit(8), Err(8));
+}
+
+#[test]
+fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
+    let mut machine = primed(2, 2, true);
+    for (worker, task) in [(0, 2), (0, 1), (1, 0), (1, 7)] {
+        let event = Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "?" };
+        assert!(matches!(machine.on_event(Duration::ZERO, event), Err(Error::Corrupt { .. })));
+    }
+    let resumed = Event::Resumed { worker: WorkerId(0) };
+    assert!(matches!(machine.on_event(Duration::ZERO, resumed), Err(Error::Corrupt { .. })));
+    let unknown = Event::WorkerDied { worker: WorkerId(2) };
+    assert!(matches!(machine.on_event(Duration::ZERO, unknown), Err(Error::Usage { .. })));
+    done(&mut machine, 0, 0);
+    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(0, 0)));
+    done(&mut machine, 0, 2);
+    let again = Event::Completed { worker: WorkerId(0), task: TaskId(2), result: "twice" };
+    assert!(matches!(machine.on_event(Duration::ZERO, again), Err(Error::Corrupt { .. })));
+}
+
+#[test]
+fn what_precedes_the_first_lost_task_is_delivered_then_the_death_for_ever() {
+    let mut machine = primed(3, 1, true);
+    died(&mut machine, 2);
+    died(&mut machine, 1);
+    assert_eq!(machine.next(), WAIT, "task 0 is with a living worker");
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.next(), batch(0, 0), "no index is taken any more");
+    assert_eq!((machine.next(), machine.next()), (dead(1, Some(1)), dead(1, Some(1))));
+    assert_eq!(machine.submit(3), Err(3));
+    assert!(machine.death_raised());
+}
+
+#[test]
+fn an_idle_workers_death_stands_in_the_place_of_the_end() {
+    let mut machine = primed(2, 1, true);
+    done(&mut machine, 1, 1);
+    died(&mut machine, 1);
+    assert_eq!(machine.next(), WAIT);
+    done(&mut machine, 0, 0);
+    assert_eq!((machine.next(), machine.next()), (batch(0, 0), batch(1, 1)));
+    assert_eq!((machine.next(), machine.next()), (dead(1, None), dead(1, None)));
+}
+
+#[test]
+fn out_of_order_what_is_complete_is_delivered_then_the_death() {
+    let mut machine = primed(3, 1, false);
+    done(&mut machine, 2, 2);
+    died(&mut machine, 1);
+    assert_eq!((machine.next(), machine.next()), (batch(2, 2), dead(1, Some(1))));
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.next(), dead(1, Some(1)), "nothing comes after an error that is final");
+    machine.restart();
+    let result = Some("data");
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
+    assert_eq!(machine.poll(), dropped(1));
+    assert_eq!(machine.submit(3), Ok((TaskId(3), WorkerId(0))), "new workers, task numbers go on");
+}
+
+#[test]
+fn a_new_epoch_begins_when_every_worker_has_done_with_the_old_one() {
+    let persistent =
+        Settings { workers: 2, prefetch_factor: 1, in_order: true, persistent: true, timeout: None };
+    let mut machine = machine(persistent);
+    done(&mut machine, 1, 1);
+    at(&mut machine, 0, Event::EpochReset);
+    let result = Some("data");
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(1), tag: Some(1), result }));
+    assert_eq!(machine.poll(), Some(Action::Resume { worker: WorkerId(0) }));
+    assert_eq!(machine.poll(), Some(Action::Resume { worker: WorkerId(1) }));
+    at(&mut machine, 0, Event::Resumed { worker: WorkerId(1) });
+    assert_eq!((machine.next(), machine.submit(2)), (WAIT, Err(2)));
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
+    at(&mut machine, 0, Event::Resumed { worker: WorkerId(0) });
+    assert!(!machine.resuming());
+    assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
+    assert_eq!(machine.dispatched(), 1);
+}
+
+#[test]
+fn a_death_while_resuming_is_raised_at_once() {
+    let persistent =
+        Settings { workers: 2, prefetch_factor: 1, in_order: true, persistent: true, timeout: None };
+    let mut machine = machine(persistent);
+    at(&mut machine, 0, Event::EpochReset);
+    died(&mut machine, 0);
+    assert_eq!(machine.next(), dead(0, None));
+    assert!(machine.on_event(Duration::ZERO, Event::EpochReset).is_err());
+}
+
+#[test]
+fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
+    let timeout = Some(Duration::from_millis(100));
+    let mut machine =
+        machine(Settings { workers: 2, prefetch_factor: 1, in_order: true, persistent: false, timeout });
+    let wait = |millis| Step::Wait { deadline: Some(Duration::from_millis(millis)) };
+    at(&mut machine, 1_000, Event::WaitBegan);
+    assert_eq!(machine.next(), wait(1_100));
+    at(&mut machine, 1_090, Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data" });
+    assert_eq!(machine.next(), wait(1_190));
+    at(&mut machine, 1_189, Event::Time);
+    assert_eq!(machine.next(), wait(1_190));
+    at(&mut machine, 1_190, Event::Time);
+    assert_eq!((machine.next(), machine.next()), (Step::TimedOut, WAIT));
+    at(&mut machine, 5_000, Event::WaitBegan);
+    assert_eq!(machine.next(), wait(5_100));
+    done(&mut machine, 0, 0);
+    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(0, 0)));
+}
+
+#[test]
+fn a_shutdown_gives_everything_back() {
+    let mut machine = primed(2, 1, true);
+    done(&mut machine, 0, 0);
+    at(&mut machine, 0, Event::Shutdown);
+    assert_eq!(machine.next(), Step::Shutdown);
+    let result = Some("data");
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
+    assert_eq!(machine.poll(), dropped(1));
+    done(&mut machine, 1, 1);
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(1), tag: None, result }), "it came late");
+    assert_eq!((machine.poll(), machine.submit(2)), (None, Err(2)));
+}
+
+#[test]
+fn settings_without_a_worker_or_a_task_are_refused() {
+    for (workers, prefetch_factor) in [(0, 2), (2, 0), (1 << 20, 1), (1 << 18, 1 << 20), (2, usize::MAX)] {
+        let settings =
+            Settings { workers, prefetch_factor, in_order: true, persistent: false, timeout: None };
+        assert!(matches!(Machine::new(settings), Err(Error::Usage { .. })));
+    }
+}

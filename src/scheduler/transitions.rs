@@ -1,0 +1,266 @@
+//! The transitions of the state machine: one method for each event, and the ends of `next`.
+
+use super::reorder::{NIL, State};
+use super::workers::{Life, Worker};
+use super::{Action, Death, Scheduler, Step};
+use crate::error::{Error, Result};
+use crate::id::{TaskId, WorkerId};
+use std::time::Duration;
+
+impl<T, R> Scheduler<T, R> {
+    /// Whether tasks are taken at all now.
+    #[inline]
+    pub(super) fn accepts(&self) -> bool {
+        self.outstanding + self.ready < self.max_tasks
+            && self.resuming == 0
+            && self.first_dead.is_none()
+            && !self.shut_down
+    }
+
+    /// A result: of the oldest task of its worker, or it is refused.
+    #[inline]
+    pub(super) fn on_result(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        task: TaskId,
+        result: R,
+        state: State,
+    ) -> Result<()> {
+        if self.shut_down {
+            // The tag went back at the shutdown; the result still names memory that somebody has to free.
+            self.effects.push_back(Action::Discard { task, tag: None, result: Some(result) });
+            return Ok(());
+        }
+        let stale = self.entry(worker)?.resumes > 0;
+        let slot = self.take_oldest(worker, task)?;
+        self.clock.result_arrived(now);
+        if stale {
+            let (tag, _) = self.reorder.release(slot);
+            self.effects.push_back(Action::Discard { task, tag, result: Some(result) });
+            return Ok(());
+        }
+        self.outstanding -= 1;
+        self.ready += 1;
+        let entry = self.reorder.slot_mut(slot);
+        entry.state = state;
+        entry.result = Some(result);
+        if !self.in_order {
+            self.reorder.enqueue(slot);
+        }
+        Ok(())
+    }
+
+    /// The end of a worker's dataset: the tasks that the worker still holds are skipped by it.
+    pub(super) fn on_exhausted(&mut self, now: Duration, worker: WorkerId, task: TaskId) -> Result<()> {
+        if self.shut_down {
+            return Ok(());
+        }
+        let stale = self.entry(worker)?.resumes > 0;
+        let slot = self.take_oldest(worker, task)?;
+        self.clock.result_arrived(now);
+        self.drop_task(slot, stale);
+        let entry = self.workers.at(worker.0);
+        let mut rest = std::mem::replace(&mut entry.front, NIL);
+        // Each turn of this loop is paid for by the submission of its task.
+        while rest != NIL {
+            let next = self.reorder.slot(rest).next;
+            self.drop_task(rest, stale);
+            rest = next;
+        }
+        if stale {
+            return Ok(());
+        }
+        self.owed += 1;
+        if self.persistent {
+            self.workers.deactivate(worker.0, Life::Exhausted);
+        } else {
+            self.workers.deactivate(worker.0, Life::Retired);
+            self.effects.push_back(Action::Retire { worker });
+        }
+        Ok(())
+    }
+
+    /// A worker has done with the abandoned epoch.
+    pub(super) fn on_resumed(&mut self, now: Duration, worker: WorkerId) -> Result<()> {
+        if self.shut_down {
+            return Ok(());
+        }
+        let entry = self.entry(worker)?;
+        if entry.resumes == 0 || entry.front != NIL || entry.life == Life::Dead {
+            return Err(Error::corrupt(format!(
+                "worker {} says that it has resumed, with {} resume messages unanswered and {} before them",
+                worker.0,
+                entry.resumes,
+                if entry.front == NIL { "no task" } else { "tasks" },
+            )));
+        }
+        self.workers.at(worker.0).resumes -= 1;
+        self.resuming -= 1;
+        self.clock.result_arrived(now);
+        Ok(())
+    }
+
+    /// The end of a worker's process. For a worker that was told to leave it is none of our business.
+    pub(super) fn on_death(&mut self, worker: WorkerId) -> Result<()> {
+        if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Retired) {
+            return Ok(());
+        }
+        let Worker { front, resumes, .. } = *self.entry(worker)?;
+        self.workers.deactivate(worker.0, Life::Dead);
+        self.first_dead.get_or_insert(worker);
+        // What an abandoned epoch left behind is no loss.
+        if resumes > 0 || front == NIL {
+            return Ok(());
+        }
+        let lost = self.reorder.slot(front).task;
+        if self.first_lost.is_none_or(|first| Some(lost) < first.lost) {
+            self.first_lost = Some(Death { worker, lost: Some(lost) });
+        }
+        // The slots stay in the FIFO, so that `oldest_task_of` can tell what the worker was at.
+        let mut rest = front;
+        while rest != NIL {
+            let slot = self.reorder.slot_mut(rest);
+            slot.state = State::Lost;
+            rest = slot.next;
+            self.outstanding -= 1;
+        }
+        Ok(())
+    }
+
+    /// The epoch is abandoned: what has arrived is discarded now, what is outstanding when it arrives.
+    pub(super) fn on_epoch_reset(&mut self) -> Result<()> {
+        if !self.persistent || self.shut_down || self.first_dead.is_some() {
+            return Err(Error::usage("an epoch is reset only for persistent workers that are alive"));
+        }
+        let count = self.workers.len() as u32;
+        if (0..count).any(|worker| self.workers.at(worker).resumes == u16::MAX) {
+            return Err(Error::usage("65535 resets of an epoch and no worker has answered"));
+        }
+        if let Some(slot) = self.staged.take() {
+            self.discard(slot);
+        }
+        while let Some(slot) = self.reorder.pop() {
+            match self.reorder.slot(slot).state {
+                State::Ready | State::Failed => self.discard(slot),
+                State::Dropped => drop(self.reorder.release(slot)),
+                // It stays in its worker's FIFO, where it is stale from now on.
+                State::Outstanding | State::Lost | State::Free => {}
+            }
+        }
+        self.workers.begin_epoch();
+        for worker in 0..count {
+            self.workers.at(worker).resumes += 1;
+            self.effects.push_back(Action::Resume { worker: WorkerId(worker) });
+        }
+        self.resuming += count;
+        self.first_task = self.next_task;
+        self.outstanding = 0;
+        self.ready = 0;
+        self.owed = 0;
+        self.clock.stop();
+        Ok(())
+    }
+
+    /// Gives back every tag and result, and forgets the tasks.
+    pub(super) fn forget_all(&mut self) {
+        let effects = &mut self.effects;
+        self.reorder.clear(|task, tag, result| effects.push_back(Action::Discard { task, tag, result }));
+        for worker in 0..self.workers.len() as u32 {
+            self.workers.at(worker).front = NIL;
+        }
+        self.staged = None;
+        self.outstanding = 0;
+        self.ready = 0;
+        self.owed = 0;
+        self.resuming = 0;
+        self.clock.stop();
+    }
+
+    /// Hands the result in `slot` over.
+    #[inline]
+    pub(super) fn deliver(&mut self, slot: u32) -> Step<T, R> {
+        let entry = self.reorder.slot(slot);
+        let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
+        match self.reorder.release(slot) {
+            (Some(tag), Some(result)) if failed => self.answer(Step::Raise { task, worker, tag, result }),
+            (Some(tag), Some(result)) => self.answer(Step::Deliver { task, worker, tag, result }),
+            _ => unreachable!("a slot that is ready holds its tag and its result"),
+        }
+    }
+
+    /// From now on `next` has one answer.
+    pub(super) fn raise_death(&mut self) -> Step<T, R> {
+        self.raised = self.death();
+        match self.raised {
+            Some(death) => self.answer(Step::Dead(death)),
+            None => unreachable!("a death is raised only after a worker has died"),
+        }
+    }
+
+    /// Nothing to hand out: say so, or say that it has lasted too long.
+    pub(super) fn wait(&mut self) -> Step<T, R> {
+        debug_assert!(self.outstanding + self.resuming > 0, "nobody is there to end this wait");
+        if self.clock.expired() {
+            return self.answer(Step::TimedOut);
+        }
+        Step::Wait { deadline: self.clock.deadline() }
+    }
+
+    /// `next` has its answer, so the clock of the timeout stands.
+    #[inline]
+    pub(super) fn answer(&mut self, step: Step<T, R>) -> Step<T, R> {
+        self.clock.stop();
+        step
+    }
+
+    /// The entry of a worker that the caller names.
+    #[inline]
+    fn entry(&self, worker: WorkerId) -> Result<&Worker> {
+        let entry = self.workers.get(worker.index());
+        entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
+    }
+
+    /// Takes the front out of the worker's FIFO, if that is `task`.
+    #[inline]
+    fn take_oldest(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
+        let Worker { front, life, .. } = *self.entry(worker)?;
+        if front == NIL || life == Life::Dead || self.reorder.slot(front).task != task {
+            return Err(self.impossible(worker, task));
+        }
+        self.workers.at(worker.0).front = self.reorder.slot(front).next;
+        Ok(front)
+    }
+
+    /// The error for a result that its worker cannot have sent.
+    #[cold]
+    fn impossible(&self, worker: WorkerId, task: TaskId) -> Error {
+        let held = match self.oldest_task_of(worker) {
+            Some((held, _)) => format!("the oldest task that it holds is {}", held.0),
+            None => "it holds no task".to_string(),
+        };
+        Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))
+    }
+
+    /// A task that its exhausted worker will not answer. Its place in the reorder buffer is passed over later.
+    fn drop_task(&mut self, slot: u32, stale: bool) {
+        let entry = self.reorder.slot_mut(slot);
+        let task = entry.task;
+        let tag = entry.tag.take();
+        entry.state = State::Dropped;
+        self.effects.push_back(Action::Discard { task, tag, result: None });
+        if stale || !self.in_order {
+            self.reorder.release(slot);
+        }
+        if !stale {
+            self.outstanding -= 1;
+        }
+    }
+
+    /// A result that nobody will ask for.
+    fn discard(&mut self, slot: u32) {
+        let task = self.reorder.slot(slot).task;
+        let (tag, result) = self.reorder.release(slot);
+        self.effects.push_back(Action::Discard { task, tag, result });
+    }
+}

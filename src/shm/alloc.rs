@@ -1,0 +1,409 @@
+//! The allocator of one region. Its free lists are private to the owner; what the other side must know stands in
+//! the region's block table.
+//!
+//! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
+//! need. A free block is reused last-in first-out, while its pages are warm. Pages beyond the working set are
+//! given back by the low-water mark of each class's free list: what lay idle through [`PATIENCE`] whole windows of
+//! [`WINDOW`] allocations is surplus, and half of it is punched (before it is handed out again, so nobody else sees it).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::arena::Arena;
+use super::block::{self, Left, WORKER};
+use super::layout::PAGE;
+use crate::error::{Error, Result};
+use crate::sync::Ordering;
+use crate::sys;
+
+/// Number of size classes: enough for regions of 1 TiB.
+const CLASSES: usize = 112;
+/// Allocations between two looks at the low-water marks.
+const WINDOW: u32 = 64;
+/// Windows for which blocks must have lain idle before half of them lose their pages.
+const PATIENCE: u8 = 2;
+/// Fresh pages that may be reserved between two looks at the machine's headroom.
+const LOOK_EVERY: u64 = 8 << 20;
+/// Headroom that a reservation leaves to everybody else.
+const MARGIN: u64 = 32 << 20;
+/// Small blocks are reserved this much at a time, one system call for many.
+const SLAB: u64 = 64 << 10;
+
+/// The size class of a block of `pages` pages.
+fn class_of(pages: u64) -> usize {
+    if pages <= 8 {
+        return pages.max(1) as usize - 1;
+    }
+    let last = pages - 1;
+    let shift = 63 - last.leading_zeros() - 2;
+    8 + (shift as usize - 1) * 4 + ((last >> shift) as usize - 4)
+}
+
+/// The pages of a block of a class.
+fn class_pages(class: usize) -> u64 {
+    if class < 8 {
+        return class as u64 + 1;
+    }
+    let (shift, quarter) = ((class - 8) / 4 + 1, (class - 8) % 4 + 4);
+    (quarter as u64 + 1) << shift
+}
+
+/// One class's idle blocks.
+#[derive(Debug, Default)]
+struct FreeList {
+    /// Idle blocks, the warmest last.
+    blocks: Vec<u32>,
+    /// How many of the first blocks have lost their pages.
+    cold: usize,
+    /// The fewest idle blocks in this window.
+    low: usize,
+    /// For how many windows there has been a surplus.
+    patience: u8,
+}
+
+/// The owner's side of a region.
+#[derive(Debug)]
+pub struct Allocator {
+    arena: Arc<Arena>,
+    region: u32,
+    free: Vec<FreeList>,
+    /// Where the next new block begins.
+    fresh: u64,
+    /// Bytes of the region from its begin that were reserved ahead for small blocks.
+    slab_end: u64,
+    /// Bytes of each block that this process has in its page tables.
+    mapped: Vec<u64>,
+    /// Blocks that have been in a message since they were allocated, though an object of the owner lies in them.
+    sent: HashSet<u32>,
+    /// Allocations left in this window.
+    window: u32,
+    /// Bytes that may still be reserved before the machine's headroom is looked at.
+    credit: u64,
+    /// Bytes of pages in the region.
+    warm: u64,
+}
+
+impl Allocator {
+    /// The allocator of a region whose last owner, if it had one, is gone. Blocks that are free by their state are
+    /// reused; the rest come back over the return stack.
+    pub fn new(arena: Arc<Arena>, region: u32) -> Self {
+        let count = arena.block_count(region);
+        let mut free: Vec<FreeList> = (0..CLASSES).map(|_| FreeList::default()).collect();
+        let (mut fresh, mut warm) = (0, 0);
+        for (id, entry) in arena.table(region)[..count as usize].iter().enumerate() {
+            let capacity = entry.capacity.load(Ordering::Relaxed);
+            fresh = fresh.max(entry.offset.load(Ordering::Relaxed) + capacity);
+            warm += entry.warm.load(Ordering::Relaxed);
+            if entry.state.load(Ordering::Acquire) == 0 {
+                free[class_of(capacity / PAGE).min(CLASSES - 1)].blocks.push(id as u32);
+            }
+        }
+        let (mapped, sent) = (vec![0; count as usize], HashSet::new());
+        Self { arena, region, free, fresh, slab_end: fresh, mapped, sent, window: WINDOW, credit: 0, warm }
+    }
+
+    /// The region's number.
+    pub fn region(&self) -> u32 {
+        self.region
+    }
+
+    /// Bytes of pages that the region holds.
+    pub fn warm_bytes(&self) -> u64 {
+        self.warm
+    }
+
+    /// A block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
+    pub fn allocate(&mut self, len: u64, holder: u32) -> Result<u32> {
+        self.window -= 1;
+        if self.window == 0 {
+            self.end_window()?;
+        }
+        let pages = len.div_ceil(PAGE).max(1);
+        let class = class_of(pages);
+        if class >= CLASSES || pages * PAGE > self.arena.geometry().region_len {
+            return Err(self.full(len));
+        }
+        let id = match self.take(class) {
+            Some(id) => id,
+            None => {
+                self.collect()?;
+                match self.take(class) {
+                    Some(id) => id,
+                    None => self.make(class, len)?,
+                }
+            }
+        };
+        if let Err(error) = self.reserve(id, pages * PAGE) {
+            self.free[class].blocks.push(id);
+            return Err(error);
+        }
+        if !self.sent.is_empty() {
+            self.sent.remove(&id);
+        }
+        self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
+        Ok(id)
+    }
+
+    /// Notes that a block which an object of the owner lies in has been in a message.
+    pub fn note_sent(&mut self, id: u32) {
+        self.sent.insert(id);
+    }
+
+    /// Whether a block has been in a message since it was allocated.
+    pub fn was_sent(&self, id: u32) -> bool {
+        self.sent.contains(&id)
+    }
+
+    fn take(&mut self, class: usize) -> Option<u32> {
+        let list = &mut self.free[class];
+        let id = list.blocks.pop()?;
+        list.low = list.low.min(list.blocks.len());
+        list.cold = list.cold.min(list.blocks.len());
+        Some(id)
+    }
+
+    /// Takes back what has been returned.
+    pub fn collect(&mut self) -> Result<()> {
+        let Self { arena, region, free, .. } = self;
+        let table = arena.table(*region);
+        let count = arena.block_count(*region);
+        block::take_returned(&arena.region_head(*region).returned, count, |id| &table[id as usize], |id| {
+            let pages = table[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
+            free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+        })
+    }
+
+    /// A new block, or a larger idle one when the region or its table is used up.
+    fn make(&mut self, class: usize, len: u64) -> Result<u32> {
+        let capacity = class_pages(class) * PAGE;
+        let id = self.mapped.len() as u32;
+        let offset = self.fresh;
+        let region_len = self.arena.geometry().region_len;
+        if id == self.arena.geometry().table_len || offset + capacity > region_len {
+            let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
+            return larger.and_then(|class| self.take(class)).ok_or_else(|| self.full(len));
+        }
+        let mut reserved = 0;
+        if capacity < SLAB {
+            reserved = capacity;
+            self.look(capacity)?;
+            if offset + capacity > self.slab_end {
+                let end = (offset + SLAB).min(region_len);
+                self.arena.populate(self.region, offset, end)?;
+                self.slab_end = end;
+            }
+        }
+        let entry = &self.arena.table(self.region)[id as usize];
+        entry.state.store(0, Ordering::Relaxed);
+        entry.offset.store(offset, Ordering::Relaxed);
+        entry.capacity.store(capacity, Ordering::Relaxed);
+        entry.warm.store(reserved, Ordering::Relaxed);
+        self.warm += reserved;
+        self.fresh += capacity;
+        self.mapped.push(reserved);
+        // SYNC: block-made (pairs with the Acquire in `Arena::block_count`).
+        self.arena.region_head(self.region).blocks.store(id + 1, Ordering::Release);
+        Ok(id)
+    }
+
+    /// Makes sure that the first `len` bytes of a block have pages. Those of a large block are put into this process's
+    /// page tables at one go, which is much cheaper than a fault for each.
+    fn reserve(&mut self, id: u32, len: u64) -> Result<()> {
+        let mapped = self.mapped[id as usize];
+        if len <= mapped {
+            return Ok(());
+        }
+        let arena = self.arena.clone();
+        let entry = &arena.table(self.region)[id as usize];
+        let offset = entry.offset.load(Ordering::Relaxed);
+        let warm = entry.warm.load(Ordering::Relaxed);
+        if len > warm {
+            self.look(len - warm)?;
+        }
+        if len > warm || len >= SLAB {
+            self.arena.populate(self.region, offset + mapped, offset + len)?;
+        }
+        self.mapped[id as usize] = len;
+        if len > warm {
+            entry.warm.store(len, Ordering::Relaxed);
+            self.warm += len - warm;
+        }
+        Ok(())
+    }
+
+    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes.
+    fn look(&mut self, fresh: u64) -> Result<()> {
+        if fresh <= self.credit {
+            self.credit -= fresh;
+            return Ok(());
+        }
+        let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+        if room.bytes < fresh.saturating_add(MARGIN) {
+            return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom: room.bytes });
+        }
+        self.credit = LOOK_EVERY.min((room.bytes - fresh - MARGIN) / 4);
+        Ok(())
+    }
+
+    /// Puts a block that has become free in the owner's own hands back into its list.
+    pub fn put(&mut self, id: u32) {
+        let pages = self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
+        self.free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+    }
+
+    /// Lets go of the owner's hold; the block goes back into the list if nobody else holds it.
+    pub fn release(&mut self, id: u32) {
+        let state = &self.arena.table(self.region)[id as usize].state;
+        if block::release_owned(state, WORKER) == Left::Last {
+            self.put(id);
+        }
+    }
+
+    /// The block that the byte at `address` lies in, if it lies in a block of this region, and the offset in it.
+    pub fn find(&self, address: usize) -> Option<(u32, u64)> {
+        let base = self.arena.region_base(self.region) as usize;
+        let offset = address.checked_sub(base)? as u64;
+        if offset >= self.fresh {
+            return None;
+        }
+        let table = &self.arena.table(self.region)[..self.mapped.len()];
+        let id = table.partition_point(|block| block.offset.load(Ordering::Relaxed) <= offset) - 1;
+        Some((id as u32, offset - table[id].offset.load(Ordering::Relaxed)))
+    }
+
+    fn end_window(&mut self) -> Result<()> {
+        self.window = WINDOW;
+        self.collect()?;
+        let table = self.arena.table(self.region);
+        for list in &mut self.free {
+            let surplus = list.low.saturating_sub(list.cold);
+            list.low = list.blocks.len();
+            if surplus == 0 {
+                list.patience = 0;
+                continue;
+            }
+            list.patience += 1;
+            if list.patience < PATIENCE {
+                continue;
+            }
+            list.patience = 0;
+            let from = list.cold;
+            list.cold += surplus.div_ceil(2);
+            for &id in &list.blocks[from..list.cold] {
+                let entry = &table[id as usize];
+                let warm = entry.warm.load(Ordering::Relaxed);
+                let offset = entry.offset.load(Ordering::Relaxed);
+                // Pages of a small block may have been reserved with its neighbours: not worth a system call.
+                if warm < SLAB || self.arena.punch(self.region, offset, offset + warm).is_err() {
+                    continue;
+                }
+                entry.warm.store(0, Ordering::Relaxed);
+                self.mapped[id as usize] = 0;
+                self.warm -= warm;
+            }
+        }
+        Ok(())
+    }
+
+    fn full(&self, len: u64) -> Error {
+        let size = self.arena.geometry().region_len;
+        Error::NoMemory {
+            wanted: len,
+            limit: format!("each worker's region of the shared memory has {size} bytes"),
+            headroom: size - self.fresh.min(size),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::block::CONSUMER;
+
+    fn allocator() -> Allocator {
+        Allocator::new(Arena::create_sized(1 << 30, 1, 8).unwrap(), 0)
+    }
+
+    #[test]
+    fn classes_cover_all_sizes() {
+        for pages in (1..5000).chain([1 << 20, (1 << 20) + 1, 1 << 28]) {
+            let class = class_of(pages);
+            assert!(class < CLASSES);
+            assert!(class_pages(class) >= pages);
+            assert_eq!(class_of(class_pages(class)), class);
+            assert!(class == 0 || class_pages(class - 1) < pages);
+        }
+    }
+
+    #[test]
+    fn a_block_comes_back_warm_and_last_in_first_out() {
+        let mut a = allocator();
+        let one = a.allocate(100_000, WORKER).unwrap();
+        let two = a.allocate(100_000, WORKER).unwrap();
+        assert_ne!(one, two);
+        a.release(one);
+        a.release(two);
+        assert_eq!(a.allocate(100_000, WORKER).unwrap(), two);
+        assert_eq!(a.allocate(99_000, WORKER).unwrap(), one);
+    }
+
+    #[test]
+    fn a_held_block_is_not_reused_until_the_consumer_returns_it() {
+        let mut a = allocator();
+        let id = a.allocate(20_000, WORKER | CONSUMER).unwrap();
+        a.release(id);
+        assert_ne!(a.allocate(20_000, CONSUMER).unwrap(), id);
+        a.arena.clone().release(0, id, CONSUMER);
+        assert_eq!(a.allocate(20_000, WORKER).unwrap(), id);
+    }
+
+    #[test]
+    fn surplus_pages_are_given_back_and_the_working_set_stays() {
+        let mut a = allocator();
+        let burst: Vec<u32> = (0..32).map(|_| a.allocate(1 << 20, WORKER).unwrap()).collect();
+        let peak = a.warm_bytes();
+        burst.into_iter().for_each(|id| a.release(id));
+        for _ in 0..WINDOW * 40 {
+            let id = a.allocate(1 << 20, WORKER).unwrap();
+            a.release(id);
+        }
+        assert!(a.warm_bytes() <= peak / 8, "{} of {peak}", a.warm_bytes());
+        assert!(a.warm_bytes() >= 1 << 20);
+    }
+
+    #[test]
+    fn a_new_owner_finds_what_is_free_and_leaves_what_is_held() {
+        let mut a = allocator();
+        let held = a.allocate(50_000, CONSUMER).unwrap();
+        let idle = a.allocate(50_000, WORKER).unwrap();
+        a.release(idle);
+        let arena = a.arena.clone();
+        drop(a);
+        let mut b = Allocator::new(arena.clone(), 0);
+        assert_eq!(b.allocate(50_000, WORKER).unwrap(), idle);
+        assert_ne!(b.allocate(50_000, WORKER).unwrap(), held);
+        arena.release(0, held, CONSUMER);
+        assert_eq!(b.allocate(50_000, WORKER).unwrap(), held);
+    }
+
+    #[test]
+    fn a_full_region_is_an_error_that_names_its_size() {
+        let mut a = allocator();
+        let region = a.arena.geometry().region_len;
+        let error = a.allocate(region + 1, WORKER).unwrap_err();
+        assert!(matches!(error, Error::NoMemory { wanted, .. } if wanted == region + 1));
+    }
+
+    #[test]
+    fn addresses_are_found_in_their_block() {
+        let mut a = allocator();
+        let ids: Vec<u32> = [5000, 70_000, 4096].iter().map(|&len| a.allocate(len, WORKER).unwrap()).collect();
+        for &id in &ids {
+            let start = a.arena.block_memory(0, id, 1).unwrap().as_ptr() as usize;
+            assert_eq!(a.find(start), Some((id, 0)));
+            assert_eq!(a.find(start + 4095), Some((id, 4095)));
+        }
+        assert_eq!(a.find(1), None);
+        assert_eq!(a.find(a.arena.region_base(0) as usize + (100 << 20)), None);
+    }
+}

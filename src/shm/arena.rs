@@ -1,0 +1,370 @@
+//! The arena: one sealed memfd, mapped once by each side, and the typed, checked way into it.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+use super::block::{self, CONSUMER, DELIVERED, FORKED, Left};
+use super::layout::{
+    Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION,
+};
+use super::ring::RingMemory;
+use crate::error::{Error, Result};
+use crate::sync::{AtomicU64, Ordering};
+use crate::sys;
+
+/// The smallest arena with which a loader is still worth running.
+const SMALLEST: u64 = 1 << 30;
+/// An arena is at least this large where the system lets it: the pages exist only when touched.
+const AT_LEAST: u64 = 64 << 30;
+/// And at most this large.
+const AT_MOST: u64 = 1 << 40;
+
+/// Blocks of all arenas of this process that the user's tensors lie in; a fork need not look further when it is 0.
+static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
+
+/// Number of blocks that tensors delivered by this process lie in now.
+pub fn delivered_blocks() -> usize {
+    DELIVERED_BLOCKS.load(Ordering::Relaxed)
+}
+
+/// One arena as one process sees it.
+#[derive(Debug)]
+pub struct Arena {
+    map: sys::map::Mapping,
+    fd: OwnedFd,
+    geometry: Geometry,
+    /// The fork generation of the process that mapped it; in a child of that process the arena is dead.
+    generation: u64,
+    /// No worker will come again: what is released has its pages taken away at once.
+    retired: AtomicBool,
+}
+
+impl Arena {
+    /// Makes an arena for `workers` workers of at most `outstanding` tasks each: as large as the system
+    /// allows between 1 GiB and 1 TiB (pages come only when touched).
+    pub fn create(workers: u32, outstanding: u32) -> Result<Arc<Self>> {
+        let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(AT_LEAST, AT_MOST);
+        loop {
+            match Self::create_sized(total, workers, outstanding) {
+                Ok(arena) => return Ok(arena),
+                Err(error) if total / 2 < SMALLEST => return Err(error),
+                Err(_) => total /= 2,
+            }
+        }
+    }
+
+    /// Makes an arena of just `total` bytes.
+    pub fn create_sized(total: u64, workers: u32, outstanding: u32) -> Result<Arc<Self>> {
+        let geometry = Geometry::new(total / PAGE * PAGE, workers, outstanding)?;
+        let fd = sys::memfd::create("rustloader", geometry.total)?;
+        sys::memfd::seal(fd.as_fd())?;
+        let arena = Self::map(fd, geometry)?;
+        // The control part is touched by every batch: reserve it now, so that a full machine is an error here.
+        arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
+        let header = arena.header();
+        header.workers.store(geometry.workers, Ordering::Relaxed);
+        header.ring_slots.store(geometry.ring_slots, Ordering::Relaxed);
+        header.table_len.store(geometry.table_len, Ordering::Relaxed);
+        header.region_len.store(geometry.region_len, Ordering::Relaxed);
+        header.magic.store(MAGIC, Ordering::Relaxed);
+        header.version.store(VERSION, Ordering::Release);
+        Ok(Arc::new(arena))
+    }
+
+    /// Maps an arena that another process has made.
+    pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
+        let arena = Self::map(fd, geometry)?;
+        let header = arena.header();
+        let version = header.version.load(Ordering::Acquire);
+        let found = (
+            header.magic.load(Ordering::Relaxed),
+            version,
+            header.workers.load(Ordering::Relaxed),
+            header.ring_slots.load(Ordering::Relaxed),
+            header.table_len.load(Ordering::Relaxed),
+            header.region_len.load(Ordering::Relaxed),
+        );
+        let g = &geometry;
+        if found != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len) {
+            return Err(Error::corrupt(format!("an arena's header reads {found:x?}, expected {g:?}")));
+        }
+        Ok(Arc::new(arena))
+    }
+
+    fn map(fd: OwnedFd, geometry: Geometry) -> Result<Self> {
+        let map = sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?;
+        Ok(Self { map, fd, geometry, generation: sys::fork::generation(), retired: AtomicBool::new(false) })
+    }
+
+    /// The sizes.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// The memfd.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// The memfd's number.
+    pub fn raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// True in the process that mapped the arena, false in its forked children.
+    #[inline]
+    pub fn is_ours(&self) -> bool {
+        self.generation == sys::fork::generation()
+    }
+
+    /// A reference to the `T` at `offset`.
+    fn at<T>(&self, offset: u64) -> &T {
+        &self.slice::<T>(offset, 1)[0]
+    }
+
+    /// A reference to `len` `T`s at `offset`. All `T`s of the layout are atomics and for those alone is this used.
+    fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
+        let bytes = u64::from(len) * size_of::<T>() as u64;
+        assert!(offset % align_of::<T>() as u64 == 0 && offset + bytes <= self.map.len() as u64);
+        // SAFETY: the range lies in the mapping, which lives as long as self and cannot shrink (sealed); it is aligned;
+        // T consists of atomics, for which every bit pattern is valid and which may change under the reference.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
+    }
+
+    /// The arena's head.
+    pub fn header(&self) -> &Header {
+        self.at(0)
+    }
+
+    /// The bitmap of rings that hold results.
+    pub fn bitmap(&self) -> &[AtomicU64] {
+        self.slice(self.geometry.bitmap(), self.geometry.bitmap_words())
+    }
+
+    /// A worker's control page.
+    pub fn control(&self, worker: u32) -> &Control {
+        assert!(worker < self.geometry.workers);
+        self.at(self.geometry.control(worker))
+    }
+
+    /// A worker's submission ring.
+    pub fn task_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
+        let slots = self.slice::<Slot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
+        ArenaRing::new(self.clone(), &self.control(worker).tasks, slots)
+    }
+
+    /// A worker's completion ring.
+    pub fn result_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
+        let slots = self.slice::<Slot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
+        ArenaRing::new(self.clone(), &self.control(worker).results, slots)
+    }
+
+    /// A region's head.
+    pub fn region_head(&self, region: u32) -> &RegionHead {
+        assert!(region < self.geometry.regions());
+        self.at(self.geometry.region_head(region))
+    }
+
+    /// A region's block table.
+    pub fn table(&self, region: u32) -> &[Block] {
+        assert!(region < self.geometry.regions());
+        self.slice(self.geometry.table(region), self.geometry.table_len)
+    }
+
+    /// Number of blocks of a region that exist, never more than its table has entries.
+    pub fn block_count(&self, region: u32) -> u32 {
+        self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
+    }
+
+    /// The bytes `0..len` of a block, checked against the table and the region.
+    pub fn block_memory(&self, region: u32, id: u32, len: u64) -> Result<NonNull<u8>> {
+        if region >= self.geometry.regions() || id >= self.block_count(region) {
+            return Err(Error::corrupt(format!("block {id} of region {region} does not exist")));
+        }
+        let entry = &self.table(region)[id as usize];
+        let offset = entry.offset.load(Ordering::Relaxed);
+        let capacity = entry.capacity.load(Ordering::Relaxed);
+        let region_len = self.geometry.region_len;
+        if len > capacity || capacity > region_len || offset > region_len - capacity || offset % PAGE != 0 {
+            return Err(Error::corrupt(format!(
+                "{len} bytes of block {id} of region {region}, which has {capacity} bytes at {offset}"
+            )));
+        }
+        let start = (self.geometry.data(region) + offset) as usize;
+        // SAFETY: start lies inside the mapping, by the checks above.
+        Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
+    }
+
+    /// Where a region's data begins in this process.
+    pub fn region_base(&self, region: u32) -> *mut u8 {
+        assert!(region < self.geometry.regions());
+        // SAFETY: the region lies inside the mapping.
+        unsafe { self.map.as_ptr().add(self.geometry.data(region) as usize) }
+    }
+
+    /// Reserves the bytes `from..to` of a region's data, so that touching them cannot fail any more.
+    pub fn populate(&self, region: u32, from: u64, to: u64) -> Result<()> {
+        let start = self.geometry.data(region);
+        self.map.populate((start + from) as usize..(start + to) as usize)
+    }
+
+    /// Gives the pages of the bytes `from..to` of a region's data back to the system.
+    pub fn punch(&self, region: u32, from: u64, to: u64) -> Result<()> {
+        let start = self.geometry.data(region);
+        self.map.remove((start + from) as usize..(start + to) as usize)
+    }
+
+    /// Notes that the user's tensors now lie in a block, so that a fork marks it.
+    pub fn delivered(&self, region: u32, id: u32) {
+        self.table(region)[id as usize].state.fetch_or(DELIVERED, Ordering::Relaxed);
+        DELIVERED_BLOCKS.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Gives back a block that tensors lay in.
+    pub fn release_delivered(&self, region: u32, id: u32) {
+        DELIVERED_BLOCKS.fetch_sub(1, Ordering::Relaxed);
+        self.release(region, id, CONSUMER);
+    }
+
+    /// Lets go of `bits` of a block from outside its owner; the last one gives it back. In a
+    /// forked child this does nothing. Takes no lock; any thread may call it.
+    #[inline]
+    pub fn release(&self, region: u32, id: u32, bits: u32) {
+        if !self.is_ours() || id >= self.geometry.table_len {
+            return;
+        }
+        let entry = &self.table(region)[id as usize];
+        if block::release(&entry.state, bits) == Left::Held {
+            return;
+        }
+        if self.retired.load(Ordering::Relaxed) {
+            self.punch_block(region, entry);
+        }
+        block::push_returned(&self.region_head(region).returned, entry, id);
+    }
+
+    fn punch_block(&self, region: u32, entry: &Block) {
+        let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
+        let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
+        if warm > 0 && self.punch(region, offset, offset + warm).is_ok() {
+            entry.warm.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes an arena out of the pool ready for new workers: rings, flags and status pages as in a new one.
+    pub fn reset_control(&self) {
+        let header = self.header();
+        header.stop.0.store(0, Ordering::Relaxed);
+        header.doorbell.0.asleep.store(0, Ordering::Relaxed);
+        for word in self.bitmap() {
+            word.store(0, Ordering::Relaxed);
+        }
+        for worker in 0..self.geometry.workers {
+            let control = self.control(worker);
+            for ring in [&control.tasks, &control.results] {
+                ring.tail.0.store(0, Ordering::Relaxed);
+                ring.head.0.store(0, Ordering::Relaxed);
+            }
+            control.sleeper.0.asleep.store(0, Ordering::Relaxed);
+            let status = &control.status;
+            status.state.store(0, Ordering::Relaxed);
+            status.pid.store(0, Ordering::Relaxed);
+            for word in [&status.since_ns, &status.task, &status.tasks_done, &status.warm_bytes] {
+                word.store(0, Ordering::Relaxed);
+            }
+            status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+        }
+        // Whoever attaches is started after this, by fork or through a pipe; both order memory.
+    }
+
+    /// For the time after the last worker has gone, by its own will, and all results have been let go of: takes back
+    /// what only a worker held. `None` when a child of a worker may still look at a block: then the arena cannot be used
+    /// again. Else the bytes of pages that nobody holds.
+    pub fn recover(&self) -> Option<u64> {
+        let mut idle = 0;
+        for region in 0..self.geometry.regions() {
+            for entry in &self.table(region)[..self.block_count(region) as usize] {
+                let state = entry.state.load(Ordering::Acquire);
+                if state & block::WORKER_FORKED != 0 {
+                    return None;
+                }
+                let gone = block::WORKER | if state & DELIVERED == 0 { CONSUMER } else { 0 };
+                if entry.state.fetch_and(!gone, Ordering::AcqRel) & !gone & !block::RETURNING == 0 {
+                    idle += entry.warm.load(Ordering::Relaxed);
+                }
+            }
+        }
+        Some(idle)
+    }
+
+    /// No worker will come again: gives all pages back that no tensor of this process or of its children lies
+    /// in, and from now on those of each block that is released.
+    pub fn retire(&self) {
+        if !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        for region in 0..self.geometry.regions() {
+            for entry in &self.table(region)[..self.block_count(region) as usize] {
+                if entry.state.load(Ordering::Acquire) & (DELIVERED | FORKED) == 0 {
+                    self.punch_block(region, entry);
+                }
+            }
+        }
+    }
+
+    /// Bytes of pages by the tables: (all, in blocks that somebody holds).
+    pub fn usage(&self) -> (u64, u64) {
+        let (mut all, mut held) = (0, 0);
+        for region in 0..self.geometry.regions() {
+            for entry in &self.table(region)[..self.block_count(region) as usize] {
+                let warm = entry.warm.load(Ordering::Relaxed);
+                all += warm;
+                if entry.state.load(Ordering::Relaxed) & !block::RETURNING != 0 {
+                    held += warm;
+                }
+            }
+        }
+        (all, held)
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // Forked processes may map the arena still: without this their mapping would keep the pages.
+        self.retire();
+    }
+}
+
+/// A ring in an arena.
+#[derive(Debug)]
+pub struct ArenaRing {
+    /// Keeps the memory mapped.
+    _arena: Arc<Arena>,
+    control: NonNull<RingControl>,
+    slots: NonNull<[Slot]>,
+}
+
+// SAFETY: the pointers lead to atomics in memory that `_arena` keeps mapped; `Arena` itself is Send and Sync.
+unsafe impl Send for ArenaRing {}
+
+impl ArenaRing {
+    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[Slot]) -> Self {
+        Self { control: NonNull::from(control), slots: NonNull::from(slots), _arena: arena }
+    }
+}
+
+impl RingMemory for ArenaRing {
+    #[inline]
+    fn control(&self) -> &RingControl {
+        // SAFETY: points into the mapping that `_arena` keeps.
+        unsafe { self.control.as_ref() }
+    }
+
+    #[inline]
+    fn slots(&self) -> &[Slot] {
+        // SAFETY: points into the mapping that `_arena` keeps.
+        unsafe { self.slots.as_ref() }
+    }
+}

@@ -1,0 +1,331 @@
+//! What lies where in the arena: `#[repr(C)]` structs of atomics, and offsets, never pointers.
+//!
+//! ```text
+//! Header | bitmap | Control of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
+//! ```
+//! Region `i < n` belongs to worker `i`, which alone allocates in it; region `n` belongs to the main process and
+//! carries index batches to the workers. Everything that is shared is an atomic: whatever a broken worker
+//! writes there, reading it is defined; its meaning is checked where it is used.
+
+use crate::error::{Error, Result};
+use crate::sync::{AtomicU32, AtomicU64};
+
+/// The first word of an arena.
+pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
+/// The version of this layout. It is stored last, so that a half-made arena is never taken for a whole one.
+pub const VERSION: u32 = 1;
+/// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
+pub const PAGE: u64 = 4096;
+/// The most blocks that a region's table can name.
+const TABLE_MAX: u64 = 1 << 20;
+/// The fewest blocks that a region's table can name.
+const TABLE_MIN: u64 = 1 << 10;
+/// Bytes of data for each entry of a block table, down to [`TABLE_MIN`] and up to [`TABLE_MAX`].
+const BYTES_PER_BLOCK: u64 = 16 << 10;
+
+/// A value on a cache line of its own.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct Line<T>(pub T);
+
+/// The head of the arena.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Header {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// Number of workers.
+    pub workers: AtomicU32,
+    /// Slots of each ring.
+    pub ring_slots: AtomicU32,
+    /// Entries of each block table.
+    pub table_len: AtomicU32,
+    /// [`VERSION`], stored last.
+    pub version: AtomicU32,
+    /// Bytes of data of each region.
+    pub region_len: AtomicU64,
+    /// The main process's side of the doorbell.
+    pub doorbell: Line<Sleeper>,
+    /// Not 0 when the workers are to leave.
+    pub stop: Line<AtomicU32>,
+}
+
+/// One side that can fall asleep: see `doorbell.rs`.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Sleeper {
+    /// 1 while the owner sleeps or is about to; written by the owner alone.
+    pub asleep: AtomicU32,
+    /// Counts the rings; the word that a worker's futex waits on.
+    pub bell: AtomicU32,
+}
+
+/// The counters of one ring; see `ring.rs`.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct RingControl {
+    /// Entries published so far, wrapping; written by the producer alone.
+    pub tail: Line<AtomicU32>,
+    /// Entries taken so far, wrapping; written by the consumer alone.
+    pub head: Line<AtomicU32>,
+}
+
+/// Words of a ring's slot.
+pub const SLOT_WORDS: usize = 8;
+
+/// One entry of a ring.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct Slot(pub [AtomicU64; SLOT_WORDS]);
+
+/// What a worker says of itself: plain stores by the worker alone, read by errors, stall reports and statistics.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct StatusPage {
+    /// A `WorkerState`.
+    pub state: AtomicU32,
+    /// The worker's process id, once it has started.
+    pub pid: AtomicU32,
+    /// Monotonic nanoseconds at which the state began.
+    pub since_ns: AtomicU64,
+    /// The task in hand, or the last one.
+    pub task: AtomicU64,
+    /// Tasks answered so far.
+    pub tasks_done: AtomicU64,
+    /// Nanoseconds spent in each state so far, by the number of the state.
+    pub spent_ns: [AtomicU64; WorkerState::COUNT],
+    /// Bytes of the region that have pages.
+    pub warm_bytes: AtomicU64,
+}
+
+/// What a worker is doing.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkerState {
+    /// Not yet in its loop: seeding, `worker_init_fn`.
+    Starting = 0,
+    /// Waiting for a task.
+    Idle = 1,
+    /// In the dataset.
+    Fetch = 2,
+    /// In `collate_fn`.
+    Collate = 3,
+    /// Encoding the batch into the arena.
+    Pack = 4,
+    /// Publishing the result and ringing.
+    Publish = 5,
+    /// Past its last use of the arena.
+    Left = 6,
+}
+
+impl WorkerState {
+    /// Number of states.
+    pub const COUNT: usize = 7;
+
+    /// The state of a number read out of the arena; a number that is none counts as `Starting`.
+    pub fn from_u32(value: u32) -> Self {
+        match value {
+            1 => Self::Idle,
+            2 => Self::Fetch,
+            3 => Self::Collate,
+            4 => Self::Pack,
+            5 => Self::Publish,
+            6 => Self::Left,
+            _ => Self::Starting,
+        }
+    }
+
+    /// The state's name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Idle => "idle",
+            Self::Fetch => "fetch",
+            Self::Collate => "collate",
+            Self::Pack => "pack",
+            Self::Publish => "publish",
+            Self::Left => "left",
+        }
+    }
+}
+
+/// The control page of one worker; its rings' slots follow it.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Control {
+    /// What the worker does.
+    pub status: StatusPage,
+    /// The worker's side of its task ring: the main process rings it.
+    pub sleeper: Line<Sleeper>,
+    /// The submission ring, main to worker.
+    pub tasks: RingControl,
+    /// The completion ring, worker to main.
+    pub results: RingControl,
+}
+
+/// The head of one region.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct RegionHead {
+    /// The return stack's first block plus one, 0 when it is empty.
+    pub returned: AtomicU32,
+    /// Entries of the block table that have been made; written by the owner alone.
+    pub blocks: AtomicU32,
+}
+
+/// One entry of a block table.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Block {
+    /// The bits of `block.rs`.
+    pub state: AtomicU32,
+    /// The next block on the return stack plus one, 0 at its end.
+    pub next: AtomicU32,
+    /// Where the block begins in its region's data; a multiple of [`PAGE`].
+    pub offset: AtomicU64,
+    /// Bytes from there to the next block; virtual, not all of them need have pages.
+    pub capacity: AtomicU64,
+    /// Bytes from the block's begin that have pages.
+    pub warm: AtomicU64,
+}
+
+/// The sizes of an arena, from which every offset follows. Both sides compute it alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Number of workers, at least 1.
+    pub workers: u32,
+    /// Slots of each ring: a power of two.
+    pub ring_slots: u32,
+    /// Entries of each block table.
+    pub table_len: u32,
+    /// Bytes of data of each region, a multiple of [`PAGE`].
+    pub region_len: u64,
+    /// Bytes of the whole arena.
+    pub total: u64,
+}
+
+const fn round_up(value: u64, to: u64) -> u64 {
+    value.div_ceil(to) * to
+}
+
+impl Geometry {
+    /// The geometry of an arena of at most `total` bytes for `workers` workers, each with at most
+    /// `outstanding` tasks; an error if that is too little for the tables and 1 MiB of data a region.
+    pub fn new(total: u64, workers: u32, outstanding: u32) -> Result<Self> {
+        if workers == 0 || workers > 1 << 16 || outstanding > 1 << 24 {
+            return Err(Error::usage(format!("an arena for {workers} workers, {outstanding} tasks")));
+        }
+        // Room for the epoch's control messages beside the tasks.
+        let ring_slots = (outstanding + 4).next_power_of_two();
+        let regions = u64::from(workers) + 1;
+        let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
+        let mut geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
+        let fixed = geometry.data_start();
+        let region_len = total.saturating_sub(fixed) / regions / PAGE * PAGE;
+        if region_len < 1 << 20 {
+            return Err(Error::usage(format!("an arena of {total} bytes is too small for {workers} workers")));
+        }
+        geometry.region_len = region_len;
+        Ok(geometry)
+    }
+
+    /// Number of regions: one a worker and the main process's.
+    pub fn regions(&self) -> u32 {
+        self.workers + 1
+    }
+
+    /// The main process's region.
+    pub fn main_region(&self) -> u32 {
+        self.workers
+    }
+
+    /// Words of the bitmap of rings that hold results.
+    pub fn bitmap_words(&self) -> u32 {
+        self.workers.div_ceil(64)
+    }
+
+    /// Offset of the bitmap.
+    pub fn bitmap(&self) -> u64 {
+        round_up(size_of::<Header>() as u64, 64)
+    }
+
+    fn controls(&self) -> u64 {
+        round_up(self.bitmap() + u64::from(self.bitmap_words()) * 8, PAGE)
+    }
+
+    fn control_len(&self) -> u64 {
+        round_up(size_of::<Control>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<Slot>() as u64, 128)
+    }
+
+    /// Offset of a worker's [`Control`].
+    pub fn control(&self, worker: u32) -> u64 {
+        self.controls() + u64::from(worker) * self.control_len()
+    }
+
+    /// Offset of a worker's task slots.
+    pub fn task_slots(&self, worker: u32) -> u64 {
+        self.control(worker) + size_of::<Control>() as u64
+    }
+
+    /// Offset of a worker's result slots.
+    pub fn result_slots(&self, worker: u32) -> u64 {
+        self.task_slots(worker) + u64::from(self.ring_slots) * size_of::<Slot>() as u64
+    }
+
+    fn region_heads(&self) -> u64 {
+        self.controls() + u64::from(self.workers) * self.control_len()
+    }
+
+    /// Offset of a region's [`RegionHead`].
+    pub fn region_head(&self, region: u32) -> u64 {
+        self.region_heads() + u64::from(region) * size_of::<RegionHead>() as u64
+    }
+
+    fn tables(&self) -> u64 {
+        round_up(self.region_head(self.regions()), PAGE)
+    }
+
+    /// Offset of a region's block table.
+    pub fn table(&self, region: u32) -> u64 {
+        self.tables() + u64::from(region) * u64::from(self.table_len) * size_of::<Block>() as u64
+    }
+
+    fn data_start(&self) -> u64 {
+        round_up(self.table(self.regions()), PAGE)
+    }
+
+    /// Offset of a region's data.
+    pub fn data(&self, region: u32) -> u64 {
+        self.data_start() + u64::from(region) * self.region_len
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_do_not_overlap_and_are_aligned() {
+        for (workers, outstanding) in [(1, 2), (3, 6), (64, 128), (1024, 4096)] {
+            let g = Geometry::new(64 << 30, workers, outstanding).unwrap();
+            assert!(g.ring_slots >= outstanding + 4);
+            assert!(size_of::<Header>() as u64 <= g.bitmap());
+            assert_eq!(g.control(0) % 128, 0);
+            assert_eq!(g.task_slots(0) % 64, 0);
+            assert!(g.result_slots(0) + u64::from(g.ring_slots) * 64 <= g.control(1));
+            assert_eq!(g.region_head(0) % 64, 0);
+            assert!(g.region_head(g.regions()) <= g.table(0));
+            assert!(g.table(g.regions()) <= g.data(0));
+            assert_eq!(g.data(0) % PAGE, 0);
+            assert!(g.data(g.regions()) <= g.total);
+        }
+    }
+
+    #[test]
+    fn too_small_is_an_error() {
+        assert!(Geometry::new(1 << 20, 4, 8).is_err());
+        assert!(Geometry::new(1 << 30, 0, 8).is_err());
+        assert!(Geometry::new(1 << 30, 16, 64).is_ok());
+    }
+}

@@ -1,0 +1,98 @@
+//! Arenas outlive their iterators: the next epoch finds warm pages.
+//!
+//! The pool belongs to the process and is bounded: [`MOST`] arenas, a sixteenth of the machine's memory in idle
+//! pages, and [`IDLE_FOR`] without use. Without a thread of its own it can look at the clock only when
+//! the library is called: at each start and end of an iterator and, while one waits, a few times a second.
+
+use std::sync::atomic::AtomicU64 as Stamp;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::arena::Arena;
+use crate::sync::Ordering;
+use crate::sys;
+
+/// Arenas in the pool at the most.
+const MOST: usize = 4;
+/// After this time an arena that nobody took is let go.
+const IDLE_FOR: Duration = Duration::from_secs(10);
+
+struct Idle {
+    arena: Arc<Arena>,
+    /// Bytes of pages that nobody holds.
+    bytes: u64,
+    since: Duration,
+}
+
+static POOL: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
+/// The fork generation whose process the pool's contents belong to.
+static GENERATION: Stamp = Stamp::new(0);
+
+/// The pool's contents; `None` in a child that was forked while another thread was in here.
+fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
+    let ours = sys::fork::generation();
+    if GENERATION.load(Ordering::Acquire) != ours {
+        // A child: what it inherited is dead, and so, maybe, is the lock.
+        let mut inherited = POOL.try_lock().ok()?;
+        inherited.drain(..).for_each(|idle| std::mem::forget(idle.arena));
+        GENERATION.store(ours, Ordering::Release);
+        return Some(inherited);
+    }
+    Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// An arena for `workers` workers of at most `outstanding` tasks each: out of the pool, or new.
+pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> {
+    super::forks::reap();
+    trim();
+    let pooled = pool().and_then(|mut pool| {
+        let fits = |idle: &Idle| {
+            let geometry = idle.arena.geometry();
+            geometry.workers == workers && geometry.ring_slots == (outstanding + 4).next_power_of_two()
+        };
+        pool.iter().rposition(fits).map(|index| pool.remove(index).arena)
+    });
+    if let Some(arena) = pooled {
+        arena.reset_control();
+        return Ok(arena);
+    }
+    let arena = Arena::create(workers, outstanding)?;
+    super::forks::watch(&arena, None);
+    Ok(arena)
+}
+
+/// Puts an arena back whose workers have all left by their own will.
+pub fn put(arena: Arc<Arena>) {
+    super::forks::reap();
+    let Some(bytes) = arena.recover() else { return arena.retire() };
+    let most = sys::memory::total_ram_and_swap() / 16;
+    let mut dropped = Vec::new();
+    if let Some(mut pool) = pool() {
+        pool.push(Idle { arena, bytes, since: sys::clock::monotonic() });
+        while pool.len() > MOST || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most {
+            dropped.push(pool.remove(0));
+        }
+    }
+    retire(dropped);
+}
+
+/// Lets go of the arenas that have lain idle for too long.
+pub fn trim() {
+    let now = sys::clock::monotonic();
+    let old = pool().map(|mut pool| pool.extract_if(.., |idle| now - idle.since > IDLE_FOR).collect());
+    retire(old.unwrap_or_default());
+}
+
+/// Lets go of all arenas in the pool; says how many there were.
+pub fn clear() -> usize {
+    super::forks::reap();
+    let all: Vec<Idle> = pool().map(|mut pool| pool.drain(..).collect()).unwrap_or_default();
+    let count = all.len();
+    retire(all);
+    count
+}
+
+/// Outside the pool's lock: giving pages back takes milliseconds. Leases may keep an arena mapped for longer.
+fn retire(idle: Vec<Idle>) {
+    idle.into_iter().for_each(|idle| idle.arena.retire());
+}

@@ -1,0 +1,189 @@
+//! Single-producer single-consumer rings of fixed-size entries (the bounded queue of Lamport, 1983, with
+//! Acquire/Release in place of sequential consistency and cached counters as in rtrb and FastForward).
+//!
+//! A ring's counters wrap at 2^32; its capacity is a power of two. An entry is published by one Release store of
+//! `tail` after its words have been written, so a producer that is killed half-way has published nothing.
+
+use super::layout::{RingControl, SLOT_WORDS, Slot};
+use crate::error::{Error, Result};
+use crate::sync::Ordering;
+
+/// The words of an entry.
+pub type Entry = [u64; SLOT_WORDS];
+
+/// The memory of one ring, wherever it lies.
+pub trait RingMemory {
+    /// The counters.
+    fn control(&self) -> &RingControl;
+    /// The slots; their number is a power of two and never changes.
+    fn slots(&self) -> &[Slot];
+}
+
+/// The ring has no free slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Full;
+
+/// The producer's end. It belongs to one thread at a time: `push` takes `&mut self`.
+#[derive(Debug)]
+pub struct Producer<M> {
+    memory: M,
+    /// The own counter; `tail` is only ever written from it.
+    tail: u32,
+    /// `head` as last read: the ring has at least as much room as this says.
+    head: u32,
+}
+
+/// The consumer's end. It belongs to one thread at a time: `pop` takes `&mut self`.
+#[derive(Debug)]
+pub struct Consumer<M> {
+    memory: M,
+    /// The own counter; `head` is only ever written from it.
+    head: u32,
+    /// `tail` as last read: the ring holds at least as much as this says.
+    tail: u32,
+}
+
+impl<M: RingMemory> Producer<M> {
+    /// The producer's end of a ring whose counters are as another producer left them.
+    pub fn new(memory: M) -> Self {
+        let tail = memory.control().tail.0.load(Ordering::Relaxed);
+        let head = memory.control().head.0.load(Ordering::Acquire);
+        Self { memory, tail, head }
+    }
+
+    /// Publishes an entry.
+    #[inline]
+    pub fn push(&mut self, entry: &Entry) -> std::result::Result<(), Full> {
+        let slots = self.memory.slots();
+        let capacity = slots.len() as u32;
+        if self.tail.wrapping_sub(self.head) >= capacity {
+            // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
+            self.head = self.memory.control().head.0.load(Ordering::Acquire);
+            if self.tail.wrapping_sub(self.head) >= capacity {
+                return Err(Full);
+            }
+        }
+        let slot = &slots[(self.tail & (capacity - 1)) as usize];
+        for (word, value) in slot.0.iter().zip(entry) {
+            word.store(*value, Ordering::Relaxed);
+        }
+        self.tail = self.tail.wrapping_add(1);
+        // SYNC: entry-published (pairs with the Acquire load in `Consumer::pop`).
+        self.memory.control().tail.0.store(self.tail, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl<M: RingMemory> Consumer<M> {
+    /// The consumer's end of a ring whose counters are as another consumer left them.
+    pub fn new(memory: M) -> Self {
+        let head = memory.control().head.0.load(Ordering::Relaxed);
+        Self { memory, head, tail: head }
+    }
+
+    /// Takes the oldest entry; `None` when the ring is empty. The counter of the other side is checked: a
+    /// ring that claims more entries than it has slots is [`Error::Corrupt`].
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<Entry>> {
+        let slots = self.memory.slots();
+        let capacity = slots.len() as u32;
+        if self.tail == self.head {
+            // SYNC: entry-published (pairs with the Release store in `Producer::push`).
+            self.tail = self.memory.control().tail.0.load(Ordering::Acquire);
+            let published = self.tail.wrapping_sub(self.head);
+            if published == 0 {
+                return Ok(None);
+            }
+            if published > capacity {
+                self.tail = self.head;
+                return Err(Error::corrupt(format!(
+                    "a ring of {capacity} slots claims to hold {published} entries"
+                )));
+            }
+        }
+        let slot = &slots[(self.head & (capacity - 1)) as usize];
+        let mut entry = [0; SLOT_WORDS];
+        for (value, word) in entry.iter_mut().zip(&slot.0) {
+            *value = word.load(Ordering::Relaxed);
+        }
+        self.head = self.head.wrapping_add(1);
+        // SYNC: slot-taken (pairs with the Acquire load in `Producer::push`).
+        self.memory.control().head.0.store(self.head, Ordering::Release);
+        Ok(Some(entry))
+    }
+}
+
+/// The heap twin of a ring in an arena, for tests, models and benches.
+pub mod heap {
+    use super::{Consumer, Producer, RingControl, RingMemory, Slot};
+    use std::sync::Arc;
+
+    /// A ring on the heap.
+    #[derive(Clone, Debug)]
+    pub struct HeapRing(Arc<(RingControl, Box<[Slot]>)>);
+
+    impl HeapRing {
+        /// A ring of `slots` slots, a power of two.
+        pub fn new(slots: usize) -> Self {
+            assert!(slots.is_power_of_two());
+            Self(Arc::new((RingControl::default(), (0..slots).map(|_| Slot::default()).collect())))
+        }
+
+        /// Both ends.
+        pub fn split(self) -> (Producer<Self>, Consumer<Self>) {
+            (Producer::new(self.clone()), Consumer::new(self))
+        }
+    }
+
+    impl RingMemory for HeapRing {
+        fn control(&self) -> &RingControl {
+            &self.0.0
+        }
+
+        fn slots(&self) -> &[Slot] {
+            &self.0.1
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::heap::HeapRing;
+    use super::*;
+
+    #[test]
+    fn full_empty_and_wrap() {
+        let (mut producer, mut consumer) = HeapRing::new(4).split();
+        for round in 0..10u64 {
+            assert_eq!(consumer.pop().unwrap(), None);
+            for i in 0..4 {
+                producer.push(&[round * 4 + i; SLOT_WORDS]).unwrap();
+            }
+            assert_eq!(producer.push(&[0; SLOT_WORDS]), Err(Full));
+            for i in 0..4 {
+                assert_eq!(consumer.pop().unwrap(), Some([round * 4 + i; SLOT_WORDS]));
+            }
+        }
+    }
+
+    #[test]
+    fn counters_wrap_at_the_end_of_u32() {
+        let ring = HeapRing::new(2);
+        ring.control().tail.0.store(u32::MAX, Ordering::Relaxed);
+        ring.control().head.0.store(u32::MAX, Ordering::Relaxed);
+        let (mut producer, mut consumer) = ring.split();
+        for i in 0..5 {
+            producer.push(&[i; SLOT_WORDS]).unwrap();
+            assert_eq!(consumer.pop().unwrap(), Some([i; SLOT_WORDS]));
+        }
+    }
+
+    #[test]
+    fn a_counter_out_of_range_is_an_error_not_a_read() {
+        let ring = HeapRing::new(2);
+        ring.control().tail.0.store(77, Ordering::Relaxed);
+        let (_, mut consumer) = ring.split();
+        assert!(matches!(consumer.pop(), Err(Error::Corrupt { .. })));
+    }
+}

@@ -1,0 +1,112 @@
+//! The doorbell: an eventfd.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use super::failpoint::failpoint;
+use super::{descriptor_hint, errno, retry};
+use crate::error::{Error, Result};
+
+/// A counter in the kernel that is readable while it is not zero. Neither end ever blocks on it.
+#[derive(Debug)]
+pub struct EventFd(OwnedFd);
+
+impl EventFd {
+    /// A new one, at zero, closed on exec.
+    pub fn new() -> Result<Self> {
+        // SAFETY: eventfd takes plain numbers.
+        let call = || unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        let fd = failpoint!("eventfd", -1, call());
+        if fd == -1 {
+            return Err(Error::last_os("eventfd", descriptor_hint(errno())));
+        }
+        // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// One that came from another process. It must have been made by [`EventFd::new`], which makes it non-blocking.
+    pub fn from_owned_fd(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+
+    /// Gives the descriptor back.
+    pub fn into_owned_fd(self) -> OwnedFd {
+        self.0
+    }
+
+    /// Makes it readable.
+    pub fn ring(&self) -> Result<()> {
+        let one = 1_u64.to_ne_bytes();
+        // SAFETY: `one` has the 8 bytes that are read from it.
+        let call = || unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        // A full counter (EAGAIN) is readable already.
+        if retry(|| failpoint!("eventfd_write", -1, call())) == -1 && errno() != libc::EAGAIN {
+            return Err(Error::last_os(
+                "write(eventfd)",
+                "the descriptor was closed or replaced by somebody else",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Makes it unreadable until the next ring. To be called before looking at what the rings were for.
+    pub fn drain(&self) -> Result<()> {
+        let mut count = [0_u8; 8];
+        // SAFETY: `count` has room for the 8 bytes that are written to it.
+        let call = || unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+        let mut call = call;
+        if retry(|| failpoint!("eventfd_read", -1, call())) == -1 && errno() != libc::EAGAIN {
+            return Err(Error::last_os(
+                "read(eventfd)",
+                "the descriptor was closed or replaced by somebody else",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Its descriptor, to wait on.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn readable(event: &EventFd) -> bool {
+        let mut entry = libc::pollfd { fd: event.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: `entry` is one entry, as said.
+        unsafe { libc::poll(&mut entry, 1, 0) == 1 }
+    }
+
+    #[test]
+    fn many_rings_are_one_and_draining_twice_is_fine() {
+        let event = EventFd::new().unwrap();
+        assert!(!readable(&event));
+        for _ in 0..3 {
+            event.ring().unwrap();
+        }
+        assert!(readable(&event));
+        event.drain().unwrap();
+        assert!(!readable(&event));
+        event.drain().unwrap();
+    }
+
+    #[test]
+    fn a_full_counter_is_no_error() {
+        let event = EventFd::from_owned_fd(EventFd::new().unwrap().into_owned_fd());
+        let most = (u64::MAX - 1).to_ne_bytes();
+        // SAFETY: `most` has the 8 bytes that are read from it.
+        let wrote = unsafe { libc::write(event.as_fd().as_raw_fd(), most.as_ptr().cast(), 8) };
+        assert_eq!(wrote, 8);
+        event.ring().unwrap();
+        assert!(readable(&event));
+    }
+
+    #[test]
+    fn a_descriptor_of_something_else_is_an_error() {
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        let error = EventFd::from_owned_fd(file.into()).ring().unwrap_err();
+        assert!(matches!(error, Error::Os { call: "write(eventfd)", errno: libc::EBADF, .. }), "{error}");
+    }
+}

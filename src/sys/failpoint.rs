@@ -1,0 +1,259 @@
+//! The failpoint seam: the n-th system call of a kind fails, or ends the process. For tests only.
+//!
+//! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
+//! Only atomics are used, so that forked children can be driven as well.
+
+/// `failpoint!("kind", failure, call)`: the value of `call`; or `failure`, with `errno` set, when a failpoint says so.
+macro_rules! failpoint {
+    ($kind:literal, $failure:expr, $call:expr) => {{
+        #[cfg(feature = "failpoints")]
+        let answer = if $crate::sys::failpoint::hit($kind) { $failure } else { $call };
+        #[cfg(not(feature = "failpoints"))]
+        let answer = $call;
+        answer
+    }};
+}
+pub(super) use failpoint;
+
+#[cfg(feature = "failpoints")]
+pub use seam::{Effect, calls, clear, hit, kinds, set, set_from};
+
+#[cfg(feature = "failpoints")]
+mod seam {
+    use std::ffi::CStr;
+    use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+    use crate::error::{Error, Result};
+
+    /// What the chosen call does instead of its work.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Effect {
+        /// It fails with this `errno`.
+        Errno(i32),
+        /// The process ends by `_exit` with this code.
+        Exit(i32),
+        /// The process kills itself by SIGKILL.
+        Kill,
+    }
+
+    /// Every kind of call that has a failpoint.
+    static KINDS: &[&str] = &[
+        "memfd_create",
+        "ftruncate",
+        "seal",
+        "dup",
+        "mmap",
+        "populate",
+        "remove",
+        "hugepage",
+        "eventfd",
+        "eventfd_write",
+        "eventfd_read",
+        "pidfd_open",
+        "pidfd_poll",
+        "waitid",
+        "pidfd_get_info",
+        "pidfd_send_signal",
+        "futex_wait",
+        "futex_wake",
+        "ppoll",
+        "epoll_create",
+        "epoll_ctl",
+        "epoll_wait",
+        "fstat",
+        "pipe2",
+        "atfork",
+        "kill",
+    ];
+
+    /// The state of one kind.
+    struct Point {
+        /// Calls so far in this process, those before a fork included.
+        calls: AtomicU64,
+        /// The number of the first call that is hit; 0 for none.
+        first: AtomicU64,
+        /// The number of the last call that is hit.
+        last: AtomicU64,
+        /// What happens: 0 errno, 1 exit, 2 kill.
+        effect: AtomicI32,
+        /// The errno or the exit code.
+        value: AtomicI32,
+    }
+
+    static POINTS: [Point; 26] = [const {
+        Point {
+            calls: AtomicU64::new(0),
+            first: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+            effect: AtomicI32::new(0),
+            value: AtomicI32::new(0),
+        }
+    }; 26];
+
+    /// The process that has read the environment last. A forked child reads it again.
+    static READ_BY: AtomicI32 = AtomicI32::new(0);
+
+    /// The names that [`set`] knows.
+    pub fn kinds() -> &'static [&'static str] {
+        KINDS
+    }
+
+    /// How many calls of `kind` this process has made, those of its parent before the fork included.
+    pub fn calls(kind: &str) -> u64 {
+        read_environment();
+        point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
+    }
+
+    /// The `nth` call of `kind` from now on in this process (1 is the next) gets `effect`.
+    pub fn set(kind: &str, nth: u64, effect: Effect) -> Result<()> {
+        read_environment();
+        arm(kind, nth, false, effect)
+    }
+
+    /// Like [`set`], but every call from the `nth` on gets `effect`.
+    pub fn set_from(kind: &str, nth: u64, effect: Effect) -> Result<()> {
+        read_environment();
+        arm(kind, nth, true, effect)
+    }
+
+    /// Takes every failpoint off. Counts stay.
+    pub fn clear() {
+        for point in &POINTS {
+            point.first.store(0, Ordering::Release);
+        }
+    }
+
+    /// Counts a call of `kind`; true when it has to fail, with `errno` set. For the macro.
+    #[doc(hidden)]
+    pub fn hit(kind: &str) -> bool {
+        read_environment();
+        let Some(point) = point(kind) else { panic!("failpoint {kind} is not in the list of kinds") };
+        let call = point.calls.fetch_add(1, Ordering::AcqRel) + 1;
+        let first = point.first.load(Ordering::Acquire);
+        if first == 0 || call < first || call > point.last.load(Ordering::Acquire) {
+            return false;
+        }
+        let value = point.value.load(Ordering::Acquire);
+        match point.effect.load(Ordering::Acquire) {
+            0 => {
+                // SAFETY: __errno_location answers the calling thread's own errno.
+                unsafe { *libc::__errno_location() = value };
+                true
+            }
+            // SAFETY: _exit has no precondition.
+            1 => unsafe { libc::_exit(value) },
+            _ => loop {
+                // SAFETY: kill and getpid take plain numbers.
+                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            },
+        }
+    }
+
+    fn point(kind: &str) -> Option<&'static Point> {
+        KINDS.iter().position(|name| *name == kind).map(|at| &POINTS[at])
+    }
+
+    fn arm(kind: &str, nth: u64, onwards: bool, effect: Effect) -> Result<()> {
+        let point = point(kind).ok_or_else(|| Error::usage(format!("there is no failpoint {kind:?}")))?;
+        if nth == 0 {
+            return Err(Error::usage("failpoints count from 1"));
+        }
+        let (number, value) = match effect {
+            Effect::Errno(errno) => (0, errno),
+            Effect::Exit(code) => (1, code),
+            Effect::Kill => (2, 0),
+        };
+        point.first.store(0, Ordering::Release);
+        point.effect.store(number, Ordering::Release);
+        point.value.store(value, Ordering::Release);
+        let first = point.calls.load(Ordering::Acquire) + nth;
+        point.last.store(if onwards { u64::MAX } else { first }, Ordering::Release);
+        point.first.store(first, Ordering::Release);
+        Ok(())
+    }
+
+    /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
+    /// "from there on"; an effect is an errno's name or number, `exit=code` or `kill`.
+    ///
+    /// Each process reads it at its first call and counts from there. So a variable that is set after main's first
+    /// call and before a fork drives the children alone.
+    fn read_environment() {
+        // SAFETY: getpid has no precondition.
+        let me = unsafe { libc::getpid() };
+        if READ_BY.swap(me, Ordering::AcqRel) == me {
+            return;
+        }
+        // Not std::env: that takes a lock, which a fork may have left held.
+        // SAFETY: the name is a C string; tests do not change the environment while others read it.
+        let text = unsafe { libc::getenv(c"RUSTLOADER_FAILPOINT".as_ptr()) };
+        if text.is_null() {
+            return;
+        }
+        // SAFETY: getenv answered a C string, which stays until the variable is changed.
+        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        for item in text.split(',').filter(|item| !item.is_empty()) {
+            let Some((kind, nth, onwards, effect)) = parse(item) else {
+                panic!("RUSTLOADER_FAILPOINT: {item:?} is not kind:nth:effect");
+            };
+            if let Err(error) = arm(kind, nth, onwards, effect) {
+                panic!("RUSTLOADER_FAILPOINT: {error}");
+            }
+        }
+    }
+
+    fn parse(item: &str) -> Option<(&str, u64, bool, Effect)> {
+        let mut parts = item.trim().splitn(3, ':');
+        let (kind, nth, effect) = (parts.next()?, parts.next()?, parts.next()?);
+        let (nth, onwards) = nth.strip_suffix('+').map_or((nth, false), |nth| (nth, true));
+        let effect = match effect {
+            "kill" => Effect::Kill,
+            _ => match effect.strip_prefix("exit=") {
+                Some(code) => Effect::Exit(code.parse().ok()?),
+                None => Effect::Errno(errno_of(effect)?),
+            },
+        };
+        Some((kind, nth.parse().ok()?, onwards, effect))
+    }
+
+    fn errno_of(text: &str) -> Option<i32> {
+        Some(match text {
+            "EACCES" => libc::EACCES,
+            "EAGAIN" => libc::EAGAIN,
+            "EBADF" => libc::EBADF,
+            "ECHILD" => libc::ECHILD,
+            "EFAULT" => libc::EFAULT,
+            "EFBIG" => libc::EFBIG,
+            "EINTR" => libc::EINTR,
+            "EINVAL" => libc::EINVAL,
+            "EMFILE" => libc::EMFILE,
+            "ENFILE" => libc::ENFILE,
+            "ENOMEM" => libc::ENOMEM,
+            "ENOSPC" => libc::ENOSPC,
+            "ENOSYS" => libc::ENOSYS,
+            "EOPNOTSUPP" => libc::EOPNOTSUPP,
+            "EPERM" => libc::EPERM,
+            "ESRCH" => libc::ESRCH,
+            number => return number.parse().ok(),
+        })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn every_kind_has_a_point() {
+            assert_eq!(KINDS.len(), POINTS.len());
+        }
+
+        #[test]
+        fn the_environment_is_read_as_written() {
+            assert_eq!(parse("mmap:2:ENOMEM"), Some(("mmap", 2, false, Effect::Errno(libc::ENOMEM))));
+            assert_eq!(parse("mmap:1+:12"), Some(("mmap", 1, true, Effect::Errno(12))));
+            assert_eq!(parse("mmap:1:kill"), Some(("mmap", 1, false, Effect::Kill)));
+            assert_eq!(parse("mmap:1:exit=3"), Some(("mmap", 1, false, Effect::Exit(3))));
+            assert_eq!(parse("mmap:1:EWHAT"), None);
+            assert_eq!(parse("mmap:kill"), None);
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Shared memory maps of a file.
+
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::failpoint::failpoint;
+use super::memory::{self, MemoryRoots};
+use super::{errno, retry};
+use crate::error::{Error, Result};
+
+/// Fills in pages as a write would, and answers an errno where a write would be SIGBUS (Linux 5.14).
+const MADV_POPULATE_WRITE: libc::c_int = 23;
+
+/// The size of a page of memory in bytes.
+pub fn page_size() -> usize {
+    // SAFETY: sysconf takes a plain number.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// A file mapped whole, for reading and writing, shared with every process that maps it. Kept out of core dumps. A
+/// forked child has it too. The bytes change under us at any time: only atomics and raw copies may touch them.
+#[derive(Debug)]
+pub struct Mapping {
+    /// The first byte; on a page boundary.
+    start: NonNull<u8>,
+    /// How many bytes of the file are mapped.
+    len: usize,
+    /// The size of a page.
+    page: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is guarded by those who use the pointer.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; the methods hand out no reference into it.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `len` bytes of `fd`, which must be that long and stay so (be sealed): touching what lies behind a
+    /// file's end is SIGBUS.
+    pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        if len == 0 {
+            return Err(Error::usage("a mapping of 0 bytes"));
+        }
+        // SAFETY: a stat64 of zeroes is a valid one.
+        let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
+        // SAFETY: `stat` is a struct of ours for the kernel to fill.
+        if failpoint!("fstat", -1, unsafe { libc::fstat64(fd.as_raw_fd(), &mut stat) }) == -1 {
+            return Err(Error::last_os("fstat", "the descriptor was closed by somebody else"));
+        }
+        if (stat.st_size as u64) < len as u64 {
+            let size = stat.st_size;
+            return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
+        }
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
+        let (any, fd) = (std::ptr::null_mut(), fd.as_raw_fd());
+        // SAFETY: the kernel chooses an address where nothing lies.
+        let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
+        let start = failpoint!("mmap", libc::MAP_FAILED, call());
+        if start == libc::MAP_FAILED {
+            let hint = format!(
+                "{len} bytes of address space were wanted: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer \
+                 or tool that restricts address space"
+            );
+            return Err(Error::last_os("mmap", hint));
+        }
+        let Some(start) = NonNull::new(start.cast::<u8>()) else {
+            return Err(Error::usage("mmap answered address 0"));
+        };
+        let mapping = Self { start, len, page: page_size() };
+        // A kernel that refuses only makes core dumps larger.
+        // SAFETY: the range is the mapping just made.
+        unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
+        Ok(mapping)
+    }
+
+    /// Its first byte. Valid for [`Mapping::len`] bytes while the mapping lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Its length in bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Makes sure that every page which `range` touches has memory and can be written without a fault.
+    ///
+    /// Errors: [`Error::NoMemory`] where the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux
+    /// 5.14 there is no answer but SIGBUS on a machine without a free page. A memory cgroup does not refuse either, it
+    /// kills: compare with [`memory::available`] first.
+    pub fn populate(&self, range: Range<usize>) -> Result<()> {
+        self.check(&range)?;
+        let pages = range.start / self.page * self.page..range.end.next_multiple_of(self.page);
+        if range.is_empty() {
+            return Ok(());
+        }
+        if retry(|| failpoint!("populate", -1, self.advise(&pages, MADV_POPULATE_WRITE))) == 0 {
+            return Ok(());
+        }
+        match errno() {
+            libc::EINVAL => {
+                self.touch(&pages);
+                Ok(())
+            }
+            errno @ (libc::EFAULT | libc::ENOMEM | libc::EHWPOISON) => Err(no_memory(&pages, errno)),
+            _ => Err(Error::last_os("madvise(MADV_POPULATE_WRITE)", "ordinary memory is used instead")),
+        }
+    }
+
+    /// Gives the memory of the whole pages inside `range` back to the machine, for all processes; they read as zeroes
+    /// afterwards. The rest of `range` stays as it is.
+    pub fn remove(&self, range: Range<usize>) -> Result<()> {
+        self.check(&range)?;
+        let Some(pages) = self.inside(&range) else { return Ok(()) };
+        if retry(|| failpoint!("remove", -1, self.advise(&pages, libc::MADV_REMOVE))) == 0 {
+            return Ok(());
+        }
+        Err(Error::last_os("madvise(MADV_REMOVE)", "the memory stays with the DataLoader until it ends"))
+    }
+
+    /// Asks for huge pages where `range` allows them. A kernel without them is no error.
+    pub fn advise_huge(&self, range: Range<usize>) -> Result<()> {
+        self.check(&range)?;
+        let Some(pages) = self.inside(&range) else { return Ok(()) };
+        let answer = failpoint!("hugepage", -1, self.advise(&pages, libc::MADV_HUGEPAGE));
+        if answer == 0 || errno() == libc::EINVAL {
+            return Ok(());
+        }
+        Err(Error::last_os("madvise(MADV_HUGEPAGE)", "small pages are used instead"))
+    }
+
+    fn check(&self, range: &Range<usize>) -> Result<()> {
+        if range.start <= range.end && range.end <= self.len {
+            return Ok(());
+        }
+        Err(Error::usage(format!("bytes {range:?} of a mapping of {} bytes", self.len)))
+    }
+
+    /// The whole pages inside `range`, if there are any. The file's last page counts as whole where `range` reaches its
+    /// end.
+    fn inside(&self, range: &Range<usize>) -> Option<Range<usize>> {
+        let start = range.start.next_multiple_of(self.page);
+        let end = if range.end == self.len { self.len } else { range.end / self.page * self.page };
+        (start < end).then_some(start..end)
+    }
+
+    fn advise(&self, pages: &Range<usize>, advice: libc::c_int) -> libc::c_int {
+        let start = self.start.as_ptr().wrapping_add(pages.start);
+        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of our advices unmaps; MADV_REMOVE
+        // changes bytes, which the owner of the range has asked for.
+        unsafe { libc::madvise(start.cast(), pages.len(), advice) }
+    }
+
+    /// Writes every page with the value that it has.
+    fn touch(&self, pages: &Range<usize>) {
+        for offset in pages.clone().step_by(self.page) {
+            // SAFETY: the byte lies in the mapping, and all who share it use atomics or own the range.
+            let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset)) };
+            // Not fetch_add(0): compilers may turn that into a load, which does not make the page writable.
+            let value = byte.load(Ordering::Relaxed);
+            let _ = byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `new` and is given up once; who took pointers gave its word to outlive none.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+fn no_memory(pages: &Range<usize>, errno: i32) -> Error {
+    let why = match errno {
+        libc::EHWPOISON => "the machine's memory has a hardware fault there",
+        _ => "the kernel has no free page for it",
+    };
+    let room = memory::available(&MemoryRoots::default());
+    Error::NoMemory {
+        wanted: pages.len() as u64,
+        limit: format!("{why} (madvise: {}); {}", std::io::Error::from_raw_os_error(errno), room.limit),
+        headroom: room.bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+
+    use super::super::memfd;
+    use super::*;
+
+    fn file(len: usize) -> OwnedFd {
+        memfd::create("rustloader-test", len as u64).unwrap()
+    }
+
+    /// Bytes of memory that the file takes.
+    fn used(fd: &OwnedFd) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::File::from(fd.try_clone().unwrap()).metadata().unwrap().blocks() * 512
+    }
+
+    fn read(mapping: &Mapping, offset: usize) -> u8 {
+        assert!(offset < mapping.len());
+        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        unsafe { mapping.as_ptr().add(offset).read() }
+    }
+
+    fn write(mapping: &Mapping, offset: usize, value: u8) {
+        assert!(offset < mapping.len());
+        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        unsafe { mapping.as_ptr().add(offset).write(value) }
+    }
+
+    #[test]
+    fn populate_rounds_outward_and_remove_inward() {
+        let page = page_size();
+        let fd = file(8 * page);
+        let mapping = Mapping::new(fd.as_fd(), 8 * page).unwrap();
+        assert_eq!(used(&fd), 0);
+        mapping.populate(page + 1..3 * page + 1).unwrap();
+        assert_eq!(used(&fd), 3 * page as u64);
+        write(&mapping, page, 1);
+        write(&mapping, 2 * page, 2);
+        mapping.remove(page + 1..3 * page + 1).unwrap();
+        assert_eq!(used(&fd), 2 * page as u64);
+        assert_eq!((read(&mapping, page), read(&mapping, 2 * page)), (1, 0));
+    }
+
+    #[test]
+    fn two_mappings_share_their_bytes() {
+        let fd = file(page_size());
+        let (one, two) = (Mapping::new(fd.as_fd(), 100).unwrap(), Mapping::new(fd.as_fd(), 100).unwrap());
+        write(&one, 99, 7);
+        assert_eq!(read(&two, 99), 7);
+        two.populate(0..100).unwrap();
+        assert_eq!(read(&two, 99), 7);
+        two.remove(0..100).unwrap();
+        assert_eq!(read(&one, 99), 0);
+    }
+
+    #[test]
+    fn touching_keeps_the_bytes() {
+        let page = page_size();
+        let fd = file(4 * page);
+        let mapping = Mapping::new(fd.as_fd(), 4 * page).unwrap();
+        write(&mapping, page, 9);
+        mapping.touch(&(0..3 * page));
+        assert_eq!(used(&fd), 3 * page as u64);
+        assert_eq!(read(&mapping, page), 9);
+    }
+
+    #[test]
+    fn ranges_outside_are_refused() {
+        let fd = file(page_size());
+        assert!(matches!(Mapping::new(fd.as_fd(), 0), Err(Error::Usage { .. })));
+        assert!(matches!(Mapping::new(fd.as_fd(), page_size() + 1), Err(Error::Usage { .. })));
+        let mapping = Mapping::new(fd.as_fd(), page_size()).unwrap();
+        let backwards = Range { start: 2, end: 1 };
+        for range in [0..page_size() + 1, backwards, usize::MAX..usize::MAX] {
+            assert!(matches!(mapping.populate(range.clone()), Err(Error::Usage { .. })));
+            assert!(matches!(mapping.remove(range.clone()), Err(Error::Usage { .. })));
+            assert!(matches!(mapping.advise_huge(range), Err(Error::Usage { .. })));
+        }
+        mapping.populate(page_size()..page_size()).unwrap();
+        mapping.remove(1..page_size() - 1).unwrap();
+        mapping.advise_huge(0..page_size()).unwrap();
+    }
+}

@@ -1,0 +1,213 @@
+//! Processes: whether they live, how they ended, signals to them.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use super::failpoint::failpoint;
+use super::{descriptor_hint, errno, retry};
+use crate::error::{Error, Result};
+
+/// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
+const PIDFD_GET_INFO: u64 = 0xC040_FF0B;
+/// Asks for `exit_code`, and says that it is there (Linux 6.15).
+const PIDFD_INFO_EXIT: u64 = 1 << 3;
+
+/// `struct pidfd_info` of <linux/pidfd.h>, its first published size.
+#[repr(C)]
+#[derive(Default)]
+struct PidfdInfo {
+    mask: u64,
+    cgroup_id: u64,
+    pid: u32,
+    tgid: u32,
+    ppid: u32,
+    /// Real, effective, saved and file system user and group.
+    ids: [u32; 8],
+    exit_code: i32,
+}
+
+const _: () = assert!(size_of::<PidfdInfo>() == 64);
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExitStatus {
+    /// It exited with this code.
+    Code(i32),
+    /// This signal ended it.
+    Signal(i32),
+}
+
+/// A process, named so that its number cannot be recycled under us.
+#[derive(Debug)]
+pub struct PidFd(OwnedFd);
+
+impl PidFd {
+    /// The process `pid`, alive or not yet reaped. The descriptor is closed on exec.
+    pub fn open(pid: i32) -> Result<Self> {
+        // SAFETY: pidfd_open takes plain numbers.
+        let call = || unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        let fd = failpoint!("pidfd_open", -1, call());
+        if fd == -1 {
+            let hint = match errno() {
+                libc::ESRCH => format!("there is no process {pid} any more"),
+                libc::EINVAL => format!("{pid} is no process"),
+                errno => descriptor_hint(errno).to_owned(),
+            };
+            return Err(Error::last_os("pidfd_open", hint));
+        }
+        // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) }))
+    }
+
+    /// Whether the process has ended, reaped or not. Never blocks.
+    pub fn has_exited(&self) -> Result<bool> {
+        let mut entry = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: `entry` is one entry, as said.
+        let answer = retry(|| failpoint!("pidfd_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
+        if answer == -1 {
+            return Err(Error::last_os("poll(pidfd)", ""));
+        }
+        if entry.revents & libc::POLLNVAL != 0 {
+            let hint = "the descriptor was closed by somebody else".to_owned();
+            return Err(Error::Os { call: "poll(pidfd)", errno: libc::EBADF, hint });
+        }
+        Ok(entry.revents != 0)
+    }
+
+    /// How the process ended, without reaping it. `None` while it lives, and where the kernel does not tell: for
+    /// children of others, or reaped by others, it tells since Linux 6.15 only (and not before they are reaped).
+    pub fn status(&self) -> Option<ExitStatus> {
+        // SAFETY: a siginfo_t of zeroes is a valid one.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        let (id, flags) = (self.0.as_raw_fd() as libc::id_t, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT);
+        // SAFETY: `info` is a struct of ours for the kernel to fill.
+        let mut call = || unsafe { libc::waitid(libc::P_PIDFD, id, &mut info, flags) };
+        if retry(|| failpoint!("waitid", -1, call())) == -1 {
+            return self.recorded_status();
+        }
+        // SAFETY: waitid has filled in a child's fields, or left the zeroes.
+        let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+        match info.si_code {
+            _ if pid == 0 => None,
+            libc::CLD_EXITED => Some(ExitStatus::Code(status)),
+            libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
+            _ => None,
+        }
+    }
+
+    /// What the kernel keeps of a process that somebody else has reaped.
+    fn recorded_status(&self) -> Option<ExitStatus> {
+        let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
+        // SAFETY: the number says that `info` has 64 bytes, which is its size.
+        let mut call = || unsafe { libc::ioctl(self.0.as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
+        let answer = failpoint!("pidfd_get_info", -1, call());
+        if answer == -1 || info.mask & PIDFD_INFO_EXIT == 0 {
+            return None;
+        }
+        let status = info.exit_code;
+        Some(match libc::WIFSIGNALED(status) {
+            true => ExitStatus::Signal(libc::WTERMSIG(status)),
+            false => ExitStatus::Code(libc::WEXITSTATUS(status)),
+        })
+    }
+
+    /// Sends `signal` to the process; one that is gone already is no error.
+    pub fn send_signal(&self, signal: i32) -> Result<()> {
+        let (fd, none) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
+        let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
+        if failpoint!("pidfd_send_signal", -1, call()) == 0 || errno() == libc::ESRCH {
+            return Ok(());
+        }
+        Err(Error::last_os("pidfd_send_signal", format!("signal {signal} to a worker process")))
+    }
+
+    /// Its descriptor: readable once the process has ended.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
+pub fn start_time(pid: i32) -> Result<u64> {
+    let path = format!("/proc/{pid}/stat");
+    let text = std::fs::read(&path).map_err(|error| Error::Os {
+        call: "read(/proc/PID/stat)",
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        hint: format!("process {pid} is gone, or /proc is not mounted"),
+    })?;
+    parse_start_time(&text).ok_or_else(|| Error::Os {
+        call: "read(/proc/PID/stat)",
+        errno: libc::EIO,
+        hint: format!("{path} has no field 22"),
+    })
+}
+
+/// Whether the process `pid` that was started at `start_time` (0: whenever) still runs: a zombie does not. Where /proc cannot
+/// be read a signal's answer has to do, which takes a zombie for alive.
+pub fn runs(pid: i32, start_time: u64) -> bool {
+    let Ok(stat) = std::fs::read(format!("/proc/{pid}/stat")) else {
+        return !std::path::Path::new("/proc/self/stat").exists() && super::signal::kill(pid, 0).is_ok();
+    };
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
+    let ended = matches!(state, Some(b'Z' | b'X'));
+    !ended && (start_time == 0 || parse_start_time(&stat).is_none_or(|time| time == start_time))
+}
+
+/// Field 22. Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
+fn parse_start_time(stat: &[u8]) -> Option<u64> {
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
+    rest.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
+}
+
+/// The C library's words for a signal, like "Killed" or "Segmentation fault".
+pub fn signal_name(signal: i32) -> String {
+    // SAFETY: strsignal answers null or a C string that stays until this thread's next call of it.
+    unsafe {
+        let text = libc::strsignal(signal);
+        if text.is_null() {
+            return format!("Unknown signal {signal}");
+        }
+        CStr::from_ptr(text).to_string_lossy().into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_parentheses_do_not_shift_the_fields() {
+        let tail = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21";
+        assert_eq!(parse_start_time(format!("7 (a) 1 2 (b) {tail}").as_bytes()), Some(4711));
+        assert_eq!(parse_start_time(b"7 (a"), None);
+        assert_eq!(parse_start_time(b"7 (a) S 1"), None);
+    }
+
+    #[test]
+    fn this_process_lives() {
+        let me = std::process::id() as i32;
+        let process = PidFd::open(me).unwrap();
+        assert!(!process.has_exited().unwrap());
+        assert_eq!(process.status(), None);
+        process.send_signal(0).unwrap();
+        assert_eq!(start_time(me).unwrap(), start_time(me).unwrap());
+    }
+
+    #[test]
+    fn a_number_without_a_process_is_refused() {
+        assert!(matches!(
+            PidFd::open(i32::MAX),
+            Err(Error::Os { call: "pidfd_open", errno: libc::ESRCH, .. })
+        ));
+        assert!(matches!(PidFd::open(-1), Err(Error::Os { errno: libc::EINVAL, .. })));
+        assert!(matches!(start_time(i32::MAX), Err(Error::Os { errno: libc::ENOENT, .. })));
+    }
+
+    #[test]
+    fn signals_have_the_names_that_torch_shows() {
+        assert_eq!(signal_name(libc::SIGKILL), "Killed");
+        assert_eq!(signal_name(libc::SIGSEGV), "Segmentation fault");
+    }
+}

@@ -1,0 +1,16 @@
+//! Functions of libraries that the process has loaded already.
+
+use std::ffi::CStr;
+
+/// The address of a symbol of a library that is loaded, by the library's soname. It stays valid as long as the process if the
+/// library is never unloaded, which holds for those of a Python extension.
+pub fn find(library: &CStr, symbol: &CStr) -> Option<*mut libc::c_void> {
+    // SAFETY: both are C strings; RTLD_NOLOAD loads nothing and runs no code.
+    let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+    if handle.is_null() {
+        return None;
+    }
+    // SAFETY: `handle` was just opened and is never closed.
+    let address = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+    (!address.is_null()).then_some(address)
+}

@@ -1,0 +1,274 @@
+//! Shapes and strides: what of a strided view travels, and the copy that takes it along.
+
+use std::ops::Deref;
+
+use super::gather::Gather;
+
+/// More dimensions than this are left to pickle.
+pub const MAX_DIMS: usize = 16;
+
+/// The sizes or strides of a view, kept in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    len: u8,
+    values: [i64; MAX_DIMS],
+}
+
+impl Dims {
+    /// No dimension.
+    pub const EMPTY: Self = Self { len: 0, values: [0; MAX_DIMS] };
+
+    /// A copy of `values`; `None` if there are too many.
+    #[inline]
+    pub fn new(values: &[i64]) -> Option<Self> {
+        let mut dims = Self::EMPTY;
+        dims.values.get_mut(..values.len())?.copy_from_slice(values);
+        dims.len = values.len() as u8;
+        Some(dims)
+    }
+
+    /// `len` zeros; `None` if that is too many.
+    #[inline]
+    pub fn zeros(len: usize) -> Option<Self> {
+        (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
+    }
+
+    /// The values, to be written.
+    #[inline]
+    pub fn as_mut_slice(&mut self) -> &mut [i64] {
+        &mut self.values[..usize::from(self.len)]
+    }
+
+    /// The strides, in elements, that torch gives a contiguous tensor of this shape; `None` on overflow.
+    pub fn contiguous(shape: &[i64]) -> Option<Self> {
+        let mut strides = Self::zeros(shape.len())?;
+        let mut step = 1i64;
+        for (stride, &size) in strides.as_mut_slice().iter_mut().zip(shape).rev() {
+            *stride = step;
+            step = step.checked_mul(size.max(1))?;
+        }
+        Some(strides)
+    }
+}
+
+impl Deref for Dims {
+    type Target = [i64];
+
+    #[inline]
+    fn deref(&self) -> &[i64] {
+        &self.values[..usize::from(self.len)]
+    }
+}
+
+/// The number of elements of a shape; `None` on overflow or a negative size.
+#[inline]
+pub fn numel(shape: &[i64]) -> Option<i64> {
+    if shape.iter().any(|&size| size < 0) {
+        return None;
+    }
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape.iter().try_fold(1i64, |product, &size| product.checked_mul(size))
+}
+
+/// The bytes from the first to the last element of a view with strides in elements, none of them negative;
+/// `None` if a number is negative or too large.
+#[inline]
+pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> {
+    if shape.len() != strides.len() || strides.iter().any(|&stride| stride < 0) {
+        return None;
+    }
+    if numel(shape)? == 0 {
+        return Some(0);
+    }
+    let mut last = 0i64;
+    for (&size, &stride) in shape.iter().zip(strides) {
+        last = last.checked_add((size - 1).checked_mul(stride)?)?;
+    }
+    let bytes = last.checked_add(1)?.checked_mul(itemsize as i64)?;
+    usize::try_from(bytes).ok()
+}
+
+/// Whether strides (in elements) are those of a C-contiguous view; the strides of dimensions of size 1 are
+/// free.
+#[inline]
+pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
+    let mut expected = 1i64;
+    if shape.contains(&0) {
+        return true;
+    }
+    for (&size, &stride) in shape.iter().zip(strides).rev() {
+        if size != 1 {
+            if stride != expected {
+                return false;
+            }
+            expected = expected.wrapping_mul(size);
+        }
+    }
+    true
+}
+
+/// Whose rules a view follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// torch: dense and expanded layouts keep their strides, holes are closed in the same order of
+    /// dimensions.
+    Tensor,
+    /// NumPy: dense layouts keep their strides, everything else arrives in C order, as through pickle.
+    Array,
+}
+
+/// What of a view travels and how it is read.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// The strides of the delivered view, in elements.
+    pub strides: Dims,
+    /// Whether they are exactly those of [`Dims::contiguous`].
+    pub contiguous: bool,
+    /// Bytes that travel.
+    pub bytes: usize,
+    /// Where the source's lowest byte lies, relative to its first element (0 or less).
+    pub low: isize,
+    /// Bytes from the source's lowest to its highest byte.
+    pub span: usize,
+    /// The loops of the copy, the outermost first; `None`: the source's bytes are copied in one piece.
+    pub gather: Option<Gather>,
+}
+
+impl Plan {
+    /// Plans the transfer of a view with strides in **bytes**. `None`: this view cannot travel so (elements
+    /// of a tensor that share memory without an expanded dimension, numbers out of range).
+    pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {
+        let item = itemsize as i64;
+        let count = numel(shape)?;
+        let natural = Dims::contiguous(shape)?;
+        let total = usize::try_from(count.checked_mul(item)?).ok()?;
+        let exact = natural.iter().zip(byte_strides).all(|(&want, &have)| want.wrapping_mul(item) == have);
+        let whole = |strides: Dims, bytes: usize| Self {
+            strides,
+            contiguous: *strides == *natural,
+            bytes,
+            low: 0,
+            span: bytes,
+            gather: None,
+        };
+        if exact {
+            return Some(whole(natural, total));
+        }
+        let mut given = Dims::new(byte_strides)?;
+        given.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
+        if count == 0 {
+            let keep = style == Style::Tensor && given.iter().all(|&stride| stride >= 0);
+            return Some(whole(if keep { given } else { natural }, 0));
+        }
+
+        // Dimensions that move, the widest stride first.
+        let mut order = [0usize; MAX_DIMS];
+        let mut moving = 0;
+        let mut expanded = false;
+        for (dim, (&size, &stride)) in shape.iter().zip(byte_strides).enumerate() {
+            if size > 1 && stride != 0 {
+                order[moving] = dim;
+                moving += 1;
+            }
+            expanded |= size > 1 && stride == 0;
+        }
+        let order = &mut order[..moving];
+        order.sort_by_key(|&dim| std::cmp::Reverse(byte_strides[dim].unsigned_abs()));
+
+        let mut expected = item;
+        let dense = order.iter().rev().all(|&dim| {
+            let fits = byte_strides[dim] == expected;
+            expected = expected.wrapping_mul(shape[dim]);
+            fits
+        });
+        if dense && !(expanded && style == Style::Array) {
+            let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
+            if style == Style::Array {
+                // A dimension of size 1 has no stride that matters; NumPy's may be anything.
+                (given.as_mut_slice().iter_mut().zip(shape))
+                    .filter(|(_, size)| **size == 1)
+                    .for_each(|(s, _)| *s = 1);
+            } else if given.iter().any(|&stride| stride < 0) {
+                return None;
+            }
+            return Some(whole(given, bytes));
+        }
+        let (low, high) = reach(shape, byte_strides)?;
+        let span = usize::try_from(high.checked_sub(low)?.checked_add(item)?).ok()?;
+        let (strides, bytes, gather) = match style {
+            Style::Array => {
+                let every = (0..shape.len()).filter(|&dim| shape[dim] > 1);
+                (natural, total, Gather::new(every, shape, byte_strides, itemsize))
+            }
+            Style::Tensor => {
+                let mut taken = item;
+                for &dim in order.iter().rev() {
+                    if byte_strides[dim] < taken {
+                        return None;
+                    }
+                    taken = taken.checked_add((shape[dim] - 1).checked_mul(byte_strides[dim])?)?;
+                }
+                let (strides, elements) = compact(shape, byte_strides, order)?;
+                let bytes = usize::try_from(elements.checked_mul(item)?).ok()?;
+                (strides, bytes, Gather::new(order.iter().copied(), shape, byte_strides, itemsize))
+            }
+        };
+        let contiguous = *strides == *natural;
+        Some(Self { strides, contiguous, bytes, low: isize::try_from(low).ok()?, span, gather: Some(gather) })
+    }
+
+    /// Copies what travels to `target`.
+    ///
+    /// # Safety
+    /// `first` is the first element of a view with the shape and strides that the plan was made of, its
+    /// memory is readable, and `target` points to `self.bytes` writable bytes apart from it.
+    pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
+        match &self.gather {
+            // SAFETY: a view copied whole is dense, so it takes `bytes` bytes from its first element on (the
+            // caller's promise).
+            None => unsafe { target.copy_from_nonoverlapping(first, self.bytes) },
+            Some(gather) => {
+                let mut target = target;
+                // SAFETY: the loops visit just the elements of the view, and write `bytes` bytes in all.
+                unsafe { gather.copy(first, &mut target) }
+            }
+        }
+    }
+}
+
+/// Strides with those of size-1 dimensions set to 0.
+fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
+    (strides.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 0);
+    strides
+}
+
+/// The lowest and highest byte offset at which an element of the view starts.
+fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
+    let (mut low, mut high) = (0i64, 0i64);
+    for (&size, &stride) in shape.iter().zip(byte_strides) {
+        let end = if size == 1 { 0 } else { (size - 1).checked_mul(stride)? };
+        if end < 0 { low = low.checked_add(end)? } else { high = high.checked_add(end)? }
+    }
+    Some((low, high))
+}
+
+/// Strides in elements without holes, in the same order of dimensions, and the number of elements they span.
+fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims, i64)> {
+    let mut strides = Dims::zeros(shape.len())?;
+    let mut step = 1i64;
+    for &dim in order.iter().rev() {
+        strides.as_mut_slice()[dim] = step;
+        step = step.checked_mul(shape[dim])?;
+    }
+    // A dimension of size 1 gets the stride it has in a contiguous tensor, seen from its right neighbour.
+    for dim in (0..shape.len()).rev() {
+        if shape[dim] == 1 && byte_strides[dim] != 0 {
+            let right =
+                strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));
+            strides.as_mut_slice()[dim] = right;
+        }
+    }
+    Some((strides, step))
+}

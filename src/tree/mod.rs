@@ -1,0 +1,73 @@
+//! The bytes of a batch: a tree of plain values and leaves (tensors, arrays), in prefix order.
+//!
+//! ```text
+//! value  := tag:u8 body
+//! None, False, True  -            Int    i64              Float  f64          Complex f64 f64
+//! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
+//! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
+//! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
+//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6)
+//! place  := leaf:u32 offset:u64, or the bytes themselves
+//! ```
+//! Numbers are little-endian; strides count elements and are left out where they are those of a contiguous
+//! tensor. What is read may be damaged: [`walk`] checks every tag, count, length, size and stride before it
+//! hands anything on.
+
+pub mod dtype;
+mod gather;
+pub mod layout;
+mod reader;
+mod writer;
+
+pub use reader::{Atom, Build, Leaf, Place, walk};
+pub use writer::{Slot, Writer};
+
+/// Leaves of fewer bytes travel inside the payload and are copied out on delivery.
+pub const INLINE_LIMIT: usize = 16 * 1024;
+
+/// Containers may be nested this deep.
+pub const MAX_DEPTH: usize = 64;
+
+/// Containers of the tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    /// A list.
+    List,
+    /// A tuple.
+    Tuple,
+    /// A dict: its values come in pairs.
+    Dict,
+}
+
+/// Kinds of leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A `torch.Tensor`.
+    Tensor,
+    /// A `numpy.ndarray`.
+    Array,
+}
+
+mod tag {
+    pub const NONE: u8 = 0;
+    pub const FALSE: u8 = 1;
+    pub const TRUE: u8 = 2;
+    pub const INT: u8 = 3;
+    pub const FLOAT: u8 = 4;
+    pub const COMPLEX: u8 = 5;
+    pub const STR: u8 = 6;
+    pub const BYTES: u8 = 7;
+    pub const LIST: u8 = 8;
+    pub const TUPLE: u8 = 9;
+    pub const DICT: u8 = 10;
+    pub const INTS: u8 = 11;
+    pub const TENSOR: u8 = 12;
+    pub const ARRAY: u8 = 13;
+}
+
+const FORM_DIMS: u8 = 0x1f;
+const FORM_STRIDES: u8 = 0x20;
+const FORM_OUTSIDE: u8 = 0x40;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,267 @@
+//! The reading side: checks, and a walk that hands checked values to a builder.
+
+use super::dtype::Dtype;
+use super::layout::{Dims, MAX_DIMS, extent};
+use super::{FORM_DIMS, FORM_OUTSIDE, FORM_STRIDES, Group, Kind, MAX_DEPTH, tag};
+use crate::error::{Error, Result};
+
+/// A value that is no container.
+#[derive(Debug)]
+pub enum Atom<'a> {
+    /// `None`.
+    None,
+    /// A bool.
+    Bool(bool),
+    /// An int.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// A complex number.
+    Complex(f64, f64),
+    /// A string.
+    Str(&'a str),
+    /// A bytes object.
+    Bytes(&'a [u8]),
+    /// A list or tuple of ints: their bytes, 8 for each.
+    Ints(Group, &'a [[u8; 8]]),
+    /// A tensor or an array.
+    Leaf(&'a Leaf<'a>),
+}
+
+/// A tensor or an array. Its sizes and strides are checked against each other, and against the payload if it
+/// travels there.
+#[derive(Debug)]
+pub struct Leaf<'a> {
+    /// What it becomes.
+    pub kind: Kind,
+    /// The element type.
+    pub dtype: Dtype,
+    /// The sizes.
+    pub shape: Dims,
+    /// The strides, in elements, none of them negative.
+    pub strides: Dims,
+    /// The bytes from the first element to the last.
+    pub extent: usize,
+    /// Where they lie.
+    pub place: Place<'a>,
+}
+
+/// Where a leaf's bytes lie.
+#[derive(Debug)]
+pub enum Place<'a> {
+    /// In the payload: just the leaf's extent.
+    Inline(&'a [u8]),
+    /// In a memory leaf, which is still to be checked against the leaf's extent.
+    Outside {
+        /// The number of the memory leaf.
+        leaf: u32,
+        /// The byte at which the first element lies.
+        offset: u64,
+    },
+}
+
+/// What [`walk`] builds with. Values lie on a stack: an atom pushes one, the end of a container replaces its
+/// own by one.
+pub trait Build {
+    /// What goes wrong; broken payloads come as [`Error::Corrupt`].
+    type Error: From<Error>;
+
+    /// Pushes a value.
+    fn atom(&mut self, atom: Atom<'_>) -> std::result::Result<(), Self::Error>;
+
+    /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) by a container of
+    /// them.
+    fn close(&mut self, group: Group, count: usize) -> std::result::Result<(), Self::Error>;
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+#[expect(clippy::large_enum_variant, reason = "one lives at a time, on the stack of `walk`")]
+enum Step<'a> {
+    Atom(Atom<'a>),
+    Leaf(Leaf<'a>),
+    Open(Group, usize),
+}
+
+/// Walks a payload of one value. Never panics, whatever the bytes are, and allocates nothing.
+pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
+    let mut reader = Reader { bytes: payload, at: 0 };
+    // The open containers: kind, count, values that are still to come.
+    let mut open = [(Group::List, 0usize, 0usize); MAX_DEPTH];
+    let mut depth = 0;
+    loop {
+        match reader.step()? {
+            Step::Atom(atom) => build.atom(atom)?,
+            Step::Leaf(leaf) => build.atom(Atom::Leaf(&leaf))?,
+            Step::Open(group, 0) => build.close(group, 0)?,
+            Step::Open(group, count) => {
+                let values = if group == Group::Dict { count * 2 } else { count };
+                *open.get_mut(depth).ok_or_else(|| reader.corrupt("containers nested too deep"))? =
+                    (group, count, values);
+                depth += 1;
+                continue;
+            }
+        }
+        while let Some((group, count, missing)) = open[..depth].last_mut() {
+            *missing -= 1;
+            if *missing > 0 {
+                break;
+            }
+            build.close(*group, *count)?;
+            depth -= 1;
+        }
+        if depth == 0 {
+            break;
+        }
+    }
+    if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes behind the batch").into()) }
+}
+
+impl<'a> Reader<'a> {
+    #[cold]
+    fn corrupt(&self, what: &str) -> Error {
+        Error::corrupt(format!(
+            "a batch's payload of {} bytes, at byte {}: {what}",
+            self.bytes.len(),
+            self.at
+        ))
+    }
+
+    #[inline]
+    fn take(&mut self, len: usize) -> Result<&'a [u8]> {
+        match self.bytes[self.at..].get(..len) {
+            Some(bytes) => {
+                self.at += len;
+                Ok(bytes)
+            }
+            None => Err(self.corrupt("it ends too early")),
+        }
+    }
+
+    #[inline]
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        match self.bytes[self.at..].first_chunk() {
+            Some(&bytes) => {
+                self.at += N;
+                Ok(bytes)
+            }
+            None => Err(self.corrupt("it ends too early")),
+        }
+    }
+
+    #[inline]
+    fn byte(&mut self) -> Result<u8> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    fn float(&mut self) -> Result<f64> {
+        Ok(f64::from_le_bytes(self.array()?))
+    }
+
+    #[inline]
+    fn varint(&mut self) -> Result<u64> {
+        let mut value = 0u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let low = u64::from(byte & 0x7f);
+            if shift == 63 && low > 1 {
+                break;
+            }
+            value |= low << shift;
+            if byte & 0x80 == 0 {
+                return Ok(value);
+            }
+        }
+        Err(self.corrupt("a number is too long"))
+    }
+
+    /// A count of things that take at least `each` bytes: what follows must have room for them.
+    fn count(&mut self, each: usize) -> Result<usize> {
+        let count = self.varint()?;
+        let room = (self.bytes.len() - self.at) / each;
+        match usize::try_from(count) {
+            Ok(count) if count <= room => Ok(count),
+            _ => Err(self.corrupt("a count is larger than the payload")),
+        }
+    }
+
+    fn dims(&mut self, len: usize) -> Result<Dims> {
+        let mut dims = Dims::EMPTY;
+        if len > 0 {
+            dims = Dims::zeros(len).ok_or_else(|| self.corrupt("too many dimensions"))?;
+            for value in dims.as_mut_slice() {
+                *value = i64::try_from(self.varint()?)
+                    .map_err(|_| self.corrupt("a size or stride is out of range"))?;
+            }
+        }
+        Ok(dims)
+    }
+
+    fn leaf(&mut self, kind: Kind) -> Result<Leaf<'a>> {
+        let dtype = Dtype::from_code(self.byte()?).filter(|dtype| match kind {
+            Kind::Tensor => dtype.dl().is_some(),
+            Kind::Array => dtype.numpy_name().is_some(),
+        });
+        let dtype = dtype.ok_or_else(|| self.corrupt("an unknown element type"))?;
+        let form = self.byte()?;
+        let len = usize::from(form & FORM_DIMS);
+        if len > MAX_DIMS || form & !(FORM_DIMS | FORM_STRIDES | FORM_OUTSIDE) != 0 {
+            return Err(self.corrupt("an unknown form of leaf"));
+        }
+        let shape = self.dims(len)?;
+        let strides = match form & FORM_STRIDES {
+            0 => Dims::contiguous(&shape).ok_or_else(|| self.corrupt("a shape is too large"))?,
+            _ => self.dims(len)?,
+        };
+        let extent = extent(&shape, &strides, dtype.itemsize()).filter(|&bytes| bytes <= isize::MAX as usize);
+        let extent = extent.ok_or_else(|| self.corrupt("a shape is too large"))?;
+        let place = match form & FORM_OUTSIDE {
+            0 => Place::Inline(self.take(extent)?),
+            _ => Place::Outside {
+                leaf: u32::from_le_bytes(self.array()?),
+                offset: u64::from_le_bytes(self.array()?),
+            },
+        };
+        Ok(Leaf { kind, dtype, shape, strides, extent, place })
+    }
+
+    #[inline]
+    fn step(&mut self) -> Result<Step<'a>> {
+        let atom = match self.byte()? {
+            tag::NONE => Atom::None,
+            tag::FALSE => Atom::Bool(false),
+            tag::TRUE => Atom::Bool(true),
+            tag::INT => Atom::Int(i64::from_le_bytes(self.array()?)),
+            tag::FLOAT => Atom::Float(self.float()?),
+            tag::COMPLEX => Atom::Complex(self.float()?, self.float()?),
+            tag::STR => {
+                let len = self.count(1)?;
+                let text = std::str::from_utf8(self.take(len)?);
+                Atom::Str(text.map_err(|_| self.corrupt("a string is not UTF-8"))?)
+            }
+            tag::BYTES => {
+                let len = self.count(1)?;
+                Atom::Bytes(self.take(len)?)
+            }
+            tag::INTS => {
+                let group = match self.byte()? {
+                    tag::LIST => Group::List,
+                    tag::TUPLE => Group::Tuple,
+                    _ => return Err(self.corrupt("an unknown group of ints")),
+                };
+                let count = self.count(8)?;
+                Atom::Ints(group, self.take(count * 8)?.as_chunks().0)
+            }
+            tag::LIST => return Ok(Step::Open(Group::List, self.count(1)?)),
+            tag::TUPLE => return Ok(Step::Open(Group::Tuple, self.count(1)?)),
+            tag::DICT => return Ok(Step::Open(Group::Dict, self.count(2)?)),
+            tag::TENSOR => return Ok(Step::Leaf(self.leaf(Kind::Tensor)?)),
+            tag::ARRAY => return Ok(Step::Leaf(self.leaf(Kind::Array)?)),
+            _ => return Err(self.corrupt("an unknown tag")),
+        };
+        Ok(Step::Atom(atom))
+    }
+}

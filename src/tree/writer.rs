@@ -1,0 +1,155 @@
+//! The writing side.
+
+use super::dtype::Dtype;
+use super::layout::Plan;
+use super::{FORM_OUTSIDE, FORM_STRIDES, Group, Kind, tag};
+
+/// Appends values to a payload.
+pub struct Writer<'a> {
+    out: &'a mut Vec<u8>,
+}
+
+/// Where a leaf's number and offset will be written when they are known.
+#[derive(Clone, Copy, Debug)]
+pub struct Slot(usize);
+
+impl<'a> Writer<'a> {
+    /// A writer that appends to `out`.
+    pub fn new(out: &'a mut Vec<u8>) -> Self {
+        Self { out }
+    }
+
+    /// The number of bytes written, those that were there before among them.
+    pub fn len(&self) -> usize {
+        self.out.len()
+    }
+
+    /// Whether nothing has been written.
+    pub fn is_empty(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// Takes back what was written since [`Self::len`] was `len`.
+    pub fn truncate(&mut self, len: usize) {
+        self.out.truncate(len);
+    }
+
+    fn varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.out.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.out.push(value as u8);
+    }
+
+    /// `None`.
+    pub fn none(&mut self) {
+        self.out.push(tag::NONE);
+    }
+
+    /// A bool.
+    pub fn bool(&mut self, value: bool) {
+        self.out.push(if value { tag::TRUE } else { tag::FALSE });
+    }
+
+    /// An int.
+    pub fn int(&mut self, value: i64) {
+        self.out.push(tag::INT);
+        self.out.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// A float.
+    pub fn float(&mut self, value: f64) {
+        self.out.push(tag::FLOAT);
+        self.out.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// A complex number.
+    pub fn complex(&mut self, re: f64, im: f64) {
+        self.out.push(tag::COMPLEX);
+        self.out.extend_from_slice(&re.to_le_bytes());
+        self.out.extend_from_slice(&im.to_le_bytes());
+    }
+
+    /// A string.
+    pub fn str(&mut self, value: &str) {
+        self.out.push(tag::STR);
+        self.varint(value.len() as u64);
+        self.out.extend_from_slice(value.as_bytes());
+    }
+
+    /// A bytes object.
+    pub fn bytes(&mut self, value: &[u8]) {
+        self.out.push(tag::BYTES);
+        self.varint(value.len() as u64);
+        self.out.extend_from_slice(value);
+    }
+
+    /// A container; its `count` values (pairs, for a dict) follow.
+    pub fn open(&mut self, group: Group, count: usize) {
+        self.out.push(match group {
+            Group::List => tag::LIST,
+            Group::Tuple => tag::TUPLE,
+            Group::Dict => tag::DICT,
+        });
+        self.varint(count as u64);
+    }
+
+    /// A list or tuple of ints; [`Self::next_int`] follows `count` times.
+    pub fn open_ints(&mut self, group: Group, count: usize) {
+        self.out.push(tag::INTS);
+        self.out.push(if group == Group::List { tag::LIST } else { tag::TUPLE });
+        self.varint(count as u64);
+        self.out.reserve(count * 8);
+    }
+
+    /// The next element of [`Self::open_ints`].
+    #[inline]
+    pub fn next_int(&mut self, value: i64) {
+        self.out.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, outside: u8) {
+        let strides = if plan.contiguous { 0 } else { FORM_STRIDES };
+        let kind = if kind == Kind::Tensor { tag::TENSOR } else { tag::ARRAY };
+        self.out.extend_from_slice(&[kind, dtype.code(), shape.len() as u8 | strides | outside]);
+        for &size in shape {
+            self.varint(size as u64);
+        }
+        if !plan.contiguous {
+            for &stride in plan.strides.iter() {
+                self.varint(stride as u64);
+            }
+        }
+    }
+
+    /// A leaf whose bytes travel in the payload.
+    ///
+    /// # Safety
+    /// As for [`Plan::copy`].
+    pub unsafe fn inline(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, first: *const u8) {
+        self.leaf(kind, dtype, shape, plan, 0);
+        self.out.reserve(plan.bytes);
+        let at = self.out.len();
+        if plan.bytes > 0 {
+            // SAFETY: `bytes` bytes were reserved behind `at`, and the caller vouches for the source.
+            unsafe { plan.copy(first, self.out.as_mut_ptr().add(at)) };
+        }
+        // SAFETY: just these bytes were reserved and written.
+        unsafe { self.out.set_len(at + plan.bytes) };
+    }
+
+    /// A leaf that lies elsewhere; [`Self::fill`] says where.
+    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Slot {
+        self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
+        let slot = Slot(self.out.len());
+        self.out.extend_from_slice(&[0; 12]);
+        slot
+    }
+
+    /// Writes the place of a leaf.
+    pub fn fill(&mut self, slot: Slot, leaf: u32, offset: u64) {
+        self.out[slot.0..slot.0 + 4].copy_from_slice(&leaf.to_le_bytes());
+        self.out[slot.0 + 4..slot.0 + 12].copy_from_slice(&offset.to_le_bytes());
+    }
+}

@@ -1,0 +1,278 @@
+//! The entries of the rings and the head of a message, as both sides read and write them.
+//!
+//! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
+//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region.
+//!
+//! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us]`. Its block holds
+//! the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.
+
+use crate::error::{Error, Result};
+use crate::shm::ring::Entry;
+
+/// Bytes of an index batch that fit into a task entry.
+pub const INLINE_BYTES: usize = 32;
+/// The block number that says "none".
+const NO_BLOCK: u32 = u32::MAX;
+/// Bytes of a leaf's row in a message.
+const LEAF_ROW: usize = 16;
+/// Bytes before the leaves' rows in a message.
+const MESSAGE_HEAD: usize = 8;
+
+/// What a worker is asked to do.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskKind {
+    /// Fetch a batch; the payload is encoded by the codec.
+    Plain = 1,
+    /// Fetch a batch; the payload is a pickle.
+    Pickle = 2,
+    /// A new epoch begins: answer, and make a new fetcher.
+    Resume = 3,
+    /// Leave.
+    Leave = 4,
+}
+
+/// What a worker answers.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResultKind {
+    /// A batch, encoded by the codec.
+    Plain = 1,
+    /// A batch, as a pickle with its buffers out of band.
+    Pickle = 2,
+    /// An exception, as a pickle of torch's ExceptionWrapper.
+    Error = 3,
+    /// The worker's iterable dataset is at its end.
+    Exhausted = 4,
+    /// The answer to [`TaskKind::Resume`].
+    Resumed = 5,
+}
+
+/// A task entry, read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskEntry {
+    /// The task's number.
+    pub task: u64,
+    /// What to do.
+    pub kind: TaskKind,
+    /// The block of the main process's region that the payload lies in, if it is not inline.
+    pub block: Option<u32>,
+    /// Bytes of the payload.
+    pub len: u64,
+    /// The payload, if it is inline.
+    pub inline: [u8; INLINE_BYTES],
+}
+
+impl TaskEntry {
+    /// An entry whose payload is inline, if it is short enough.
+    pub fn inline(task: u64, kind: TaskKind, payload: &[u8]) -> Option<Self> {
+        let mut inline = [0; INLINE_BYTES];
+        inline.get_mut(..payload.len())?.copy_from_slice(payload);
+        Some(Self { task, kind, block: None, len: payload.len() as u64, inline })
+    }
+
+    /// An entry whose payload lies in a block.
+    pub fn in_block(task: u64, kind: TaskKind, block: u32, len: u64) -> Self {
+        Self { task, kind, block: Some(block), len, inline: [0; INLINE_BYTES] }
+    }
+
+    /// As words of a ring.
+    pub fn to_words(&self) -> Entry {
+        let block = self.block.unwrap_or(NO_BLOCK);
+        let mut words = [self.task, self.kind as u64, u64::from(block), self.len, 0, 0, 0, 0];
+        for (word, bytes) in words[4..].iter_mut().zip(self.inline.chunks_exact(8)) {
+            *word = u64::from_le_bytes([
+                bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7],
+            ]);
+        }
+        words
+    }
+
+    /// Out of a ring's words.
+    pub fn from_words(words: &Entry) -> Result<Self> {
+        let kind = match words[1] {
+            1 => TaskKind::Plain,
+            2 => TaskKind::Pickle,
+            3 => TaskKind::Resume,
+            4 => TaskKind::Leave,
+            other => return Err(Error::corrupt(format!("a task entry of kind {other}"))),
+        };
+        let block = Some(words[2] as u32).filter(|&block| block != NO_BLOCK);
+        if block.is_none() && words[3] > INLINE_BYTES as u64 {
+            return Err(Error::corrupt(format!("a task entry with {} bytes inline", words[3])));
+        }
+        let mut inline = [0; INLINE_BYTES];
+        for (bytes, word) in inline.chunks_exact_mut(8).zip(&words[4..]) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        Ok(Self { task: words[0], kind, block, len: words[3], inline })
+    }
+}
+
+/// How long the parts of a task took, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timings {
+    /// In the dataset.
+    pub fetch_us: u32,
+    /// In `collate_fn`.
+    pub collate_us: u32,
+    /// Encoding the batch into the arena.
+    pub pack_us: u32,
+}
+
+/// A result entry, read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResultEntry {
+    /// The task that it answers.
+    pub task: u64,
+    /// What it is.
+    pub kind: ResultKind,
+    /// The block of the message, where there is one.
+    pub block: Option<u32>,
+    /// Bytes of the message.
+    pub len: u64,
+    /// Checksum of the message's payload, where the payload is a pickle.
+    pub checksum: u64,
+    /// How long it took.
+    pub timings: Timings,
+}
+
+impl ResultEntry {
+    /// As words of a ring.
+    pub fn to_words(&self) -> Entry {
+        let block = u64::from(self.block.unwrap_or(NO_BLOCK));
+        let Timings { fetch_us, collate_us, pack_us } = self.timings;
+        let kind = self.kind as u64 | block << 32;
+        let times = u64::from(fetch_us) | u64::from(collate_us) << 32;
+        [self.task, kind, self.len, self.checksum, times, u64::from(pack_us), 0, 0]
+    }
+
+    /// Out of a ring's words.
+    pub fn from_words(words: &Entry) -> Result<Self> {
+        let kind = match words[1] as u32 {
+            1 => ResultKind::Plain,
+            2 => ResultKind::Pickle,
+            3 => ResultKind::Error,
+            4 => ResultKind::Exhausted,
+            5 => ResultKind::Resumed,
+            other => return Err(Error::corrupt(format!("a result entry of kind {other}"))),
+        };
+        let block = Some((words[1] >> 32) as u32).filter(|&block| block != NO_BLOCK);
+        let wants_block = matches!(kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Error);
+        if block.is_some() != wants_block {
+            return Err(Error::corrupt(format!("a result entry of kind {kind:?} with block {block:?}")));
+        }
+        let timings = Timings {
+            fetch_us: words[4] as u32,
+            collate_us: (words[4] >> 32) as u32,
+            pack_us: words[5] as u32,
+        };
+        Ok(Self { task: words[0], kind, block, len: words[2], checksum: words[3], timings })
+    }
+}
+
+/// A leaf of a message: a block of the worker's region, and how many of its bytes count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leaf {
+    /// The block.
+    pub block: u32,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Bytes of a message.
+pub fn message_len(leaves: usize, payload: usize) -> u64 {
+    (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
+}
+
+/// The head of a message: what stands before its payload.
+pub fn message_head(leaves: &[Leaf], out: &mut Vec<u8>) {
+    out.extend_from_slice(&(leaves.len() as u64).to_le_bytes());
+    for leaf in leaves {
+        out.extend_from_slice(&u64::from(leaf.block).to_le_bytes());
+        out.extend_from_slice(&leaf.len.to_le_bytes());
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
+}
+
+/// The leaves of a message, and where its payload begins.
+pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
+    let bad = || Error::corrupt(format!("the leaf table of a message of {} bytes", message.len()));
+    let count = word(message, 0).ok_or_else(bad)?;
+    if count > (message.len() / LEAF_ROW) as u64 {
+        return Err(bad());
+    }
+    let start = MESSAGE_HEAD + count as usize * LEAF_ROW;
+    let rows = message.get(MESSAGE_HEAD..start).ok_or_else(bad)?;
+    let row = |row: &[u8]| {
+        let block = u32::try_from(word(row, 0)?).ok()?;
+        Some(Leaf { block, len: word(row, 8)? })
+    };
+    let leaves: Option<Vec<Leaf>> = rows.chunks_exact(LEAF_ROW).map(row).collect();
+    Ok((leaves.ok_or_else(bad)?, start))
+}
+
+/// A checksum that tells accidents, not attacks: FNV-like multiplication over words with a final mix (after
+/// Vigna's splitmix64).
+pub fn checksum(bytes: &[u8]) -> u64 {
+    const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
+    let mut sum = bytes.len() as u64 ^ MULTIPLIER;
+    let chunks = bytes.chunks_exact(8);
+    let mut last = [0; 8];
+    last[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
+    for chunk in chunks {
+        let value =
+            u64::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], chunk[5], chunk[6], chunk[7]]);
+        sum = (sum ^ value).wrapping_mul(MULTIPLIER).rotate_left(29);
+    }
+    sum = (sum ^ u64::from_le_bytes(last)).wrapping_mul(MULTIPLIER);
+    sum = (sum ^ (sum >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    sum ^ (sum >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_come_back_as_they_went() {
+        let inline = TaskEntry::inline(7, TaskKind::Plain, b"abc").unwrap();
+        assert_eq!(TaskEntry::from_words(&inline.to_words()).unwrap(), inline);
+        assert!(TaskEntry::inline(7, TaskKind::Plain, &[0; INLINE_BYTES + 1]).is_none());
+        let block = TaskEntry::in_block(8, TaskKind::Pickle, 3, 99);
+        assert_eq!(TaskEntry::from_words(&block.to_words()).unwrap(), block);
+        let timings = Timings { fetch_us: 1, collate_us: u32::MAX, pack_us: 3 };
+        let result =
+            ResultEntry { task: 1 << 40, kind: ResultKind::Pickle, block: Some(5), len: 6, checksum: 7, timings };
+        assert_eq!(ResultEntry::from_words(&result.to_words()).unwrap(), result);
+    }
+
+    #[test]
+    fn a_message_comes_back_and_a_cut_one_is_an_error() {
+        let leaves = [Leaf { block: 1, len: 2 }, Leaf { block: 3, len: 1 << 40 }];
+        let mut message = Vec::new();
+        message_head(&leaves, &mut message);
+        assert_eq!(message.len() as u64, message_len(2, 0));
+        message.extend_from_slice(b"payload");
+        assert_eq!(read_message(&message).unwrap(), (leaves.to_vec(), message.len() - 7));
+        for cut in 0..message_len(2, 0) as usize {
+            assert!(read_message(&message[..cut]).is_err());
+        }
+    }
+
+    #[test]
+    fn the_checksum_sees_each_bit() {
+        let bytes: Vec<u8> = (0..100).collect();
+        let sum = checksum(&bytes);
+        for bit in 0..800 {
+            let mut other = bytes.clone();
+            other[bit / 8] ^= 1 << (bit % 8);
+            assert_ne!(checksum(&other), sum);
+        }
+        assert_ne!(checksum(&bytes[..99]), sum);
+        assert_ne!(checksum(&[0; 3]), checksum(&[0; 4]));
+    }
+}

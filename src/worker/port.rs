@@ -1,0 +1,290 @@
+//! What a worker holds of its iterator: the ends of its two rings, the allocator of its region, the doorbell.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::shm::alloc::Allocator;
+use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::block::{CONSUMER, WORKER, mark_if};
+use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::ring::{Consumer, Producer};
+use crate::shm::{doorbell, forks};
+use crate::sync::Ordering;
+use crate::sys;
+use crate::wire::{self, Leaf, ResultEntry, ResultKind, TaskEntry, Timings};
+
+/// For so long an idle worker lets others run before it goes to sleep: a wake-up costs more than most small batches.
+const YIELD_FOR: Duration = Duration::from_micros(20);
+/// The longest sleep in one go; then the caller looks for signals.
+const SLICE: Duration = Duration::from_secs(1);
+
+/// What a worker finds when it asks for work.
+#[derive(Debug)]
+pub enum Received {
+    /// A task; its payload has been copied out.
+    Task(TaskEntry),
+    /// Nothing came within a slice, or a signal did: look for signals, and ask again.
+    Nothing,
+    /// The loader shuts down, or the main process is gone.
+    Stop,
+}
+
+/// The ends of the rings.
+#[derive(Debug)]
+struct Ends {
+    tasks: Consumer<ArenaRing>,
+    results: Producer<ArenaRing>,
+}
+
+/// The doorbell: an eventfd whose number a dataset may have closed, and given to one of its files, long since.
+#[derive(Debug)]
+struct Doorbell {
+    event: sys::event::EventFd,
+    identity: sys::identity::FdIdentity,
+}
+
+/// A worker's connection to the main process.
+#[derive(Debug)]
+pub struct Port {
+    arena: Arc<Arena>,
+    worker: u32,
+    ends: Mutex<Ends>,
+    allocator: Mutex<Allocator>,
+    doorbell: Doorbell,
+    /// Set when the main process is gone.
+    orphaned: AtomicBool,
+    /// Bytes of the payloads of tasks that lay in blocks.
+    pub payload: Mutex<Vec<u8>>,
+    /// The status page's last change, and the state that began there.
+    clock: Mutex<(WorkerState, u64)>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Port {
+    /// The port of worker `worker` in an arena that the main process has made.
+    pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
+        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd())?;
+        let ends = Ends {
+            tasks: Consumer::new(arena.task_ring(worker)),
+            results: Producer::new(arena.result_ring(worker)),
+        };
+        let allocator = Mutex::new(Allocator::new(arena.clone(), worker));
+        forks::watch(&arena, Some(worker));
+        let status = &arena.control(worker).status;
+        status.pid.store(std::process::id(), Ordering::Relaxed);
+        let now = sys::clock::monotonic_ns();
+        status.since_ns.store(now, Ordering::Relaxed);
+        Ok(Self {
+            worker,
+            ends: Mutex::new(ends),
+            allocator,
+            doorbell: Doorbell { event: sys::event::EventFd::from_owned_fd(doorbell), identity },
+            orphaned: AtomicBool::new(false),
+            payload: Mutex::new(Vec::new()),
+            clock: Mutex::new((WorkerState::Starting, now)),
+            arena,
+        })
+    }
+
+    /// The arena.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    fn status(&self) -> &StatusPage {
+        &self.arena.control(self.worker).status
+    }
+
+    /// Says on the status page what the worker does from now on; returns the microseconds of what it did before.
+    pub fn enter(&self, state: WorkerState) -> u32 {
+        let now = sys::clock::monotonic_ns();
+        let mut clock = lock(&self.clock);
+        let spent = now.saturating_sub(clock.1);
+        let status = self.status();
+        let sum = &status.spent_ns[clock.0 as usize];
+        sum.store(sum.load(Ordering::Relaxed) + spent, Ordering::Relaxed);
+        status.since_ns.store(now, Ordering::Relaxed);
+        status.state.store(state as u32, Ordering::Relaxed);
+        *clock = (state, now);
+        u32::try_from(spent / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// True when the worker is to leave between two samples.
+    #[inline]
+    pub fn stopping(&self) -> bool {
+        self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
+    }
+
+    /// The main process is gone: makes the worker leave.
+    pub fn stop(&self) {
+        self.orphaned.store(true, Ordering::Relaxed);
+        let sleeper = &self.arena.control(self.worker).sleeper.0;
+        sleeper.ring_always();
+        // Nobody is left to tell if it fails, and the caller ends the process soon after.
+        let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
+    }
+
+    /// The next task, waiting for at most a slice. A payload in a block is copied out to `payload`.
+    pub fn receive(&self) -> Result<Received> {
+        if let Some(entry) = self.poll()? {
+            return Ok(Received::Task(entry));
+        }
+        let start = sys::clock::monotonic();
+        while sys::clock::monotonic() - start < YIELD_FOR {
+            sys::clock::yield_now();
+            if let Some(entry) = self.poll()? {
+                return Ok(Received::Task(entry));
+            }
+        }
+        let sleeper = &self.arena.control(self.worker).sleeper.0;
+        let ticket = sleeper.announce();
+        let found = self.poll();
+        if matches!(found, Ok(None)) && !self.stopping() {
+            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(SLICE));
+            sleeper.awake();
+            woken?;
+            return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
+        }
+        sleeper.awake();
+        Ok(found?.map_or(Received::Stop, Received::Task))
+    }
+
+    fn poll(&self) -> Result<Option<TaskEntry>> {
+        if self.stopping() {
+            return Ok(None);
+        }
+        let Some(words) = lock(&self.ends).tasks.pop()? else { return Ok(None) };
+        let entry = TaskEntry::from_words(&words)?;
+        self.status().task.store(entry.task, Ordering::Relaxed);
+        if let Some(block) = entry.block {
+            let region = self.arena.geometry().main_region();
+            let memory = self.arena.block_memory(region, block, entry.len)?;
+            let mut payload = lock(&self.payload);
+            payload.clear();
+            // SAFETY: the range was checked against the region; the main process wrote it before it published the
+            // entry and does not touch it until the block is given back.
+            payload.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(memory.as_ptr(), entry.len as usize)
+            });
+            self.arena.release(region, block, CONSUMER);
+        }
+        Ok(Some(entry))
+    }
+
+    /// A block of `len` bytes, held by this worker.
+    pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
+        if !self.arena.is_ours() {
+            return Err(Error::usage("a child of a worker asked for shared memory"));
+        }
+        let id = lock(&self.allocator).allocate(len, WORKER)?;
+        Ok((id, self.arena.block_memory(self.worker, id, len)?.as_ptr()))
+    }
+
+    /// Lets go of this worker's hold on a block. In a child of the worker this does nothing.
+    pub fn release(&self, block: u32) {
+        if self.arena.is_ours() {
+            lock(&self.allocator).release(block);
+        }
+    }
+
+    /// The block that `len` bytes at `address` fill for the most part, if they lie in a block of this region
+    /// that has not been sent before; and the offset in it. Sent before means: the main process, or
+    /// its user, may hold it still, and batches are independent of each other.
+    pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
+        let allocator = lock(&self.allocator);
+        let (block, offset) = allocator.find(address)?;
+        let entry = &self.arena.table(self.worker)[block as usize];
+        let used = entry.warm.load(Ordering::Relaxed);
+        let whole = offset + len <= used && len >= used / 2;
+        (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block)).then_some((block, offset))
+    }
+
+    /// Bytes of blocks that the worker's own objects hold.
+    pub fn warm_bytes(&self) -> u64 {
+        lock(&self.allocator).warm_bytes()
+    }
+
+    /// Publishes an answer with a message. `leaves` are blocks that this worker holds; `kept` of them go on to be
+    /// held by objects of this worker, the others are the consumer's from here on.
+    pub fn send(
+        &self,
+        task: u64,
+        kind: ResultKind,
+        leaves: &[(Leaf, Keep)],
+        payload: &[u8],
+        timings: Timings,
+    ) -> Result<()> {
+        let len = wire::message_len(leaves.len(), payload.len());
+        let block = lock(&self.allocator).allocate(len, CONSUMER)?;
+        let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
+        let mut head = Vec::with_capacity(len as usize - payload.len());
+        let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
+        wire::message_head(&rows, &mut head);
+        // SAFETY: the block has `len` bytes, which are head and payload; it is this worker's until it is published.
+        unsafe {
+            std::ptr::copy_nonoverlapping(head.as_ptr(), memory, head.len());
+            std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.add(head.len()), payload.len());
+        }
+        let table = self.arena.table(self.worker);
+        let mut allocator = lock(&self.allocator);
+        for (leaf, keep) in leaves {
+            let state = &table[leaf.block as usize].state;
+            match keep {
+                Keep::No => state.store(CONSUMER, Ordering::Relaxed),
+                Keep::Yes => {
+                    allocator.note_sent(leaf.block);
+                    mark_if(state, WORKER, CONSUMER);
+                }
+            }
+        }
+        drop(allocator);
+        let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
+        self.publish(&ResultEntry { task, kind, block: Some(block), len, checksum, timings })
+    }
+
+    /// Publishes an answer without a message.
+    pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
+        self.publish(&ResultEntry { task, kind, block: None, len: 0, checksum: 0, timings: Timings::default() })
+    }
+
+    fn publish(&self, entry: &ResultEntry) -> Result<()> {
+        let full = || Error::usage("a completion ring is full although it has room for all outstanding tasks");
+        lock(&self.ends).results.push(&entry.to_words()).map_err(|_| full())?;
+        let status = self.status();
+        status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        doorbell::mark(self.arena.bitmap(), self.worker);
+        if self.arena.header().doorbell.0.must_ring() {
+            self.ring();
+        }
+        Ok(())
+    }
+
+    /// Where the descriptor is not the doorbell any more the bell's count alone has been raised: the main process looks at
+    /// the rings every 250 ms.
+    fn ring(&self) {
+        let fd = self.doorbell.event.as_fd().as_raw_fd();
+        if self.doorbell.identity.same_inode(fd) {
+            let _ = self.doorbell.event.ring();
+        }
+    }
+
+    /// The worker's last word: from here on it touches the arena no more.
+    pub fn leave(&self) {
+        self.enter(WorkerState::Left);
+    }
+}
+
+/// Whether a leaf's block goes on to be held by objects of the worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// The block was made for this message alone.
+    No,
+    /// An object of the worker lies in it.
+    Yes,
+}

@@ -1,0 +1,331 @@
+"""Datasets, samplers and functions of the tests: at module level, so that spawned workers can import them."""
+
+import collections
+import dataclasses
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+
+def as_list(samples):
+    """A collate_fn that leaves the samples as they are."""
+    return list(samples)
+
+
+def worker_id():
+    info = get_worker_info()
+    return None if info is None else info.id
+
+
+class Numbers(Dataset):
+    """Sample i is tensor(i)."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.tensor(i)
+
+
+class WhoAmI(Numbers):
+    """Sample i is (i, id of the worker that made it)."""
+
+    def __getitem__(self, i):
+        return int(i), worker_id()
+
+
+class Value(Numbers):
+    """Every sample is the dataset's `value`, which users change between epochs."""
+
+    value = 0
+
+    def __getitem__(self, i):
+        return self.value
+
+
+class Slow(Numbers):
+    """Sample i takes `seconds[i]`, or no time."""
+
+    def __init__(self, n, seconds):
+        super().__init__(n)
+        self.seconds = seconds
+
+    def __getitem__(self, i):
+        time.sleep(self.seconds.get(i, 0))
+        return torch.tensor(i)
+
+
+class Given(Dataset):
+    """The samples are the elements of a list."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return self.samples[i]
+
+
+class Draws(Numbers):
+    """Sample i is what each random generator of the worker gives next."""
+
+    def __getitem__(self, i):
+        info = get_worker_info()
+        return {
+            "seed": info.seed,
+            "id": info.id,
+            "num_workers": info.num_workers,
+            "initial": torch.initial_seed(),
+            "torch": torch.rand(()).item(),
+            "random": random.random(),
+            "numpy": float(np.random.rand()),
+        }
+
+
+class NthDraw(Numbers):
+    """Sample i is how many samples this worker made before."""
+
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        return self.made - 1
+
+
+class TwoArguments(Exception):
+    def __init__(self, code, text):
+        super().__init__(code, text)
+
+
+class WithMessage(Exception):
+    def __init__(self, message=None):
+        super().__init__(f"told: {message}")
+        self.message = message
+
+
+class Failing(Numbers):
+    """Raises `errors[i]()` at sample i."""
+
+    def __init__(self, n, errors):
+        super().__init__(n)
+        self.errors = errors
+
+    def __getitem__(self, i):
+        if i in self.errors:
+            raise self.errors[i]()
+        return i
+
+
+def key_error():
+    return KeyError("no such key")
+
+
+def runtime_error():
+    return RuntimeError("runtime\nof two lines")
+
+
+def stop_iteration():
+    return StopIteration()
+
+
+def two_arguments():
+    return TwoArguments(3, "three")
+
+
+def with_message():
+    return WithMessage("hello")
+
+
+def os_error():
+    return FileNotFoundError(2, "no file", "name")
+
+
+class Index(Dataset):
+    """What of an index arrives in the worker, sample by sample."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        return type(i).__name__, repr(i)
+
+
+class WholeIndex(Index):
+    """The same for the whole batch index."""
+
+    def __getitems__(self, indices):
+        return [(type(indices).__name__, repr(indices), [type(i).__name__ for i in indices])]
+
+
+class Images(Dataset):
+    """(image, label): random bytes made from the index alone."""
+
+    def __init__(self, n, shape=(3, 64, 64)):
+        self.n = n
+        self.shape = shape
+
+    def __len__(self):
+        return self.n
+
+    def image(self, i):
+        return torch.randint(
+            0, 256, self.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(i)
+        )
+
+    def __getitem__(self, i):
+        return self.image(i), i
+
+
+class Dying(Numbers):
+    """At sample `at` the worker ends in the way named: a signal, or an exit status."""
+
+    def __init__(self, n, at, how):
+        super().__init__(n)
+        self.at = at
+        self.how = how
+
+    def __getitem__(self, i):
+        if i == self.at:
+            if isinstance(self.how, signal.Signals):
+                os.kill(os.getpid(), self.how)
+                time.sleep(30)
+            os._exit(self.how)
+        return torch.tensor(i)
+
+
+class DyingOnce(Dying):
+    """The same, but only as long as the marker file is absent."""
+
+    def __init__(self, n, at, how, marker):
+        super().__init__(n, at, how)
+        self.marker = marker
+
+    def __getitem__(self, i):
+        if i == self.at and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            return super().__getitem__(i)
+        return torch.tensor(i)
+
+
+class Shards(IterableDataset):
+    """Worker w yields lengths[w] samples: (w, 0), (w, 1), ..."""
+
+    def __init__(self, lengths, reported=None):
+        self.lengths = lengths
+        self.reported = reported
+
+    def __len__(self):
+        if self.reported is None:
+            raise TypeError("no length")
+        return self.reported
+
+    def __iter__(self):
+        info = get_worker_info()
+        w = 0 if info is None else info.id
+        for i in range(self.lengths[w]):
+            yield torch.tensor([w, i])
+
+
+class Epochs(IterableDataset):
+    """Yields (worker, number of the epoch, i); each iter() begins a new epoch."""
+
+    epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        for i in range(3):
+            yield worker_id(), self.epoch, i
+
+
+class LazySampler(Sampler):
+    """Indices one by one; the log tells when."""
+
+    def __init__(self, n, log, draw=False):
+        self.n, self.log, self.draw = n, log, draw
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.log.append("iter")
+        for i in range(self.n):
+            self.log.append(i)
+            if self.draw:
+                torch.rand(())
+            yield i
+        self.log.append("end")
+
+
+class EagerSampler(LazySampler):
+    """All draws are made by __iter__ itself."""
+
+    def __iter__(self):
+        self.log.append("iter")
+        order = torch.randperm(self.n).tolist() if self.draw else list(range(self.n))
+        return iter(order)
+
+
+class FailingSampler(Sampler):
+    """Raises KeyError in place of index `at`, then goes on."""
+
+    def __init__(self, n, at):
+        self.n, self.at = n, at
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return self.Walk(self.n, self.at)
+
+    class Walk:
+        def __init__(self, n, at):
+            self.n, self.at, self.i = n, at, -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.i += 1
+            if self.i >= self.n:
+                raise StopIteration
+            if self.i == self.at:
+                raise KeyError("sampler")
+            return self.i
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    data: torch.Tensor
+    more: object = None
+
+
+class Labelled(torch.Tensor):
+    """A tensor subclass whose instances carry attributes."""
+
+
+class Array(np.ndarray):
+    """A NumPy subclass."""
+
+
+class BadText(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("this object stays where it is")

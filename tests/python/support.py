@@ -1,0 +1,298 @@
+"""What the tests share: the loader under test, comparisons, processes, scripts.
+
+With RUSTLOADER_TEST_LOADER=torch in the environment the loader under test is torch's own. Every test that is
+not marked `ours` passes in that mode too: it asks for what torch does, not for what we think torch does.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import torch
+import torch.utils.data
+
+# The tests start thousands of workers; Python 3.14 would not fork them.
+torch.multiprocessing.set_start_method("fork", force=True)
+
+TORCH_MODE = os.environ.get("RUSTLOADER_TEST_LOADER") == "torch"
+TorchDataLoader = torch.utils.data.DataLoader
+
+if TORCH_MODE:
+    rustloader = None
+    DataLoader = TorchDataLoader
+    LoaderIter = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+else:
+    import rustloader
+
+    DataLoader = rustloader.DataLoader
+
+BOTH = [TorchDataLoader, DataLoader]
+SCRIPTS = []
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+# Batches
+
+
+def engine_batches():
+    """Batches that the Rust engine has delivered in this process; None when torch's loader is under test."""
+    return None if TORCH_MODE else rustloader.engine_batches()
+
+
+@contextlib.contextmanager
+def from_engine(count):
+    """The body must get exactly `count` batches out of the Rust engine."""
+    before = engine_batches()
+    yield
+    if not TORCH_MODE:
+        assert engine_batches() - before == count
+
+
+def epoch(loader):
+    """One epoch as a list; from the engine to the last batch when the loader is ours and has workers."""
+    before = engine_batches()
+    batches = list(loader)
+    if not TORCH_MODE and isinstance(loader, rustloader.DataLoader) and loader.num_workers > 0:
+        assert engine_batches() - before == len(batches), "a batch did not come from the engine"
+    return batches
+
+
+def values(batches):
+    """Tensors to plain lists, so that epochs can be compared and printed."""
+    return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
+
+
+def outcome(fn, *args):
+    """What a call gives: ("value", v), ("end",) or ("error", type, first line of the text)."""
+    try:
+        value = fn(*args)
+    except StopIteration:
+        return ("end",)
+    except Exception as e:
+        return ("error", type(e), first_line(e))
+    return ("value", value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def outcomes(iterator, calls):
+    """The outcomes of so many calls of next()."""
+    return [outcome(next, iterator) for _ in range(calls)]
+
+
+def first_line(error):
+    """First line of an error's text, read from its argument: str() of a KeyError gives the repr."""
+    text = str(error.args[0]) if error.args else str(error)
+    return text.splitlines()[0] if text else ""
+
+
+def same(a, b):
+    """Deep equality: types, dtypes, shapes, strides, NaN for NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return same_tensor(a, b)
+    if isinstance(a, np.ndarray):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.f_contiguous == b.flags.f_contiguous
+            and (a.tobytes() == b.tobytes() if a.dtype != object else a.tolist() == b.tolist())
+        )
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return a == b or (a != a and b != b)
+
+
+def raw(tensor):
+    """The bytes of a dense CPU tensor, whatever its dtype."""
+    return raw_storage(tensor.detach().contiguous().reshape(-1).untyped_storage())
+
+
+def raw_storage(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
+def same_tensor(a, b):
+    if (a.layout, a.dtype, a.shape, a.requires_grad) != (b.layout, b.dtype, b.shape, b.requires_grad):
+        return False
+    if a.layout != torch.strided:
+        return same_tensor(a.detach().to_dense(), b.detach().to_dense())
+    return a.stride() == b.stride() and raw(a.detach().clone()) == raw(b.detach().clone())
+
+
+def digest(tensor):
+    """A number that changes with the content."""
+    return hash(raw(tensor.as_subclass(torch.Tensor)))
+
+
+# Time, threads, processes
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """A liveness limit: about 20 times what is expected, never a claim of speed."""
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    assert took < seconds, f"took {took:.2f} s, limit {seconds} s"
+
+
+def wait_until(condition, seconds=5.0):
+    """Polls; True as soon as the condition holds, False when the time is over."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def in_thread(fn, *args, seconds=30.0):
+    """Runs fn in a thread of its own that has ended when this returns; its result or its error."""
+    box = []
+
+    def body():
+        try:
+            box.append((fn(*args), None))
+        except BaseException as e:
+            box.append((None, e))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "the thread did not end"
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def gone(pid):
+    """The process is no more, or only its status is left."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def children():
+    """Pids of this process's children, the reaped ones excepted."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
+            if int(f.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(pid))
+    return found
+
+
+def worker_pids(iterator):
+    return [w.pid for w in iterator._workers]
+
+
+def start_script(source, **kw):
+    """Starts a Python script in a session of its own. It sees `DataLoader`, the loader under test."""
+    head = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
+    env = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + textwrap.dedent(source)],
+        env=env,
+        start_new_session=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kw,
+    )
+    SCRIPTS.append(process)
+    return process
+
+
+def finish(process, seconds=60.0):
+    """Waits for a script: (exit status, stdout, stderr). One that hangs is killed and fails the test."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        out, err = kill(process)
+        raise AssertionError(f"the script did not end\nstdout: {out}\nstderr: {err}") from None
+    return process.returncode, out, err
+
+
+def kill(process):
+    """Ends a script and all that it started, and gives what it had to say."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()
+
+
+def end_scripts():
+    """Ends the scripts that a failed test has left."""
+    while SCRIPTS:
+        process = SCRIPTS.pop()
+        if not process.stdout.closed:
+            kill(process)
+
+
+def run_script(source, seconds=60.0, **kw):
+    return finish(start_script(source, **kw), seconds)
+
+
+# What may be left behind
+
+
+def open_files():
+    """What each descriptor shows: {number: target}."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def mappings():
+    """Lines of /proc/self/maps that belong to an arena."""
+    with open("/proc/self/maps") as f:
+        return [line for line in f if "memfd:rustloader" in line]
+
+
+def arena_bytes():
+    """Bytes of memory that all arenas known to this process hold."""
+    total, seen = 0, set()
+    for number, target in open_files().items():
+        if "memfd:rustloader" in target:
+            with contextlib.suppress(OSError):
+                status = os.stat(f"/proc/self/fd/{number}")
+                if status.st_ino not in seen:
+                    seen.add(status.st_ino)
+                    total += status.st_blocks * 512
+    inode = None
+    with open("/proc/self/smaps") as f:
+        for line in f:
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                inode = int(line.split()[4]) if "memfd:rustloader" in line else None
+            elif line.startswith("Rss:") and inode is not None and inode not in seen:
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def trim_pool():
+    """Garbage collected, and the pool of idle arenas emptied."""
+    gc.collect()
+    if not TORCH_MODE:
+        trim = getattr(rustloader._core, "_trim_pool", None)
+        if trim is not None:
+            trim()

@@ -1,0 +1,91 @@
+"""The fast paths of default_collate against torch's own functions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from rustloader._core import _collate
+
+
+def stack(batch: Any) -> Any:
+    return _collate(batch)[0]
+
+
+def numbers(batch: Any) -> Any:
+    return _collate(batch)[1]
+
+
+def test_stack_is_torchs_for_every_dtype() -> None:
+    found = [getattr(torch, name) for name in dir(torch)]
+    fast = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (d for d in found if isinstance(d, torch.dtype)):
+            try:
+                batch = [torch.empty(5, dtype=dtype).zero_() for _ in range(3)]
+            except (RuntimeError, NotImplementedError, TypeError):
+                continue
+            got = stack(batch)
+            if got is not None:
+                want = torch.stack(batch)  # where torch raises, we give nothing
+                assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+                fast += 1
+    assert fast >= 15
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (3, 0), (1, 5, 1), (64, 65), (300, 400)])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_stack(shape: tuple[int, ...], count: int) -> None:
+    batch = [torch.randn(shape) for _ in range(count)]
+    for given in (batch, tuple(batch)):
+        got = stack(given)
+        want = torch.stack(batch)
+        assert torch.equal(got, want)
+        assert got.is_contiguous() and got.stride() == want.stride()
+        assert got._base is None and got.untyped_storage().nbytes() == want.numel() * 4
+    batch[0].fill_(9) if batch[0].numel() else None
+    assert torch.equal(got, want)
+
+
+def test_what_torch_does_itself() -> None:
+    x = torch.ones(2, 3)
+    for batch in (
+        [],
+        [x, torch.ones(2)],
+        [x, x.double()],
+        [x, torch.ones(2, 3, requires_grad=True)],
+        [x, x.tolist()],
+        [x.t(), x.t()],
+        [x, torch.nn.Parameter(x)],
+        iter([x]),
+        x,
+        [x.to_sparse()],
+        [torch.ones(2, dtype=torch.complex64).conj()],
+        None,
+        "ab",
+    ):
+        assert stack(batch) is None
+    with torch.device("meta"):
+        assert stack([x, x]) is None and numbers([1, 2]) is None
+    assert torch.equal(stack([x, x]), default_collate([x, x]))
+
+
+@pytest.mark.parametrize(
+    "batch", [[1.5], [1.0, 2.0, float("inf")], (1, 2), [2**63 - 1, -(2**63)], [0.5] * 5000]
+)
+def test_numbers(batch: Any) -> None:
+    want = default_collate(list(batch))
+    got = numbers(batch)
+    assert got.dtype == want.dtype and torch.equal(got, want) and got._base is None
+
+
+@pytest.mark.parametrize(
+    "batch", [[], [True], [1, True], [1, 2.0], [2**63], ["a"], [1.5, None], iter([1]), {1: 2}, [1.0, 2]]
+)
+def test_numbers_that_torch_does(batch: Any) -> None:
+    assert numbers(batch) is None

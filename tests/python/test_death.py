@@ -1,0 +1,235 @@
+"""Workers that die, a main process that dies, and ends that nobody may hang on (P20, P26, T11; DESIGN 4)."""
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+from sample_data import Dying, DyingOnce, Numbers, Slow, as_list, worker_id
+from support import DataLoader, gone, in_thread, outcome, outcomes, values, wait_until, within, worker_pids
+
+pytestmark = pytest.mark.ours
+
+LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
+WAYS = {
+    "SIGKILL": (signal.SIGKILL, "DataLoader worker (pid {}) is killed by signal: Killed. "),
+    "SIGSEGV": (signal.SIGSEGV, "DataLoader worker (pid {}) is killed by signal: Segmentation fault. "),
+    "SIGTERM": (signal.SIGTERM, "DataLoader worker (pid {}) is killed by signal: Terminated. "),
+    "SIGBUS": (signal.SIGBUS, "DataLoader worker (pid {}) is killed by signal: Bus error. "),
+    "exit 0": (0, "DataLoader worker (pid(s) {}) exited unexpectedly"),
+    "exit 3": (3, "DataLoader worker (pid {}) exited unexpectedly with exit code 3. " + LOST),
+}
+
+
+def text_of(way, pid):
+    return WAYS[way][1].format(pid)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
+    loader = DataLoader(
+        Dying(20, 7, WAYS[way][0]), num_workers=2, batch_size=None, persistent_workers=persistent
+    )
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"
+    texts = []
+    for _ in range(3):
+        with within(2), pytest.raises(RuntimeError) as caught:
+            next(iterator)
+        texts.append(str(caught.value))
+    assert texts[0].startswith(text_of(way, pids[1]))
+    assert texts == [texts[0]] * 3
+    assert ("shared memory" in texts[0]) == (way == "SIGBUS")
+    assert wait_until(lambda: all(map(gone, pids))), "the other workers are retired"
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "exit 0"])
+def test_p20_a_death_is_seen_from_any_thread(way):
+    iterator = in_thread(lambda: iter(DataLoader(Dying(20, 2, WAYS[way][0]), num_workers=1, batch_size=None)))
+    pid = worker_pids(iterator)[0]
+    assert [in_thread(next, iterator).item() for _ in range(2)] == [0, 1]
+    with within(2), pytest.raises(RuntimeError) as caught:
+        in_thread(next, iterator)
+    assert str(caught.value).startswith(text_of(way, pid))
+
+
+def test_p20_a_death_while_next_waits():
+    iterator = iter(DataLoader(Slow(4, {1: 30}), num_workers=2, batch_size=None))
+    next(iterator)
+    pid = worker_pids(iterator)[1]
+    killed = []
+
+    def kill(*_):
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    before = signal.signal(signal.SIGALRM, kill)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.4)
+    try:
+        with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+            next(iterator)
+        assert time.monotonic() - killed[0] < 1.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "exit 3"])
+def test_p20_out_of_order_gives_every_batch_that_is_complete(way):
+    iterator = iter(DataLoader(Dying(20, 5, WAYS[way][0]), num_workers=2, batch_size=None, in_order=False))
+    got = outcomes(iterator, 20)
+    numbers = [o[1] for o in got if o[0] == "value"]
+    assert len(set(numbers)) == len(numbers) and {1, 3} <= set(numbers) and 5 not in numbers
+    assert got[-1][0] == "error" and got[-1][1] is RuntimeError
+    assert [o[0] for o in got] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, 0])
+def test_a_persistent_loader_starts_anew_after_a_death(tmp_path, how):
+    loader = DataLoader(
+        DyingOnce(12, 5, how, str(tmp_path / "died")), num_workers=2, batch_size=None, persistent_workers=True
+    )
+    first = iter(loader)
+    pids = worker_pids(first)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(first)
+    for _ in range(2):
+        assert values(loader) == list(range(12))
+    assert not set(worker_pids(loader._iterator)) & set(pids)
+
+
+def test_a_persistent_loader_tells_of_a_death_that_nobody_has_seen():
+    loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, persistent_workers=True)
+    assert len(values(loader)) == 6
+    victim = loader._iterator._workers[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert wait_until(lambda: gone(victim.pid))
+    with within(5), pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+        iter(loader)
+    assert values(loader) == list(range(6))
+
+
+def test_a_worker_that_is_killed_after_its_last_batch_harms_nobody():
+    iterator = iter(DataLoader(Numbers(2), num_workers=2, batch_size=None))
+    pids = worker_pids(iterator)
+    assert next(iterator).item() == 0
+    time.sleep(0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    assert outcomes(iterator, 1) == [("value", 1)], "it was complete before the death"
+    assert outcome(next, iterator)[0] in ("end", "error")
+
+
+def test_t13_a_death_is_not_raised_in_the_users_own_code():
+    iterator = iter(DataLoader(Numbers(50), num_workers=2, batch_size=None))
+    next(iterator)
+    handler = signal.getsignal(signal.SIGCHLD)
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    total = 0
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        total += 1
+    assert total > 0 and signal.getsignal(signal.SIGCHLD) is handler
+    with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+        list(iterator)
+
+
+@pytest.mark.parametrize(
+    "disposition", [signal.SIG_IGN, lambda *_: os.waitpid(-1, os.WNOHANG)], ids=["ignored", "reaped"]
+)
+def test_s7_sigchld_belongs_to_the_user(disposition):
+    before = signal.signal(signal.SIGCHLD, disposition)
+    try:
+        loader = DataLoader(Numbers(6), num_workers=2, batch_size=None)
+        for _ in range(2):
+            with within(10):
+                assert values(loader) == list(range(6))
+        iterator = iter(DataLoader(Dying(6, 3, signal.SIGKILL), num_workers=2, batch_size=None))
+        with within(10), pytest.raises(RuntimeError, match="DataLoader worker"):
+            list(iterator)
+        iterator._shutdown_workers()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(capfd):
+    def interrupt(samples):
+        if worker_id() == 0:
+            raise KeyboardInterrupt
+        return samples
+
+    iterator = iter(DataLoader(Numbers(6), num_workers=1, collate_fn=interrupt))
+    with within(5), pytest.raises(RuntimeError, match="DataLoader worker"):
+        next(iterator)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_that_dies_in_its_start():
+    def die(_):
+        os._exit(5)
+
+    for persistent in (False, True):
+        loader = DataLoader(Numbers(6), num_workers=1, worker_init_fn=die, persistent_workers=persistent)
+        with within(5), pytest.raises(RuntimeError, match="exited unexpectedly with exit code 5"):
+            list(loader)
+
+
+def test_kept_batches_of_a_dead_worker_stay():
+    class Big(Dying):
+        def __getitem__(self, i):
+            return torch.full((60_000,), super().__getitem__(i).item())
+
+    iterator = iter(DataLoader(Big(40, 21, signal.SIGKILL), num_workers=2, batch_size=None))
+    kept = []
+    with pytest.raises(RuntimeError, match="Killed"):
+        for x in iterator:
+            kept.append(x)
+    for x in DataLoader(Big(40, 99, 0), num_workers=2, batch_size=None):
+        x.fill_(-1)
+    del x
+    assert len(kept) == 21 and all(bool((x == i).all()) for i, x in enumerate(kept))
+
+
+def stubborn(_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def test_t11_shutdown_keeps_its_deadline_whatever_a_worker_does(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    loader = DataLoader(Slow(8, {2: 60, 3: 60}), num_workers=2, batch_size=None, worker_init_fn=stubborn)
+    iterator = iter(loader)
+    assert [next(iterator).item() for _ in range(2)] == [0, 1]
+    pids = worker_pids(iterator)
+    with within(10):
+        iterator._shutdown_workers()
+    assert all(map(gone, pids))
+
+
+def test_shutdown_stops_between_samples():
+    # A batch of 400 samples of 50 ms each: 20 s.
+    dataset = Slow(400, dict.fromkeys(range(400), 0.05))
+    iterator = iter(DataLoader(dataset, num_workers=1, batch_size=400, collate_fn=as_list))
+    time.sleep(0.2)
+    with within(4):
+        iterator._shutdown_workers()
+    assert iterator._workers[0].exitcode == 0, "it left by itself"
+
+
+def test_a_workers_cleanup_code_gets_its_time(tmp_path):
+    class WithCleanup(Numbers):
+        def __del__(self):
+            if worker_id() is not None or os.getpid() != main:
+                time.sleep(0.3)
+                (tmp_path / str(os.getpid())).touch()
+
+    main = os.getpid()
+    loader = DataLoader(WithCleanup(6), num_workers=2, batch_size=None)
+    pids = worker_pids(iter(loader))
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    assert list(itertools.islice(iterator, 2))
+    del iterator
+    assert all((tmp_path / str(pid)).exists() for pid in pids)

@@ -1,0 +1,196 @@
+"""Errors at their place, timeouts, and what comes after them (P17, P19, S6)."""
+
+import time
+
+import pytest
+import sample_data as data
+from sample_data import Failing, FailingSampler, Numbers, Slow, WhoAmI, as_list
+from support import BOTH, DataLoader, epoch, outcome, outcomes, within, worker_pids
+
+ERRORS = {3: data.key_error, 5: data.runtime_error}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_p17_errors_come_at_their_place_and_next_goes_on(workers, batched):
+    def trace(cls):
+        kind = dict(batch_size=1, collate_fn=as_list) if batched else dict(batch_size=None)
+        iterator = iter(cls(Failing(8, ERRORS), num_workers=workers, **kind))
+        return outcomes(iterator, 11)
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs
+    assert [o[0] for o in ours] == ["value"] * 3 + ["error", "value", "error", "value", "value"] + ["end"] * 3
+
+
+@pytest.mark.parametrize(
+    "name", ["key_error", "runtime_error", "stop_iteration", "two_arguments", "with_message", "os_error"]
+)
+def test_p17_the_class_of_an_error(name):
+    def trace(cls):
+        iterator = iter(cls(Failing(5, {2: getattr(data, name)}), num_workers=2, batch_size=None))
+        return outcomes(iterator, 7)
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs
+
+
+def test_p17_the_text_of_an_error():
+    iterator = iter(DataLoader(Failing(3, {1: data.key_error}), num_workers=2, batch_size=None))
+    next(iterator)
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "Caught KeyError in DataLoader worker process 1."
+    assert lines[1] == "Original Traceback (most recent call last):"
+    assert any("__getitem__" in line for line in lines)
+    assert lines[-1] == "KeyError: 'no such key'"
+
+
+def test_p17_an_error_of_the_collate_function():
+    def broken(samples):
+        if samples[0] == 2:
+            raise IndexError("collate")
+        return samples
+
+    def trace(cls):
+        return outcomes(iter(cls(Failing(6, {}), num_workers=2, batch_size=2, collate_fn=broken)), 5)
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs
+    assert ours[1][0] == "error"
+
+
+def test_p17_an_error_in_each_batch():
+    iterator = iter(DataLoader(Failing(20, dict.fromkeys(range(20), data.runtime_error)), num_workers=2))
+    assert [o[0] for o in outcomes(iterator, 22)] == ["error"] * 20 + ["end"] * 2
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p15_p17_out_of_order_errors_are_not_lost(persistent):
+    loader = DataLoader(
+        Failing(20, ERRORS), num_workers=2, batch_size=None, in_order=False, persistent_workers=persistent
+    )
+    for _ in range(2):
+        got = outcomes(iter(loader), 21)
+        assert sorted(o[1] for o in got if o[0] == "value") == [i for i in range(20) if i not in ERRORS]
+        assert {o[1] for o in got if o[0] == "error"} == {KeyError, RuntimeError}
+        assert got[-1] == ("end",)
+
+
+def test_s6_an_error_leaves_the_workers_alone():
+    loader = DataLoader(Failing(8, ERRORS), num_workers=2, batch_size=None, persistent_workers=True)
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    for _ in range(3):
+        assert [o[0] for o in outcomes(iter(loader), 9)].count("error") == 2
+    assert worker_pids(iterator) == pids and all(w.is_alive() for w in iterator._workers)
+
+
+def test_p17_a_new_epoch_after_an_error():
+    loader = DataLoader(Failing(8, ERRORS), num_workers=2, batch_size=None, persistent_workers=True)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            list(loader)
+
+
+def test_p12_an_error_of_the_sampler_in_iter():
+    for at in (0, 1, 3):
+        with pytest.raises(KeyError, match="sampler"):
+            iter(DataLoader(Numbers(9), sampler=FailingSampler(9, at), num_workers=2, batch_size=None))
+
+
+def test_p12_an_error_of_the_sampler_in_next():
+    iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
+    got = outcomes(iterator, 10)
+    assert ("error", KeyError, "sampler") in got[:3]
+
+
+@pytest.mark.ours
+def test_t24_an_error_of_the_sampler_costs_no_batch():
+    iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
+    got = outcomes(iterator, 11)
+    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert [o for o in got if o[0] == "error"] == [("error", KeyError, "sampler")]
+    assert got[-1] == ("end",)
+
+
+def test_p19_a_timeout_loses_nothing():
+    iterator = iter(DataLoader(Slow(4, {1: 1.2}), num_workers=2, batch_size=None, timeout=0.4))
+    assert next(iterator).item() == 0
+    got = []
+    while len(got) < 40 and (not got or got[-1] != ("end",)):
+        got.append(outcome(next, iterator))
+    timeouts = [o for o in got if o[0] == "error"]
+    assert 1 <= len(timeouts) <= 4
+    assert set(timeouts) == {("error", RuntimeError, "DataLoader timed out after 0.4 seconds")}
+    assert [o[1] for o in got if o[0] == "value"] == [1, 2, 3]
+
+
+def test_p19_the_clock_starts_again_at_each_result():
+    # Worker 0 needs 2 s for its first item; the other one's batches come every 0.35 s meanwhile.
+    dataset = Slow(12, {0: 2.0} | {i: 0.35 for i in range(1, 12, 2)})
+    iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, timeout=1, prefetch_factor=6))
+    start = time.monotonic()
+    assert next(iterator).item() == 0
+    assert time.monotonic() - start > 1.5
+    assert [b.item() for b in iterator] == list(range(1, 12))
+
+
+def test_p19_shutdown_after_a_timeout():
+    iterator = iter(DataLoader(Slow(4, {0: 0.6}), num_workers=1, batch_size=None, timeout=0.1))
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+        next(iterator)
+    with within(10):
+        iterator._shutdown_workers()
+
+
+def test_p19_a_timeout_in_the_resume_handshake():
+    loader = DataLoader(
+        Slow(4, {1: 0.8}), num_workers=1, batch_size=None, timeout=0.3, persistent_workers=True
+    )
+    assert next(iter(loader)).item() == 0
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
+        iter(loader)
+    loader._iterator._shutdown_workers()
+
+
+def test_p19_no_workers_no_timeout():
+    with pytest.raises(AssertionError):
+        iter(DataLoader(Numbers(3), timeout=1))
+
+
+def test_p19_a_timeout_that_is_not_reached():
+    assert len(epoch(DataLoader(Numbers(30), num_workers=2, timeout=30))) == 30
+
+
+def test_p17_an_error_is_not_pinned_to_the_iterator():
+    """After an error the frames that its traceback holds may go: nothing in the iterator keeps them."""
+    iterator = iter(DataLoader(Failing(3, {0: data.key_error}), num_workers=1, batch_size=None))
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert outcomes(iterator, 3) == [("value", 1), ("value", 2), ("end",)]
+
+
+def test_p17_nested_loader_in_a_dataset_is_refused_with_torchs_text():
+    class Nested(WhoAmI):
+        def __getitem__(self, i):
+            return list(DataLoader(Numbers(2), num_workers=1, batch_size=None))
+
+    def trace(cls):
+        return outcomes(iter(cls(Nested(1), num_workers=1, batch_size=None)), 1)
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs
+    assert ours[0][1] is AssertionError
+
+
+def test_p17_no_workers_raises_the_original():
+    error = ValueError("mine")
+
+    def fail(samples):
+        raise error
+
+    with pytest.raises(ValueError) as caught:
+        next(iter(DataLoader(Numbers(2), collate_fn=fail)))
+    assert caught.value is error

@@ -1,0 +1,178 @@
+"""The end of whole processes: main killed, Ctrl-C, interpreter exit (S2, S3, S5; DESIGN 4)."""
+
+import os
+import signal
+import time
+
+import pytest
+from support import finish, gone, run_script, start_script, wait_until, within
+
+pytestmark = pytest.mark.ours
+
+START = """
+    from sample_data import Numbers, Slow, Images
+    def told(iterator):
+        print(*[w.pid for w in iterator._workers], flush=True)
+        return iterator
+"""
+
+
+def started(source, **kw):
+    """A script that tells its workers' pids in its first line: (process, pids)."""
+    process = start_script(START + source, **kw)
+    return process, [int(p) for p in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
+    before = set(os.listdir("/dev/shm"))
+    process, pids = started(f"""
+    if __name__ == "__main__":
+        dataset = Slow(9, {{4: 30, 5: 30}})
+        loader = DataLoader(dataset, num_workers=2, batch_size=None, multiprocessing_context="{context}")
+        iterator = told(iter(loader))
+        for _ in range(4):
+            next(iterator)
+        time.sleep(0.3)
+        print("inside", flush=True)
+        next(iterator)
+    """)
+    assert len(pids) == 2 and process.stdout.readline() == "inside\n", process.stderr.read()
+    os.kill(process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    assert wait_until(lambda: all(map(gone, pids)), 10)
+    assert time.monotonic() - start < 2
+    finish(process)
+    mine = {str(p) for p in [*pids, process.pid]}
+    assert not [f for f in set(os.listdir("/dev/shm")) - before if mine & set(f.replace("-", "_").split("_"))]
+
+
+def test_s3_idle_persistent_workers_leave_when_main_is_killed():
+    process, pids = started("""
+    loader = DataLoader(Numbers(4), num_workers=2, persistent_workers=True)
+    list(loader)
+    told(loader._iterator)
+    time.sleep(60)
+    """)
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_until(lambda: all(map(gone, pids)), 2)
+    finish(process)
+
+
+@pytest.mark.parametrize("where", ["next", "between"])
+def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
+    process, pids = started(f"""
+    where = "{where}"
+    loader = DataLoader(Slow(9, {{2: 30, 3: 30}}), num_workers=2, batch_size=None)
+    iterator = told(iter(loader))
+    next(iterator)
+    print("ready", flush=True)
+    if where == "next":
+        list(iterator)
+    else:
+        time.sleep(30)
+    """)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    with within(20):
+        status, _, err = finish(process)
+    assert status in (130, -signal.SIGINT)
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    assert wait_until(lambda: all(map(gone, pids)), 2)
+
+
+def test_ctrl_c_can_be_caught_and_the_loader_used_again():
+    process, _ = started("""
+    loader = DataLoader(Slow(6, {2: 1.5}), num_workers=1, batch_size=None)
+    iterator = told(iter(loader))
+    got = []
+    try:
+        for x in iterator:
+            got.append(x.item())
+            print("one", flush=True)
+    except KeyboardInterrupt:
+        pass
+    del iterator
+    print([x.item() for x in loader], flush=True)
+    """)
+    assert process.stdout.readline() == process.stdout.readline() == "one\n"
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGINT)
+    status, out, err = finish(process)
+    assert (status, out) == (0, "[0, 1, 2, 3, 4, 5]\n"), err
+
+
+EXITS = {
+    "live iterator": "kept = told(iter(loader)); next(kept)",
+    "local iterator": "def f():\n        it = told(iter(loader)); next(it); sys.exit(0)\n    f()",
+    "traceback": """def f():
+        iterator = told(iter(loader)); next(iterator)
+        raise ValueError("mine")
+    try:
+        f()
+    except ValueError as e:
+        kept = e""",
+    "cycle": """class Holder: pass
+    holder = Holder(); holder.it = told(iter(loader)); holder.me = holder; next(holder.it); del holder""",
+    "persistent": """loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
+    list(loader); told(loader._iterator)""",
+    "many": """kept = [iter(loader) for _ in range(4)]
+    [next(k) for k in kept]; told(kept[0])""",
+    "thread": """import threading
+    def f():
+        it = told(iter(loader))
+        while True:
+            next(it); it = iter(loader)
+    threading.Thread(target=f, daemon=True).start(); time.sleep(0.3)""",
+    "module": "sys.modules['math'].kept = told(iter(loader)); next(sys.modules['math'].kept)",
+    "busy": """loader = DataLoader(Slow(9, dict.fromkeys(range(9), 20)), num_workers=2)
+    kept = told(iter(loader)); time.sleep(0.2)""",
+    "stubborn": """def ignore(_): signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loader = DataLoader(Slow(9, dict.fromkeys(range(9), 20)), num_workers=2, worker_init_fn=ignore)
+    kept = told(iter(loader)); time.sleep(0.5)""",
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_s2_s5_the_interpreter_exits_whatever_holds_the_iterator(name):
+    process, pids = started(f"""
+    loader = DataLoader(Numbers(40), num_workers=2)
+    {EXITS[name]}
+    """)
+    with within(15):
+        status, _, err = finish(process, 30)
+    assert status == 0, err
+    assert not err, err
+    assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)), 2)
+
+
+def test_s5_an_uncaught_error_with_a_live_iterator_ends_the_process():
+    process, pids = started("""
+    for x in told(iter(DataLoader(Numbers(40), num_workers=2))):
+        raise ValueError("mine")
+    """)
+    with within(15):
+        status, _, err = finish(process, 30)
+    assert status == 1 and err.count("Traceback") == 1 and err.rstrip().endswith("ValueError: mine")
+    assert wait_until(lambda: all(map(gone, pids)), 2)
+
+
+def test_a_forked_child_that_exits_normally_leaves_the_parents_workers_alone():
+    status, out, err = run_script("""
+        from sample_data import Numbers
+        loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=True, batch_size=None)
+        iterator = iter(loader); next(iterator)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert [x.item() for x in iterator] == list(range(1, 30))
+        import multiprocessing
+        child = multiprocessing.Process(target=lambda: list(DataLoader(Numbers(4), num_workers=1)))
+        child.start(); child.join()
+        assert child.exitcode == 0
+        print(len(list(loader)))
+    """)
+    assert (status, out, err) == (0, "30\n", "")

@@ -1,0 +1,51 @@
+"""The package's names: all of torch.utils.data's, and torch's own objects but for the loader."""
+
+import re
+
+import pytest
+import torch.utils.data
+from support import run_script, rustloader
+
+pytestmark = pytest.mark.ours
+
+PUBLIC = [name for name in torch.utils.data.__all__ if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there(name):
+    ours, theirs = getattr(rustloader, name), getattr(torch.utils.data, name)
+    if name == "DataLoader":
+        assert issubclass(ours, theirs) and ours is not theirs
+    else:
+        assert ours is theirs
+
+
+def test_all_and_dir_tell_them():
+    assert set(PUBLIC) <= set(rustloader.__all__) and set(PUBLIC) <= set(dir(rustloader))
+    assert all(hasattr(rustloader, name) for name in rustloader.__all__)
+
+
+def test_a_name_that_nobody_has():
+    with pytest.raises(AttributeError, match=r"rustloader.*no_such_name"):
+        _ = rustloader.no_such_name
+    with pytest.raises(ImportError):
+        from rustloader import no_such_name  # noqa: F401
+
+
+def test_names_can_be_imported_and_are_looked_up_late():
+    status, out, err = run_script("""
+        import rustloader
+        late = [n for n in torch.utils.data.__all__ if n not in vars(rustloader) and not n.startswith("_")]
+        from rustloader import DataLoader, Dataset, TensorDataset, random_split
+        import torch.utils.data as theirs
+        assert Dataset is theirs.Dataset and random_split is theirs.random_split
+        namespace = {}
+        exec("from rustloader import *", namespace)
+        assert namespace["DataLoader"] is rustloader.DataLoader
+        print(len(late) > 10)
+    """)
+    assert (status, out) == (0, "True\n"), err
+
+
+def test_version():
+    assert re.match(r"\d+\.\d+\.\d+", rustloader.__version__)

@@ -1,0 +1,142 @@
+"""Iterable datasets: shards, exhausted workers, partial batches, epochs (P15, P22, P24, T25)."""
+
+import itertools
+
+import pytest
+import torch
+from sample_data import Epochs, Shards, as_list
+from support import BOTH, DataLoader, epoch, outcomes, wait_until
+from torch.utils.data import IterableDataset
+
+LENGTHS = [(5,), (1, 6), (6, 1), (0, 4), (0, 0), (2, 0, 5)]
+BATCHING = {
+    "unbatched": dict(batch_size=None),
+    "batches": dict(batch_size=2),
+    "drop_last": dict(batch_size=2, drop_last=True),
+    "collate_fn": dict(batch_size=3, collate_fn=as_list),
+    "prefetch": dict(batch_size=None, prefetch_factor=1),
+}
+
+
+def plain(batches):
+    return [b.tolist() if isinstance(b, torch.Tensor) else [x.tolist() for x in b] for b in batches]
+
+
+@pytest.mark.parametrize(
+    ("kind", "persistent"), [(kind, False) for kind in BATCHING] + [("unbatched", True), ("batches", True)]
+)
+def test_p15_uneven_shards_come_in_torchs_order(kind, persistent):
+    for lengths in LENGTHS:
+
+        def run(cls, lengths=lengths):
+            loader = cls(
+                Shards(lengths), num_workers=len(lengths), persistent_workers=persistent, **BATCHING[kind]
+            )
+            return [plain(loader) for _ in range(2)]
+
+        theirs, ours = map(run, BOTH)
+        assert ours == theirs, lengths
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p15_out_of_order_shards_lose_nothing(persistent):
+    for lengths in LENGTHS:
+        expected = sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
+        loader = DataLoader(
+            Shards(lengths),
+            num_workers=len(lengths),
+            batch_size=None,
+            in_order=False,
+            persistent_workers=persistent,
+        )
+        for _ in range(2):
+            assert sorted(plain(epoch(loader))) == expected, lengths
+
+
+def test_p24_partial_batches_are_each_workers_own():
+    loader = DataLoader(Shards([3, 2]), num_workers=2, batch_size=2)
+    assert plain(epoch(loader)) == [[[0, 0], [0, 1]], [[1, 0], [1, 1]], [[0, 2]]]
+
+
+def test_p22_every_persistent_epoch_iterates_the_dataset_again():
+    loader = DataLoader(Epochs(), num_workers=2, batch_size=None, persistent_workers=True)
+    for e in range(3):
+        assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_p11_a_break_in_a_persistent_epoch(taken):
+    def run(cls):
+        loader = cls(Epochs(), num_workers=2, batch_size=None, persistent_workers=True)
+        return [list(itertools.islice(loader, taken)), list(itertools.islice(loader, taken)), list(loader)]
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+
+
+def test_t25_an_exhausted_worker_leaves_in_mid_epoch():
+    iterator = iter(DataLoader(Shards([1, 20]), num_workers=2, batch_size=None))
+    first, second = iterator._workers
+    for _ in range(6):
+        next(iterator)
+    assert iterator._workers_status == [False, True]
+    assert wait_until(lambda: not first.is_alive())
+    assert first.exitcode == 0 and second.is_alive()
+    assert len(list(iterator)) == 15
+    assert not second.is_alive()
+
+
+def test_an_exhausted_persistent_worker_stays():
+    loader = DataLoader(Shards([1, 9]), num_workers=2, batch_size=None, persistent_workers=True)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    assert iterator._workers_status == [False, True]
+    assert len(list(iterator)) == 4
+    assert all(w.is_alive() for w in iterator._workers)
+    assert iter(loader)._workers_status == [True, True]
+
+
+class Breaking(IterableDataset):
+    """Raises after two samples; a generator that has raised is exhausted."""
+
+    def __iter__(self):
+        yield torch.tensor(0)
+        yield torch.tensor(1)
+        raise KeyError("broken")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p17_an_error_in_the_stream(persistent):
+    def run(cls):
+        loader = cls(Breaking(), num_workers=2, batch_size=None, persistent_workers=persistent)
+        return [outcomes(iter(loader), 7) for _ in range(2)]
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+    assert [o[0] for o in ours[0]] == ["value"] * 4 + ["error"] * 2 + ["end"]
+
+
+def test_an_endless_dataset():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(itertools.count())
+
+    def run(cls):
+        return list(itertools.islice(cls(Endless(), num_workers=2, batch_size=4), 10))
+
+    theirs, ours = map(run, BOTH)
+    assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
+
+
+def test_a_chain_of_iterables():
+    def run(cls):
+        return plain(cls(Shards([2, 2]) + Shards([1, 3]), num_workers=2, batch_size=2))
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+
+
+def test_without_workers():
+    theirs, ours = (plain(cls(Shards([5]), batch_size=2)) for cls in BOTH)
+    assert ours == theirs == [[[0, 0], [0, 1]], [[0, 2], [0, 3]], [[0, 4]]]

@@ -1,0 +1,292 @@
+"""Batches live as long as anybody keeps them, and no longer (T5, T19, T22; DESIGN 3)."""
+
+import collections
+import gc
+import os
+import queue
+import threading
+
+import pytest
+import torch
+from sample_data import Images, Numbers
+from support import DataLoader, arena_bytes, digest, epoch, gone, run_script, trim_pool, worker_pids
+from torch.utils.data import DataLoader as _TorchDataLoader
+from torch.utils.data import default_collate
+
+MB = 1 << 20
+
+
+def intact(images, dataset, batch_size):
+    """Every kept batch shows the bytes that the dataset makes for it."""
+    for k, x in enumerate(images):
+        for j, row in enumerate(x):
+            if not torch.equal(row, dataset.image(k * batch_size + j)):
+                return False
+    return True
+
+
+def last_images(loader):
+    """The images of an epoch's last batch."""
+    return collections.deque(loader, maxlen=1)[0][0]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
+    dataset = Images(48, (3, 60, 60))
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    kept = [x for x, _ in iterator]
+    for _ in range(3):
+        for x, _ in loader:
+            x.fill_(255)
+    del iterator, loader, x
+    gc.collect()
+    assert all(map(gone, pids))
+    trim_pool()
+    for _ in range(2):
+        for x, _ in DataLoader(dataset, batch_size=4, num_workers=2):
+            x.fill_(7)
+    assert intact(kept, dataset, 4)
+
+
+def test_views_and_numpy_arrays_hold_the_memory():
+    dataset = Images(24, (3, 80, 80))
+    views, arrays, rows, digests = [], [], [], []
+    for x, _ in DataLoader(dataset, batch_size=2, num_workers=2):
+        views.append(x[1:, :2])
+        arrays.append(x.numpy()[0])
+        rows.append(x.unbind()[1].permute(2, 0, 1))
+        digests.append(digest(x))
+    del x
+    for _ in range(2):
+        for x, _ in DataLoader(dataset, batch_size=2, num_workers=2):
+            x.fill_(1)
+    for k in range(12):
+        assert torch.equal(views[k][0], dataset.image(2 * k + 1)[:2])
+        assert torch.equal(torch.from_numpy(arrays[k]), dataset.image(2 * k))
+        assert torch.equal(rows[k].permute(1, 2, 0), dataset.image(2 * k + 1))
+
+
+def test_a_thousand_batches_kept():
+    dataset = Images(1000, (3, 40, 40))
+    kept = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
+    assert len(kept) == 1000 and intact(kept, dataset, 1)
+    for x in kept:
+        x.zero_()
+    fresh = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
+    assert intact(fresh, dataset, 1) and not any(x.any() for x in kept)
+
+
+def test_batches_dropped_in_any_order():
+    dataset = Images(60, (3, 40, 40))
+    loader = DataLoader(dataset, batch_size=1, num_workers=2, persistent_workers=True)
+    generator, kept = torch.Generator().manual_seed(0), {}
+    for _ in range(4):
+        for x, i in loader:
+            kept[len(kept), int(i)] = x
+            for key in list(kept):
+                if torch.rand((), generator=generator) < 0.1:
+                    assert torch.equal(kept.pop(key)[0], dataset.image(key[1]))
+    for key, x in kept.items():
+        assert torch.equal(x[0], dataset.image(key[1]))
+
+
+class Remembering:
+    """A collate_fn that keeps its batches and looks at them again each time."""
+
+    def __init__(self, keep):
+        self.keep, self.kept = keep, []
+
+    def __call__(self, samples):
+        batch = default_collate(samples)
+        good = all(digest(x) == d for x, d in self.kept)
+        self.kept = [*self.kept, (batch[0], digest(batch[0]))][-self.keep :]
+        return batch[0], good
+
+
+@pytest.mark.parametrize("keep", [1, 50])
+def test_t22_a_batch_that_the_worker_keeps_is_not_overwritten(keep):
+    loader = DataLoader(
+        Images(60, (3, 50, 50)),
+        batch_size=2,
+        num_workers=2,
+        collate_fn=Remembering(keep),
+        persistent_workers=True,
+    )
+    for _ in range(3):
+        for x, good in loader:
+            assert good
+            del x
+
+
+@pytest.mark.ours
+def test_labels_do_not_keep_their_images():
+    # 8 images of 192 KiB a batch; the masks are above the limit under which tensors are copied out.
+    dataset = Images(640, (3, 256, 256))
+
+    def collate(samples):
+        images, labels = default_collate(samples)
+        return {"image": images, "label": labels, "mask": images.reshape(-1)[: 32 * 1024].clone()}
+
+    kept = []
+    for batch in DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=collate):
+        kept.append((batch["label"], batch["mask"]))
+    del batch
+    trim_pool()
+    assert [int(label[0]) for label, _ in kept] == list(range(0, 640, 8))
+    # 80 batches are 120 MiB of images; the masks are 2.5 MiB. A warm pool may hold a few batches more.
+    assert arena_bytes() < 40 * MB
+
+
+@pytest.mark.ours
+def test_an_epoch_uses_the_memory_of_its_working_set():
+    loader = DataLoader(Images(480, (3, 256, 256)), batch_size=8, num_workers=2, persistent_workers=True)
+    most = 0
+    for _ in range(2):
+        for batch in loader:
+            most = max(most, arena_bytes())
+            del batch
+    assert 0 < most < 45 * MB, f"{most / MB:.0f} MiB of 90"
+
+
+@pytest.mark.ours
+@pytest.mark.timeout(120)
+def test_the_last_batch_held_through_300_epochs_costs_its_memory_once():
+    dataset = Images(8, (3, 256, 256))
+    other = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(dataset, batch_size=4, num_workers=1)
+    early = None
+    for i in range(300):
+        x = last_images(loader)
+        if i % 10 == 0:
+            y = last_images(other)
+        if i == 20:
+            early = arena_bytes()
+    late = arena_bytes()
+    assert torch.equal(x[3], dataset.image(7)) and torch.equal(y[3], dataset.image(7))
+    assert late < early + 8 * MB, f"{early / MB:.0f} MiB after 20 epochs, {late / MB:.0f} MiB after 300"
+
+
+def test_a_child_that_lives_on_reads_the_right_values():
+    dataset = Images(40, (3, 100, 100))
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    held = [next(iterator)[0] for _ in range(3)]
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.read(told, 1)
+            status = 0 if intact(held, dataset, 4) else 2
+        finally:
+            os._exit(status)
+    del held
+    for _ in range(4):
+        for x, _ in loader:
+            x.fill_(9)
+    del x
+    os.write(tell, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(told), os.close(tell)
+    assert intact([x for x, _ in loader], dataset, 4)
+
+
+@pytest.mark.ours
+def test_t14_a_child_may_drop_all_and_load_anew():
+    dataset = Images(40, (3, 64, 64))
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    held = [next(iterator)[0] for _ in range(3)]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            held.clear()
+            del iterator, loader  # in torch's loader this ends the parent's workers
+            gc.collect()
+            fresh = [x for x, _ in DataLoader(dataset, batch_size=4, num_workers=2)]
+            status = 0 if intact(fresh, dataset, 4) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    held += [x for x, _ in iterator]
+    assert intact(held, dataset, 4) and len(held) == 10
+    assert all(w.is_alive() for w in iterator._workers)
+
+
+@pytest.mark.ours
+def test_memory_that_a_child_held_comes_back():
+    dataset = Images(40, (3, 256, 256))
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
+    for _ in range(30):
+        x = last_images(loader)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(x[3], dataset.image(39)) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    x = last_images(loader)
+    assert arena_bytes() < 25 * MB
+
+
+def test_a_lease_dropped_by_another_thread_during_next():
+    dataset = Images(300, (3, 64, 64))
+    handed, wrong = queue.Queue(), []
+
+    def drop():
+        for item in iter(handed.get, None):
+            x, i = item
+            if not torch.equal(x[0], dataset.image(int(i))):
+                wrong.append(int(i))
+            del item, x
+
+    droppers = [threading.Thread(target=drop) for _ in range(3)]
+    loader = DataLoader(dataset, batch_size=1, num_workers=2)
+    iterator = iter(loader)
+    [t.start() for t in droppers]
+    for batch in iterator:
+        handed.put(batch)
+    del batch
+    [handed.put(None) for _ in droppers]
+    [t.join() for t in droppers]
+    assert wrong == []
+
+
+def test_batches_held_at_exit():
+    status, out, err = run_script("""
+        import atexit, threading
+        from sample_data import Images
+        loader = DataLoader(Images(40, (3, 64, 64)), batch_size=2, num_workers=2, persistent_workers=True)
+        kept = list(loader)
+        class Holder: pass
+        holder = Holder(); holder.me = holder; holder.batch = kept[3]; holder.array = kept[4][0].numpy()
+        sys.modules["__main__"].keep = kept[5]
+        atexit.register(lambda x: x[0].sum(), kept[6])
+        def forever(x):
+            while True:
+                time.sleep(0.01); x[0].clone()
+        threading.Thread(target=forever, args=(kept[7],), daemon=True).start()
+        def dropping(many):
+            while many:
+                many.pop(); time.sleep(0.005)
+        threading.Thread(target=dropping, args=(kept[8:],), daemon=True).start()
+        local = next(iter(loader))
+        print("done")
+    """)
+    assert (status, out) == (0, "done\n"), err
+    assert "Error" not in err and "panicked" not in err, err
+
+
+def test_torch_functions_on_kept_batches():
+    kept = [x for x in epoch(DataLoader(Numbers(64), batch_size=8, num_workers=2))]
+    assert torch.cat(kept).tolist() == list(range(64))
+    assert torch.stack(kept).sum().item() == sum(range(64))
+
+
+def test_a_delivered_tensor_goes_through_another_loader():
+    first = [x for x, _ in epoch(DataLoader(Images(8, (3, 64, 64)), batch_size=1, num_workers=2))]
+    second = epoch(DataLoader(first, batch_size=None, num_workers=2))
+    third = list(_TorchDataLoader(second, batch_size=None, num_workers=1))
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)

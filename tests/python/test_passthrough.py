@@ -1,0 +1,246 @@
+"""Loaders that are handed over to torch's iterator, and subclasses that are not (DESIGN 1, T15, T16)."""
+
+import logging
+import types
+import warnings
+
+import pytest
+import torch
+from sample_data import Numbers
+from support import (
+    DataLoader,
+    LoaderIter,
+    engine_batches,
+    epoch,
+    from_engine,
+    gone,
+    run_script,
+    values,
+    worker_pids,
+)
+from torch.utils.data import dataloader as torch_dataloader
+
+pytestmark = [pytest.mark.ours, pytest.mark.handover]
+
+TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
+
+
+def handed_over(caplog, loader, iterator_class=None):
+    """The epoch of a loader that torch's iterator must serve, with one log line."""
+    caplog.clear()
+    before = engine_batches()
+    with caplog.at_level(logging.WARNING, logger="rustloader"):
+        iterator = iter(loader) if iterator_class is None else iterator_class(loader)
+        assert isinstance(iterator, TorchIter) and isinstance(iterator, LoaderIter)
+        assert type(iterator).__name__ == (
+            "_MultiProcessingDataLoaderIter" if iterator_class is None else iterator_class.__name__
+        )
+        got = values(iterator)
+    lines = [r for r in caplog.records if r.name.split(".")[0] == "rustloader"]
+    assert len(lines) == 1 and lines[0].levelno == logging.WARNING, caplog.text
+    assert engine_batches() == before, "the engine served it"
+    assert iterator.engine_batches == 0
+    return got
+
+
+def test_engine_mode_says_nothing(caplog):
+    iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
+    assert isinstance(iterator, TorchIter) and isinstance(iterator, LoaderIter)
+    assert issubclass(LoaderIter, TorchIter) and LoaderIter is not TorchIter
+    with from_engine(4):
+        assert values(iterator) == [0, 1, 2, 3]
+    assert iterator.engine_batches == 4
+    assert not caplog.records
+
+
+def test_p27_data_pipes(caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.utils.data.datapipes.iter import IterableWrapper
+        from torch.utils.data.datapipes.map import SequenceWrapper
+
+        assert sorted(
+            handed_over(
+                caplog,
+                DataLoader(IterableWrapper(range(6)).sharding_filter(), num_workers=2, batch_size=None),
+            )
+        ) == list(range(6))
+        assert handed_over(caplog, DataLoader(SequenceWrapper(range(4)), num_workers=1, batch_size=None)) == [
+            0,
+            1,
+            2,
+            3,
+        ]
+
+
+def test_t16_a_worker_loop_of_the_users(caplog, monkeypatch):
+    original = torch.utils.data._utils.worker._worker_loop
+
+    def loop(kind, dataset, *args):
+        torch.utils.data.seen_by_loop = True
+        return original(kind, dataset, *args)
+
+    class Seen(Numbers):
+        def __getitem__(self, i):
+            return getattr(torch.utils.data, "seen_by_loop", False)
+
+    loader = DataLoader(Seen(3), num_workers=1, batch_size=None, persistent_workers=True)
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_loop", loop)
+    assert handed_over(caplog, loader) == [True] * 3
+    assert epoch_without_check(loader) == [True] * 3
+    monkeypatch.undo()
+    assert values(epoch(DataLoader(Seen(3), num_workers=1, batch_size=None))) == [False] * 3
+
+
+def epoch_without_check(loader):
+    return values(list(loader))
+
+
+def subclass(hook, calls):
+    """An iterator class that overrides one method and calls the original."""
+
+    def method(self, *args, **kw):
+        calls.append(hook)
+        return getattr(LoaderIter, hook)(self, *args, **kw)
+
+    return type("Mine", (LoaderIter,), {hook: method})
+
+
+@pytest.mark.parametrize("hook", ["_try_put_index", "_process_data", "_get_data", "_try_get_data"])
+def test_t15_hooks_that_cannot_be_kept_run_on_torchs_loop(caplog, hook):
+    calls = []
+    cls = subclass(hook, calls)
+    assert handed_over(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
+    assert len(calls) >= 5
+
+
+@pytest.mark.parametrize("hook", ["_next_data", "_next_index", "_reset", "_shutdown_workers"])
+def test_t15_hooks_that_are_kept_run_on_the_engine(caplog, hook):
+    calls = []
+    iterator = subclass(hook, calls)(DataLoader(Numbers(5), num_workers=2, batch_size=None))
+    with from_engine(5):
+        assert values(iterator) == list(range(5))
+    expected = {"_next_data": 6, "_next_index": 6, "_reset": 1, "_shutdown_workers": 1}
+    assert len(calls) >= expected[hook]
+    assert not caplog.records
+
+
+def test_t15_a_subclass_that_numbers_its_batches():
+    class WithIndex(LoaderIter):
+        def _next_data(self):
+            return self._num_yielded, super()._next_data()
+
+    iterator = WithIndex(DataLoader(Numbers(4), num_workers=1, batch_size=None))
+    with from_engine(4):
+        assert [(i, x.item()) for i, x in iterator] == [(i, i) for i in range(4)]
+
+
+def test_t15_a_subclass_that_changes_indices():
+    class Backwards(LoaderIter):
+        def _next_index(self):
+            return 9 - super()._next_index()
+
+    with from_engine(4):
+        assert values(
+            Backwards(DataLoader(Numbers(10), sampler=range(4), num_workers=2, batch_size=None))
+        ) == [9, 8, 7, 6]
+
+
+def test_t15_a_subclass_in_a_loader_of_the_users():
+    class Mine(LoaderIter):
+        resets = 0
+
+        def _reset(self, loader, first_iter=False):
+            self.resets += 1
+            super()._reset(loader, first_iter)
+
+    class Loader(DataLoader):
+        def _get_iterator(self):
+            return Mine(self)
+
+    loader = Loader(Numbers(4), num_workers=2, batch_size=None, persistent_workers=True)
+    for k in range(1, 4):
+        assert values(epoch(loader)) == [0, 1, 2, 3]
+        assert loader._iterator.resets == k
+
+
+def test_t15_a_class_that_only_calls_the_base():
+    class Threads(LoaderIter):
+        """Workers of its own, not processes."""
+
+        def __init__(self, loader):
+            torch_dataloader._BaseDataLoaderIter.__init__(self, loader)
+            self.fetcher = torch_dataloader._DatasetKind.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            )
+
+        def _next_data(self):
+            return self.fetcher.fetch(self._next_index())
+
+        def _shutdown_workers(self):
+            pass
+
+    assert values(Threads(DataLoader(Numbers(3), num_workers=1, batch_size=None))) == [0, 1, 2]
+
+
+FASTAI = (
+    "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
+    "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
+    "prefetch_factor timeout worker_init_fn"
+).split()
+
+
+def test_a_loader_with_nothing_but_what_torchs_iterator_reads():
+    real = DataLoader(Numbers(6), num_workers=2, batch_size=2)
+    fake = types.SimpleNamespace(**{name: getattr(real, name) for name in FASTAI})
+    iterator = LoaderIter(fake)
+    with from_engine(3):
+        assert values(iterator) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_lightnings_combined_loader_shuts_iterators_down():
+    loader = DataLoader(Numbers(30), num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    assert hasattr(loader, "_iterator") and isinstance(loader._iterator, TorchIter)
+    pids = worker_pids(loader._iterator)
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+    assert all(map(gone, pids))
+    assert len(epoch(loader)) == 30
+
+
+def test_memory_that_cannot_be_mapped_hands_over():
+    status, out, err = run_script("""
+        import logging, resource
+        from sample_data import Numbers
+        import rustloader
+        logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s", stream=sys.stdout)
+        for line in open("/proc/self/status"):
+            if line.startswith("VmSize"):
+                used = int(line.split()[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), resource.RLIM_INFINITY))
+        got = [x.item() for x in DataLoader(Numbers(5), num_workers=1, batch_size=None)]
+        print(got, rustloader.engine_batches())
+    """)
+    assert (status, out) == (0, "rustloader WARNING\n[0, 1, 2, 3, 4] 0\n"), err
+
+
+def test_a_small_address_space_is_still_ours():
+    status, out, err = run_script("""
+        import resource
+        from sample_data import Numbers
+        import rustloader
+        for line in open("/proc/self/status"):
+            if line.startswith("VmSize"):
+                used = int(line.split()[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), resource.RLIM_INFINITY))
+        got = [x.item() for x in DataLoader(Numbers(5), num_workers=1, batch_size=None)]
+        print(got, rustloader.engine_batches())
+    """)
+    assert (status, out) == (0, "[0, 1, 2, 3, 4] 5\n"), err
+
+
+def test_torchs_own_loader_is_untouched():
+    iterator = iter(torch.utils.data.DataLoader(Numbers(3), num_workers=1))
+    assert type(iterator) is TorchIter and not isinstance(iterator, LoaderIter)
+    assert len(list(iterator)) == 3

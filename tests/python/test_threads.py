@@ -1,0 +1,221 @@
+"""Iterators used from several threads and from signal handlers (T21; DESIGN 1)."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from sample_data import Images, Numbers, Slow
+from support import (
+    DataLoader,
+    from_engine,
+    gone,
+    in_thread,
+    outcome,
+    outcomes,
+    values,
+    wait_until,
+    within,
+    worker_pids,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+@pytest.fixture
+def on_signal():
+    """Sets a handler for SIGUSR1 for the length of a test."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handler: signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def after(seconds, fn, *args):
+    timer = threading.Timer(seconds, fn, args)
+    timer.start()
+    return timer
+
+
+def test_t21_the_thread_that_made_the_iterator_has_ended():
+    iterator = in_thread(lambda: iter(DataLoader(Numbers(60), num_workers=2, batch_size=None)))
+    time.sleep(0.3)
+    assert all(w.is_alive() for w in iterator._workers)
+    with from_engine(60):
+        assert values(iterator) == list(range(60))
+
+
+def test_t21_persistent_workers_of_a_thread_that_has_ended():
+    loader = DataLoader(Numbers(8), num_workers=2, batch_size=None, persistent_workers=True)
+    assert in_thread(values, loader) == list(range(8))
+    for _ in range(2):
+        assert values(loader) == list(range(8))
+        assert in_thread(values, loader) == list(range(8))
+
+
+def test_made_in_main_and_used_in_a_thread():
+    iterator = iter(DataLoader(Numbers(30), num_workers=2, batch_size=None))
+    assert next(iterator).item() == 0
+    assert in_thread(lambda: values(iterator)) == list(range(1, 30))
+    assert all(map(gone, worker_pids(iterator)))
+
+
+def test_a_thread_for_each_batch():
+    iterator = iter(DataLoader(Numbers(12), num_workers=2, batch_size=None))
+    assert [in_thread(next, iterator).item() for _ in range(12)] == list(range(12))
+    assert outcome(in_thread, next, iterator) == ("end",)
+
+
+def test_the_last_reference_goes_in_a_thread():
+    box = [iter(DataLoader(Numbers(30), num_workers=2))]
+    pids = worker_pids(box[0])
+    in_thread(box.clear)
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+def test_many_threads_each_with_a_loader_of_its_own():
+    got = {}
+
+    def run(k):
+        got[k] = [values(DataLoader(Numbers(20 + k), num_workers=1, batch_size=None)) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    [t.start() for t in threads]
+    [t.join(60) for t in threads]
+    assert got == {k: [list(range(20 + k))] * 3 for k in range(4)}
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("in_order", [True, False])
+def test_two_threads_in_one_next_get_every_batch_once(in_order):
+    dataset = Images(200, (3, 30, 30))
+    iterator = iter(DataLoader(dataset, num_workers=2, batch_size=1, in_order=in_order))
+    taken = [[] for _ in range(3)]
+    wrong = []
+
+    def take(mine):
+        for x, i in iterator:
+            mine.append(int(i))
+            if not torch.equal(x[0], dataset.image(int(i))):
+                wrong.append(int(i))
+
+    threads = [threading.Thread(target=take, args=(mine,)) for mine in taken]
+    [t.start() for t in threads]
+    [t.join(60) for t in threads]
+    assert not any(t.is_alive() for t in threads)
+    assert sorted(itertools.chain(*taken)) == list(range(200)) and wrong == []
+    if in_order:
+        assert all(mine == sorted(mine) for mine in taken)
+
+
+@pytest.mark.ours
+def test_a_signal_handler_that_enters_next_again_gets_an_error(on_signal):
+    iterator = iter(DataLoader(Slow(4, {0: 1.0}), num_workers=1, batch_size=None))
+    seen = []
+    on_signal(lambda *_: seen.append(outcome(next, iterator)))
+    timer = after(0.3, os.kill, os.getpid(), signal.SIGUSR1)
+    assert next(iterator).item() == 0
+    timer.join()
+    assert [(o[0], o[1]) for o in seen] == [("error", RuntimeError)]
+    assert values(iterator) == [1, 2, 3]
+
+
+def test_a_signal_handler_runs_while_next_waits(on_signal):
+    iterator = iter(DataLoader(Slow(2, {0: 2.0}), num_workers=1, batch_size=None))
+    times = []
+    on_signal(lambda *_: times.append(time.monotonic()))
+    start = time.monotonic()
+    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
+    assert values(iterator) == [0, 1]
+    timer.join()
+    assert len(times) == 1 and times[0] - start < 1.7
+
+
+def test_an_error_in_a_signal_handler_leaves_next_and_loses_nothing(on_signal):
+    iterator = iter(DataLoader(Slow(3, {0: 1.0}), num_workers=1, batch_size=None))
+
+    class Stop(Exception):
+        pass
+
+    def handler(*_):
+        raise Stop
+
+    on_signal(handler)
+    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Stop):
+        next(iterator)
+    timer.join()
+    assert values(iterator) == [0, 1, 2]
+
+
+@pytest.mark.ours
+def test_many_signals_while_batches_come(on_signal):
+    count = []
+    on_signal(lambda *_: count.append(1))
+    iterator = iter(DataLoader(Slow(60, dict.fromkeys(range(60), 0.01)), num_workers=2, batch_size=None))
+    done = threading.Event()
+
+    def shoot():
+        while not done.wait(0.002):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=shoot)
+    thread.start()
+    assert values(iterator) == list(range(60))
+    done.set()
+    thread.join()
+    assert count
+
+
+@pytest.mark.ours
+def test_shutdown_from_a_signal_handler_wakes_next(on_signal):
+    iterator = iter(DataLoader(Slow(4, {0: 3.0}), num_workers=1, batch_size=None))
+    pids = worker_pids(iterator)
+    on_signal(lambda *_: iterator._shutdown_workers())
+    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
+    with within(20), pytest.raises(Exception) as caught:
+        next(iterator)
+    assert not isinstance(caught.value, StopIteration)
+    timer.join()
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("persistent", [False, True])
+def test_shutdown_from_another_thread_wakes_next(persistent):
+    loader = DataLoader(Slow(4, {0: 3.0}), num_workers=1, batch_size=None, persistent_workers=persistent)
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    timer = after(0.2, iterator._shutdown_workers)
+    with within(20), pytest.raises(Exception) as caught:
+        next(iterator)
+    assert not isinstance(caught.value, StopIteration)
+    timer.join()
+    assert wait_until(lambda: all(map(gone, pids)))
+    assert outcomes(iterator, 2)[0][0] in ("error", "end")
+
+
+@pytest.mark.ours
+def test_no_thread_in_main_without_pinning():
+    before = threading.active_count(), len(os.listdir("/proc/self/task"))
+    iterator = iter(DataLoader(Numbers(9), num_workers=2))
+    next(iterator)
+    assert (threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+
+
+def test_the_interpreter_runs_other_threads_while_next_waits():
+    iterator = iter(DataLoader(Slow(1, {0: 0.8}), num_workers=1, batch_size=None))
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.wait(0.02):
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    next(iterator)
+    done.set()
+    thread.join()
+    assert len(ticks) > 5

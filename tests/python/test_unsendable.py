@@ -1,0 +1,151 @@
+"""Batches and errors that cannot be sent are errors at their place (torch hangs on most of them)."""
+
+import pytest
+import torch
+from sample_data import BadText, Failing, Given, Unpicklable
+from support import BOTH, DataLoader, epoch, outcomes, worker_pids
+
+
+def untouched(x):
+    return x
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("what", ["lambda", "reduce", "generator", "nested"])
+def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persistent):
+    thing = {
+        "lambda": lambda: 0,
+        "reduce": Unpicklable(),
+        "generator": (i for i in ()),
+        "nested": {"tensor": torch.zeros(100_000), "list": [1, {"deep": Unpicklable()}]},
+    }[what]
+    samples = Given([0, 1, thing, 3, thing, 5])
+    loader = DataLoader(
+        samples, num_workers=2, batch_size=None, collate_fn=untouched, persistent_workers=persistent
+    )
+    for _ in range(2):
+        iterator = iter(loader)
+        pid = worker_pids(iterator)[0]
+        got = []
+        for _ in range(7):
+            try:
+                got.append(next(iterator))
+            except StopIteration:
+                got.append("end")
+            except Exception as e:
+                got.append(str(e))
+        for text in (got.pop(4), got.pop(2)):
+            assert "worker process 0" in text and str(pid) in text and type(thing).__name__ in text, text
+        assert got == [0, 1, 3, 5, "end"]
+
+
+@pytest.mark.ours
+def test_an_exception_class_that_cannot_be_pickled():
+    class Local(Exception):
+        pass
+
+    iterator = iter(DataLoader(Failing(5, {2: lambda: Local("mine")}), num_workers=2, batch_size=None))
+    got = outcomes(iterator, 6)
+    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 3, 4] and got[-1] == ("end",)
+    assert got[2][0] == "error" and "Local" in got[2][2] and "worker process 0" in got[2][2]
+
+
+@pytest.mark.ours
+def test_its_traceback_is_not_lost():
+    class Local(Exception):
+        pass
+
+    iterator = iter(DataLoader(Failing(1, {0: lambda: Local("mine")}), num_workers=1, batch_size=None))
+    with pytest.raises(Exception) as caught:
+        next(iterator)
+    assert (
+        "Original Traceback" in str(caught.value)
+        and "__getitem__" in str(caught.value)
+        and "mine" in str(caught.value)
+    )
+
+
+class HoldsUnpicklable(Exception):
+    def __init__(self, text):
+        super().__init__(text, lambda: 0)
+
+
+def test_an_exception_with_unpicklable_arguments():
+    def trace(cls):
+        return outcomes(
+            iter(cls(Failing(4, {1: lambda: HoldsUnpicklable("x")}), num_workers=2, batch_size=None)), 5
+        )
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs
+    assert ours[1][0] == "error" and ours[2:] == [("value", 2), ("value", 3), ("end",)]
+
+
+def test_an_exception_whose_text_cannot_be_made():
+    def trace(cls):
+        return outcomes(iter(cls(Failing(4, {1: BadText}), num_workers=2, batch_size=None)), 5)
+
+    theirs, ours = map(trace, BOTH)
+    assert [o[0] for o in ours] == [o[0] for o in theirs] == ["value", "error", "value", "value", "end"]
+    assert ours[1][1] is theirs[1][1]
+
+
+@pytest.mark.ours
+def test_base_exceptions_of_a_sample_are_no_silent_loss():
+    def leave():
+        return SystemExit(3)
+
+    iterator = iter(DataLoader(Failing(4, {1: leave}), num_workers=1, batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        next(iterator)
+
+
+@pytest.mark.ours
+def test_a_batch_that_fails_to_load_in_main_is_an_error_there():
+    iterator = iter(
+        DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched)
+    )
+    got = outcomes(iterator, 4)
+    assert got[0] == ("value", 0) and got[1][0] == "error" and got[2:] == [("value", 2), ("end",)]
+
+
+def fail_to_load():
+    raise ValueError("not in this process")
+
+
+class FailsToLoad:
+    def __reduce__(self):
+        return fail_to_load, ()
+
+
+def test_reducers_that_users_registered_are_used():
+    from multiprocessing.reduction import ForkingPickler
+
+    class Special:
+        pass
+
+    ForkingPickler.register(Special, lambda x: (str, ("reduced",)))
+    try:
+        assert epoch(
+            DataLoader(Given([Special()]), num_workers=1, batch_size=None, collate_fn=untouched)
+        ) == ["reduced"]
+    finally:
+        del ForkingPickler._extra_reducers[Special]
+
+
+def test_an_error_object_as_a_batch_is_a_batch():
+    sent = [KeyError("a"), ValueError("b", 1)]
+    got = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert [(type(e), e.args) for e in got] == [(type(e), e.args) for e in sent]
+
+
+def test_errors_of_large_text():
+    iterator = iter(
+        DataLoader(Failing(2, {0: lambda: ValueError("x" * 5_000_000)}), num_workers=1, batch_size=None)
+    )
+    with pytest.raises(ValueError) as caught:
+        next(iterator)
+    assert len(str(caught.value)) > 5_000_000
+    assert next(iterator) == 1

@@ -1,0 +1,119 @@
+"""Warnings: same texts, same categories, and all of them point to where torch's point (P9, T28).
+
+Most of torch's point into its own dataloader.py; the one about a length points to whoever called next().
+"""
+
+import warnings
+
+import pytest
+import torch
+from sample_data import Numbers, Shards
+from support import BOTH, DataLoader
+
+NO_ACCELERATOR = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has an accelerator"
+)
+
+
+def warnings_of(fn, cls):
+    """(category, text, file) of all warnings that fn(cls) gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn(cls)
+    return [(w.category, str(w.message), w.filename) for w in caught if w.category is UserWarning]
+
+
+def check(fn, count):
+    theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
+    assert len(ours) == count
+    assert ours == theirs
+    return ours
+
+
+@pytest.fixture
+def one_core(monkeypatch):
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+
+
+def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
+    def fn(cls):
+        loader = cls(Numbers(2), num_workers=2)
+        list(loader)
+        list(loader)
+
+    found = check(fn, 3)
+    assert all(
+        text.startswith("This DataLoader will create 2 worker processes in total.") for _, text, _ in found
+    )
+    assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__}
+
+
+def test_p9_a_persistent_iterator_is_warned_of_once(one_core):
+    def fn(cls):
+        loader = cls(Numbers(2), num_workers=2, persistent_workers=True)
+        list(loader)
+        list(loader)
+
+    check(fn, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@NO_ACCELERATOR
+def test_p9_pin_memory_without_an_accelerator(workers):
+    def fn(cls):
+        loader = cls(Numbers(2), num_workers=workers, pin_memory=True)
+        assert [b.tolist() for b in loader] == [[0], [1]]
+
+    check(fn, 1)
+
+
+@NO_ACCELERATOR
+def test_p9_pin_memory_device_is_deprecated():
+    def fn(cls):
+        list(cls(Numbers(2), num_workers=1, pin_memory=True, pin_memory_device="cuda"))
+
+    check(fn, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_p9_a_length_that_was_too_short(workers):
+    dataset = Shards([3, 3], reported=2)
+
+    def fn(cls):
+        loader = cls(dataset, batch_size=None, num_workers=workers)
+        assert len(loader) == 2
+        list(loader)
+
+    found = check(fn, 1 if workers == 0 else 4)
+    assert (
+        "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. "
+        in found[0][1]
+    )
+    assert {file for _, _, file in found} == {__file__}
+
+
+def test_p9_a_length_that_nobody_asked_for_is_not_checked():
+    check(lambda cls: list(cls(Shards([3, 3], reported=2), batch_size=None, num_workers=2)), 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_p9_a_worker_that_cannot_be_pickled():
+    def fn(cls):
+        loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
+        with pytest.raises(Exception, match="lambda"):
+            iter(loader)
+
+    found = check(fn, 1)
+    assert found[0][1].startswith("Got pickle error when attempting to start a worker Process.")
+
+
+def test_t28_users_filter_by_torchs_module(one_core):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=r"torch\.utils\.data")
+        assert len(list(DataLoader(Numbers(2), num_workers=2))) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module=r"torch\.utils\.data")
+        with pytest.raises(UserWarning, match="This DataLoader will create"):
+            DataLoader(Numbers(2), num_workers=2)

@@ -1,0 +1,508 @@
+//! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
+//! with final deaths added. Random orders of completion, errors, exhaustions, deaths, resets and timeouts.
+
+use proptest::prelude::*;
+use rustloader::id::{TaskId, WorkerId};
+use rustloader::scheduler::{Action, Death, Event, Scheduler, Settings, Step};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+/// What a `next` of the user ends in.
+#[derive(Clone, Debug, PartialEq)]
+enum Outcome {
+    Batch { task: u64, worker: usize, failed: bool },
+    Dead { worker: usize, lost: Option<u64> },
+    End,
+}
+
+/// What reaches the main process in one epoch.
+#[derive(Clone, Debug, PartialEq)]
+enum Arrival {
+    Result { task: u64, failed: bool },
+    Exhausted { worker: usize },
+    Death { worker: usize },
+}
+
+/// The reference: torch's fields, torch's loops.
+struct Torch {
+    prefetch: usize,
+    in_order: bool,
+    send: u64,
+    rcvd: u64,
+    info: BTreeMap<u64, (usize, Option<bool>)>,
+    status: Vec<bool>,
+    num_tasks: Vec<usize>,
+    outstanding: usize,
+    cycle: usize,
+    indices: usize,
+    dead: Vec<usize>,
+    sent: Vec<(u64, usize)>,
+}
+
+impl Torch {
+    fn new(config: &Config, first: u64) -> Self {
+        let mut torch = Torch {
+            prefetch: config.prefetch,
+            in_order: config.in_order,
+            send: first,
+            rcvd: first,
+            info: BTreeMap::new(),
+            status: vec![true; config.workers],
+            num_tasks: vec![0; config.workers],
+            outstanding: 0,
+            cycle: 0,
+            indices: config.indices,
+            dead: Vec::new(),
+            sent: Vec::new(),
+        };
+        (0..config.prefetch * config.workers).for_each(|_| torch.try_put_index());
+        torch
+    }
+
+    fn try_put_index(&mut self) {
+        let (workers, max_tasks) = (self.status.len(), self.prefetch * self.status.len());
+        assert!(self.outstanding < max_tasks, "torch asserts this, too");
+        if !self.dead.is_empty() || self.indices == 0 {
+            return;
+        }
+        self.indices -= 1;
+        let active = self.status.iter().filter(|status| **status).count();
+        for _ in 0..workers {
+            let worker = self.cycle;
+            self.cycle = (self.cycle + 1) % workers;
+            if self.status[worker] && (self.in_order || self.num_tasks[worker] < max_tasks / active) {
+                self.sent.push((self.send, worker));
+                self.info.insert(self.send, (worker, None));
+                self.num_tasks[worker] += 1;
+                self.outstanding += 1;
+                self.send += 1;
+                return;
+            }
+        }
+    }
+
+    fn process(&mut self, task: u64, failed: bool) -> Outcome {
+        let (worker, _) = self.info.remove(&task).expect("a task is delivered once");
+        self.num_tasks[worker] -= 1;
+        self.try_put_index();
+        Outcome::Batch { task, worker, failed }
+    }
+
+    fn next(&mut self, mut get: impl FnMut() -> Arrival) -> Outcome {
+        loop {
+            while self.rcvd < self.send {
+                match self.info.get(&self.rcvd) {
+                    Some((worker, data)) if data.is_some() || self.status[*worker] => break,
+                    Some((worker, _)) if self.dead.contains(worker) => break,
+                    _ => self.info.remove(&self.rcvd),
+                };
+                self.rcvd += 1;
+            }
+            let head = self.info.get(&self.rcvd).copied();
+            if let Some((_, Some(failed))) = head {
+                self.rcvd += 1;
+                return self.process(self.rcvd - 1, failed);
+            }
+            // Deaths are ours: out of order at once, in order when the head is lost or nothing is left.
+            let lost = |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| {
+                data.is_none() && self.dead.contains(worker)
+            };
+            if !self.dead.is_empty() && (!self.in_order || head.is_none_or(|(w, _)| self.dead.contains(&w))) {
+                let first = self.info.iter().find(lost);
+                let worker = first.map_or(self.dead[0], |(_, (worker, _))| *worker);
+                return Outcome::Dead { worker, lost: first.map(|(task, _)| *task) };
+            }
+            if head.is_none() {
+                return Outcome::End;
+            }
+            match get() {
+                Arrival::Result { task, failed } => {
+                    self.outstanding -= 1;
+                    if !self.in_order {
+                        return self.process(task, failed);
+                    }
+                    self.info.get_mut(&task).expect("it was sent").1 = Some(failed);
+                }
+                Arrival::Exhausted { worker } => {
+                    self.outstanding -= 1;
+                    self.status[worker] = false;
+                    // torch passes over these one by one later; a death must not take them for lost ones.
+                    self.info.retain(|_, (holder, data)| *holder != worker || data.is_some());
+                    self.try_put_index();
+                }
+                Arrival::Death { worker } => {
+                    self.status[worker] = false;
+                    self.dead.push(worker);
+                }
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Config {
+    workers: usize,
+    prefetch: usize,
+    in_order: bool,
+    persistent: bool,
+    timeout: bool,
+    /// What the sampler yields in an epoch.
+    indices: usize,
+    /// How many batches each worker's dataset has in an epoch; more than `indices` is a map-style dataset.
+    lengths: Vec<usize>,
+    /// Whether results may be reported before anybody waits for them; then the reference's order is not the only
+    /// right one, and only the invariants are checked.
+    eager: bool,
+    deaths: bool,
+    choices: Vec<u8>,
+}
+
+#[derive(Debug)]
+enum Message {
+    Task(u64),
+    Resume,
+}
+
+/// A worker process: its task ring and its dataset.
+#[derive(Debug, Default)]
+struct Process {
+    ring: VecDeque<Message>,
+    left: usize,
+    exhausted: bool,
+    gone: bool,
+}
+
+struct World<'a> {
+    config: &'a Config,
+    choices: std::slice::Iter<'a, u8>,
+    scheduler: Scheduler<u64, u64>,
+    processes: Vec<Process>,
+    now: Duration,
+    /// When the clock of the timeout was started last, while it runs.
+    clock: Option<Duration>,
+    indices: usize,
+    epoch: u64,
+    arrivals: VecDeque<Arrival>,
+    sent: Vec<(u64, usize)>,
+    /// For each task how often its tag has come back.
+    ended: Vec<u32>,
+}
+
+const TIMEOUT: Duration = Duration::from_millis(100);
+
+impl World<'_> {
+    fn choice(&mut self) -> u8 {
+        self.choices.next().copied().unwrap_or(255)
+    }
+
+    fn event(&mut self, event: Event<u64>) {
+        self.scheduler.on_event(self.now, event).expect("the workers keep to the protocol");
+        self.perform();
+    }
+
+    fn perform(&mut self) {
+        while let Some(action) = self.scheduler.poll() {
+            match action {
+                Action::Retire { worker } => {
+                    self.processes[worker.index()].gone = true;
+                    // Its leaving is no death.
+                    self.scheduler.on_event(self.now, Event::WorkerDied { worker }).unwrap();
+                }
+                Action::Resume { worker } => self.processes[worker.index()].ring.push_back(Message::Resume),
+                Action::Discard { task, tag, result } => {
+                    self.ended[task.0 as usize] += 1;
+                    assert_eq!(tag, Some(task.0));
+                    assert!(result.is_none_or(|result| result == task.0 * 3));
+                }
+            }
+        }
+    }
+
+    /// Some worker does something that main hears of; false if there is none that could.
+    fn a_worker_acts(&mut self) -> bool {
+        let (count, start) = (self.config.workers, self.choice() as usize);
+        for index in (0..count).map(|index| (start + index) % count) {
+            let process = &mut self.processes[index];
+            if process.gone {
+                continue;
+            }
+            let worker = WorkerId(index as u32);
+            while let Some(message) = process.ring.pop_front() {
+                let event = match message {
+                    Message::Task(_) if process.exhausted => continue,
+                    Message::Resume => {
+                        process.exhausted = false;
+                        process.left = self.config.lengths[index];
+                        Event::Resumed { worker }
+                    }
+                    Message::Task(task) if process.left == 0 => {
+                        process.exhausted = true;
+                        self.arrivals.push_back(Arrival::Exhausted { worker: index });
+                        Event::Exhausted { worker, task: TaskId(task) }
+                    }
+                    Message::Task(task) => {
+                        process.left -= 1;
+                        let failed = task % 5 == 3;
+                        self.arrivals.push_back(Arrival::Result { task, failed });
+                        let (task, result) = (TaskId(task), task * 3);
+                        match failed {
+                            true => Event::Failed { worker, task, result },
+                            false => Event::Completed { worker, task, result },
+                        }
+                    }
+                };
+                self.clock = self.clock.map(|_| self.now);
+                self.event(event);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn kill(&mut self) {
+        let index = self.choice() as usize % self.config.workers;
+        if !self.processes[index].gone {
+            self.processes[index].gone = true;
+            self.arrivals.push_back(Arrival::Death { worker: index });
+            self.event(Event::WorkerDied { worker: WorkerId(index as u32) });
+        }
+    }
+
+    fn submit(&mut self) {
+        if self.indices == 0 {
+            return;
+        }
+        self.indices -= 1;
+        let tag = self.ended.len() as u64;
+        let possible = self.scheduler.can_submit();
+        match self.scheduler.submit(tag) {
+            Ok((task, worker)) => {
+                assert!(possible);
+                assert_eq!(task.0, tag, "numbers go on through the epochs");
+                self.ended.push(0);
+                self.sent.push((task.0, worker.index()));
+                self.processes[worker.index()].ring.push_back(Message::Task(task.0));
+            }
+            Err(back) => assert!(back == tag && !possible),
+        }
+        assert!(self.scheduler.outstanding() <= self.scheduler.max_tasks());
+        let loads = (0..self.config.workers).map(|worker| self.scheduler.load_of(WorkerId(worker as u32)));
+        let share = self.scheduler.max_tasks() / self.scheduler.active_workers().max(1);
+        assert!(self.config.in_order || loads.max() <= Some(share));
+    }
+
+    /// One step of waiting: a worker acts, dies, or time passes. None: go on; Some: what `next` must answer.
+    fn waited(&mut self, deadline: Option<Duration>) -> bool {
+        assert_eq!(deadline, self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT));
+        match self.choice() {
+            0..=9 if self.config.deaths => self.kill(),
+            10..=40 => {
+                self.now += Duration::from_millis(30);
+                self.event(Event::Time);
+                return deadline.is_some_and(|deadline| self.now >= deadline);
+            }
+            _ => {
+                if !self.a_worker_acts() {
+                    // Who waits must be right to wait.
+                    assert!(self.processes.iter().any(|process| process.gone), "nothing ends this wait");
+                    panic!("nothing ends this wait, though deaths are known: {:?}", self.config);
+                }
+            }
+        }
+        false
+    }
+
+    /// A user's call; it is repeated after a timeout.
+    fn next(&mut self) -> Outcome {
+        let mut must_time_out = false;
+        self.clock = None;
+        loop {
+            let step = self.scheduler.next();
+            self.perform();
+            assert!(!must_time_out || step == Step::TimedOut, "{step:?}");
+            must_time_out = false;
+            return match step {
+                Step::Submit => {
+                    self.submit();
+                    continue;
+                }
+                Step::Wait { .. } => {
+                    if self.clock.is_none() {
+                        self.clock = Some(self.now);
+                        self.event(Event::WaitBegan);
+                    }
+                    must_time_out = self.waited(self.scheduler.deadline());
+                    continue;
+                }
+                Step::TimedOut => {
+                    self.clock = None;
+                    continue;
+                }
+                Step::Deliver { task, worker, tag, result } | Step::Raise { task, worker, tag, result } => {
+                    assert_eq!((tag, result), (task.0, task.0 * 3));
+                    assert!(task.0 >= self.epoch, "a stale batch");
+                    self.ended[task.0 as usize] += 1;
+                    Outcome::Batch { task: task.0, worker: worker.index(), failed: task.0 % 5 == 3 }
+                }
+                Step::Dead(Death { worker, lost }) => {
+                    Outcome::Dead { worker: worker.index(), lost: lost.map(|task| task.0) }
+                }
+                Step::End => Outcome::End,
+                Step::Shutdown => unreachable!(),
+            };
+        }
+    }
+
+    fn begin_epoch(&mut self) {
+        self.epoch = self.ended.len() as u64;
+        self.indices = self.config.indices;
+        self.sent.clear();
+        self.arrivals.clear();
+        (0..self.scheduler.max_tasks()).for_each(|_| self.submit());
+    }
+
+    /// The handshake of a persistent loader, perhaps given up and begun again; false where a death ended it.
+    fn reset(&mut self) -> bool {
+        self.event(Event::EpochReset);
+        self.clock = None;
+        while self.scheduler.resuming() {
+            assert!(!self.scheduler.can_submit());
+            if self.choice() < 10 && self.scheduler.death().is_none() {
+                self.event(Event::EpochReset);
+                self.clock = None;
+            }
+            match self.scheduler.next() {
+                Step::Wait { deadline } => _ = self.waited(deadline),
+                Step::Dead(Death { lost: None, .. }) => return false,
+                other => panic!("{other:?} while resuming"),
+            }
+        }
+        self.begin_epoch();
+        true
+    }
+
+    fn restart(&mut self) {
+        self.scheduler.restart();
+        self.perform();
+        let lengths = &self.config.lengths;
+        self.processes = lengths.iter().map(|&left| Process { left, ..Process::default() }).collect();
+        assert!(self.ended.iter().all(|count| *count == 1), "a restart leaves nothing behind");
+        self.begin_epoch();
+    }
+}
+
+fn run(config: &Config) {
+    let settings = Settings {
+        workers: config.workers,
+        prefetch_factor: config.prefetch,
+        in_order: config.in_order,
+        persistent: config.persistent,
+        timeout: config.timeout.then_some(TIMEOUT),
+    };
+    let lengths = &config.lengths;
+    let mut world = World {
+        config,
+        choices: config.choices.iter(),
+        scheduler: Scheduler::new(settings).unwrap(),
+        processes: lengths.iter().map(|&left| Process { left, ..Process::default() }).collect(),
+        now: Duration::ZERO,
+        clock: None,
+        indices: 0,
+        epoch: 0,
+        arrivals: VecDeque::new(),
+        sent: Vec::new(),
+        ended: Vec::new(),
+    };
+    world.begin_epoch();
+    let mut torch = Torch::new(config, 0);
+    let (mut last, mut epochs) = (None, 0);
+    loop {
+        if config.eager {
+            for _ in 0..world.choice() % 4 {
+                world.a_worker_acts();
+            }
+        }
+        let outcome = world.next();
+        if !config.eager {
+            let arrivals = &mut world.arrivals;
+            assert_eq!(outcome, torch.next(|| arrivals.pop_front().expect("torch would wait on")));
+            assert!(arrivals.is_empty(), "torch would have needed less");
+            assert_eq!(world.sent, torch.sent);
+        }
+        let alive = match outcome {
+            Outcome::Batch { task, .. } => {
+                assert!(!config.in_order || last < Some(task));
+                last = Some(task);
+                if !config.persistent || world.choice() >= 10 || world.scheduler.death().is_some() {
+                    continue;
+                }
+                true
+            }
+            Outcome::End => {
+                assert_eq!((world.next(), world.scheduler.outstanding()), (Outcome::End, 0));
+                true
+            }
+            Outcome::Dead { .. } => {
+                if world.choice() < 128 {
+                    world.a_worker_acts();
+                }
+                assert_eq!(world.next(), outcome);
+                assert!(!world.scheduler.can_submit());
+                false
+            }
+        };
+        epochs += 1;
+        if !config.persistent || epochs == 4 {
+            break;
+        }
+        if !alive || !world.reset() {
+            world.restart();
+        }
+        torch = Torch::new(config, world.epoch);
+    }
+    if world.choice() < 128 {
+        world.a_worker_acts();
+    }
+    world.event(Event::Shutdown);
+    assert_eq!(world.scheduler.next(), Step::Shutdown);
+    assert!(world.ended.iter().all(|count| *count == 1), "each task ends once: {:?}", world.ended);
+}
+
+fn config() -> impl Strategy<Value = Config> {
+    let shape = (1_usize..7, 1_usize..4, any::<[bool; 6]>(), 0_usize..40);
+    shape.prop_flat_map(|(workers, prefetch, flags, indices)| {
+        let [in_order, persistent, timeout, iterable, eager, deaths] = flags;
+        let longest = if iterable { 12_usize } else { 0 };
+        let lengths = proptest::collection::vec(0_usize..=longest, workers);
+        (lengths, proptest::collection::vec(any::<u8>(), 0..400)).prop_map(move |(lengths, choices)| Config {
+            workers,
+            prefetch,
+            in_order,
+            persistent,
+            timeout,
+            indices: if iterable { 1_000 } else { indices },
+            lengths: if iterable { lengths } else { vec![usize::MAX; workers] },
+            eager,
+            deaths,
+            choices,
+        })
+    })
+}
+
+fn cases() -> u32 {
+    let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    wanted.unwrap_or(if cfg!(debug_assertions) { 1_000 } else { 10_000 })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: cases(),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn it_does_what_torch_does(config in config()) {
+        run(&config);
+    }
+}

@@ -1,0 +1,211 @@
+//! Refusals by the kernel, made by failpoints: `cargo test --features failpoints`.
+#![cfg(feature = "failpoints")]
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use rustloader::error::Error;
+use rustloader::sys::event::EventFd;
+use rustloader::sys::failpoint::{self, Effect};
+use rustloader::sys::map::{Mapping, page_size};
+use rustloader::sys::pidfd::PidFd;
+use rustloader::sys::poll::{PollSet, WaitOutcome};
+use rustloader::sys::{fork, memfd};
+
+/// Failpoints are the process's: one test at a time.
+static ONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    let guard = ONE.lock().unwrap_or_else(|poison| poison.into_inner());
+    failpoint::clear();
+    guard
+}
+
+fn refuse(kind: &str, errno: i32) {
+    failpoint::set(kind, 1, Effect::Errno(errno)).unwrap();
+}
+
+fn mapping() -> Mapping {
+    let fd = memfd::create("a", 4 * page_size() as u64).unwrap();
+    Mapping::new(fd.as_fd(), 4 * page_size()).unwrap()
+}
+
+/// Asserts that a call fails with this errno under this name, with a hint.
+macro_rules! assert_os {
+    ($result:expr, $call:literal, $errno:expr) => {
+        match $result {
+            Err(Error::Os { call: $call, errno, hint }) if errno == $errno => assert!(!hint.is_empty()),
+            other => panic!("{other:?}"),
+        }
+    };
+}
+
+#[test]
+fn a_memfd_is_made_on_a_kernel_that_does_not_know_noexec() {
+    let _alone = alone();
+    let before = failpoint::calls("memfd_create");
+    refuse("memfd_create", libc::EINVAL);
+    let fd = memfd::create("a", 1).unwrap();
+    assert_eq!(failpoint::calls("memfd_create"), before + 2);
+    memfd::seal(fd.as_fd()).unwrap();
+}
+
+#[test]
+fn refusals_of_a_memfd_are_named() {
+    let _alone = alone();
+    refuse("memfd_create", libc::EMFILE);
+    assert_os!(memfd::create("a", 1), "memfd_create", libc::EMFILE);
+    refuse("ftruncate", libc::ENOSPC);
+    assert_os!(memfd::create("a", 1), "ftruncate", libc::ENOSPC);
+    refuse("ftruncate", libc::EINTR);
+    let fd = memfd::create("a", 1).unwrap();
+    refuse("seal", libc::EPERM);
+    assert_os!(memfd::seal(fd.as_fd()), "fcntl(F_ADD_SEALS)", libc::EPERM);
+    refuse("dup", libc::EMFILE);
+    assert_os!(memfd::dup_cloexec(fd.as_fd()), "fcntl(F_DUPFD_CLOEXEC)", libc::EMFILE);
+    refuse("mmap", libc::ENOMEM);
+    assert_os!(Mapping::new(fd.as_fd(), 1), "mmap", libc::ENOMEM);
+}
+
+#[test]
+fn a_full_machine_is_no_memory() {
+    let _alone = alone();
+    let mapping = mapping();
+    for errno in [libc::EFAULT, libc::ENOMEM, libc::EHWPOISON] {
+        refuse("populate", errno);
+        match mapping.populate(1..2) {
+            Err(Error::NoMemory { wanted, .. }) => assert_eq!(wanted, page_size() as u64),
+            other => panic!("{other:?}"),
+        }
+    }
+    refuse("populate", libc::EPERM);
+    assert_os!(mapping.populate(1..2), "madvise(MADV_POPULATE_WRITE)", libc::EPERM);
+}
+
+#[test]
+fn an_old_kernel_touches_the_pages() {
+    let _alone = alone();
+    let mapping = mapping();
+    refuse("populate", libc::EINVAL);
+    mapping.populate(0..2 * page_size()).unwrap();
+    refuse("populate", libc::EINTR);
+    mapping.populate(0..2 * page_size()).unwrap();
+}
+
+#[test]
+fn holes_and_huge_pages_may_be_refused() {
+    let _alone = alone();
+    let mapping = mapping();
+    refuse("remove", libc::EOPNOTSUPP);
+    assert_os!(mapping.remove(0..mapping.len()), "madvise(MADV_REMOVE)", libc::EOPNOTSUPP);
+    refuse("hugepage", libc::EINVAL);
+    mapping.advise_huge(0..mapping.len()).unwrap();
+}
+
+#[test]
+fn processes_may_be_hidden() {
+    let _alone = alone();
+    let me = std::process::id() as i32;
+    refuse("pidfd_open", libc::ENOSYS);
+    assert_os!(PidFd::open(me), "pidfd_open", libc::ENOSYS);
+    let process = PidFd::open(me).unwrap();
+    refuse("waitid", libc::EINTR);
+    assert_eq!(process.status(), None);
+    refuse("waitid", libc::ECHILD);
+    refuse("pidfd_get_info", libc::ENOTTY);
+    assert_eq!(process.status(), None);
+    refuse("pidfd_send_signal", libc::ESRCH);
+    process.send_signal(0).unwrap();
+    refuse("pidfd_send_signal", libc::EPERM);
+    assert_os!(process.send_signal(0), "pidfd_send_signal", libc::EPERM);
+}
+
+#[test]
+fn doorbells_go_on_after_a_signal() {
+    let _alone = alone();
+    refuse("eventfd", libc::EMFILE);
+    assert_os!(EventFd::new(), "eventfd", libc::EMFILE);
+    let event = EventFd::new().unwrap();
+    refuse("eventfd_write", libc::EINTR);
+    event.ring().unwrap();
+    refuse("eventfd_read", libc::EINTR);
+    event.drain().unwrap();
+    refuse("pipe2", libc::ENFILE);
+    assert_os!(fork::pipe_cloexec(), "pipe2", libc::ENFILE);
+}
+
+#[test]
+fn without_an_epoll_many_are_polled() {
+    let _alone = alone();
+    failpoint::set_from("epoll_create", 1, Effect::Errno(libc::EMFILE)).unwrap();
+    let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
+    let mut set = PollSet::new();
+    for (token, event) in events.iter().enumerate() {
+        set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
+    }
+    events[40].ring().unwrap();
+    let (before, mut ready) = (failpoint::calls("ppoll"), Vec::new());
+    assert_eq!(set.wait(Some(Duration::from_secs(60)), &mut ready).unwrap(), WaitOutcome::Ready);
+    assert_eq!((ready.as_slice(), failpoint::calls("ppoll")), ([40].as_slice(), before + 1));
+    set.remove(40).unwrap();
+}
+
+#[test]
+fn the_nth_call_counts_and_names_are_checked() {
+    let _alone = alone();
+    failpoint::set("eventfd", 3, Effect::Errno(libc::EMFILE)).unwrap();
+    let answers: Vec<bool> = (0..4).map(|_| EventFd::new().is_ok()).collect();
+    assert_eq!(answers, [true, true, false, true]);
+    failpoint::set_from("eventfd", 2, Effect::Errno(libc::EMFILE)).unwrap();
+    let answers: Vec<bool> = (0..4).map(|_| EventFd::new().is_ok()).collect();
+    assert_eq!(answers, [true, false, false, false]);
+    failpoint::clear();
+    EventFd::new().unwrap();
+    assert!(matches!(failpoint::set("nothing", 1, Effect::Kill), Err(Error::Usage { .. })));
+    assert!(matches!(failpoint::set("eventfd", 0, Effect::Kill), Err(Error::Usage { .. })));
+    assert!(failpoint::kinds().contains(&"eventfd"));
+}
+
+/// Not a test of its own: what [`the_environment_drives_a_process`] runs in another process.
+#[test]
+#[ignore = "run by the_environment_drives_a_process"]
+fn driven() {
+    EventFd::new().unwrap();
+    let code = if EventFd::new().is_ok() { 10 } else { 11 };
+    rustloader::sys::signal::exit_now(code);
+}
+
+#[test]
+fn the_environment_drives_a_process() {
+    let run = |text: &str| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "driven", "--ignored"]).env("RUSTLOADER_FAILPOINT", text);
+        command.output().unwrap().status
+    };
+    assert_eq!(run("").code(), Some(10));
+    assert_eq!(run("eventfd:2:EMFILE").code(), Some(11));
+    assert_eq!(run("mmap:1:kill,eventfd:2+:24").code(), Some(11));
+    assert_eq!(run("eventfd:2:exit=33").code(), Some(33));
+    assert_eq!(run("eventfd:1:kill").signal(), Some(libc::SIGKILL));
+    assert_eq!(run("eventfd:1").code(), Some(101));
+}
+
+#[test]
+fn a_forked_child_is_driven_apart_from_its_parent() {
+    let _alone = alone();
+    // SAFETY: the child makes one call, which its failpoint ends.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let _ = failpoint::set("eventfd", 1, Effect::Exit(5));
+        let _ = EventFd::new();
+        rustloader::sys::signal::exit_now(6);
+    }
+    let mut status = 0;
+    // SAFETY: `status` is a number of ours for the kernel to fill.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(libc::WEXITSTATUS(status), 5);
+    EventFd::new().unwrap();
+}

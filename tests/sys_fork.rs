@@ -1,0 +1,169 @@
+//! What a forked child sees of its parent's objects, and limits of a process, which only a child can try.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustloader::error::Error;
+use rustloader::sys::event::EventFd;
+use rustloader::sys::map::Mapping;
+use rustloader::sys::poll::PollSet;
+use rustloader::sys::{fork, memfd};
+
+/// Runs `work` in a child; panics where it answers false or the child is killed.
+fn in_child(work: impl FnOnce() -> bool) {
+    let pid = start(work);
+    let mut status = 0;
+    // SAFETY: `status` is a number of ours for the kernel to fill.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(status, 0, "wait status of the child");
+}
+
+fn start(work: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child takes no lock but the allocator's, which the C library makes whole, and leaves by _exit.
+    unsafe {
+        let pid = libc::fork();
+        assert!(pid >= 0);
+        if pid == 0 {
+            libc::_exit(if work() { 0 } else { 1 });
+        }
+        pid
+    }
+}
+
+static TRACE: AtomicU64 = AtomicU64::new(0);
+static GENERATION_IN_CHILD_HANDLER: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    static TRACED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+fn note(digit: u64) {
+    // Other tests of this file fork too.
+    if TRACED.get() {
+        TRACE.store(TRACE.load(Ordering::Relaxed) * 10 + digit, Ordering::Relaxed);
+    }
+}
+
+extern "C" fn prepare() {
+    note(1);
+}
+extern "C" fn parent() {
+    note(2);
+}
+extern "C" fn child() {
+    note(3);
+    GENERATION_IN_CHILD_HANDLER.store(fork::generation(), Ordering::Relaxed);
+}
+
+#[test]
+fn handlers_run_around_a_fork_and_the_generation_rises_in_the_child() {
+    let before = fork::generation();
+    assert!(fork::on_fork(prepare, parent, child).unwrap());
+    assert!(!fork::on_fork(prepare, parent, child).unwrap());
+    TRACED.set(true);
+    in_child(|| {
+        fork::generation() > before
+            && GENERATION_IN_CHILD_HANDLER.load(Ordering::Relaxed) == fork::generation()
+            && TRACE.load(Ordering::Relaxed) == 13
+    });
+    assert_eq!(TRACE.load(Ordering::Relaxed), 12);
+    assert_eq!(fork::generation(), before);
+    in_child(|| {
+        let here = fork::generation();
+        in_child(|| fork::generation() > here);
+        true
+    });
+}
+
+#[test]
+fn a_pipe_ends_when_the_last_child_has() {
+    let (reader, writer) = fork::pipe_cloexec().unwrap();
+    let (go_reader, go_writer) = fork::pipe_cloexec().unwrap();
+    let pid = start(|| {
+        let mut byte = 0_u8;
+        // SAFETY: `byte` has room for one byte.
+        unsafe { libc::read(go_reader.as_raw_fd(), (&raw mut byte).cast(), 1) == 1 }
+    });
+    drop(writer);
+    assert!(!fork::reads_eof(reader.as_fd()));
+    // SAFETY: one byte is there to be read; then the child is ours to wait for.
+    unsafe {
+        assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
+        libc::waitpid(pid, std::ptr::null_mut(), 0);
+    }
+    // Another test's child may have been forked between, and holds the end for a moment.
+    while !fork::reads_eof(reader.as_fd()) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_poll_set_is_dead_in_a_child() {
+    for count in [1, 40] {
+        let events: Vec<EventFd> = (0..count).map(|_| EventFd::new().unwrap()).collect();
+        let mut set = PollSet::new();
+        for (token, event) in events.iter().enumerate() {
+            set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
+        }
+        in_child(|| {
+            let mut ready = Vec::new();
+            let dead = matches!(set.wait(None, &mut ready), Err(Error::Usage { .. }))
+                && matches!(set.remove(0), Err(Error::Usage { .. }))
+                && matches!(set.add(0, 99), Err(Error::Usage { .. }));
+            let open = open_descriptors();
+            // SAFETY: the child leaves without using or dropping `set` again.
+            drop(unsafe { std::ptr::read(&set) });
+            dead && open_descriptors() == open
+        });
+        events[0].ring().unwrap();
+        let mut ready = Vec::new();
+        set.wait(None, &mut ready).unwrap();
+        assert_eq!(ready, [0]);
+    }
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
+    in_child(|| {
+        let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+        // SAFETY: `limit` is a struct of ours to read.
+        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) };
+        matches!(memfd::create("a", (1 << 20) + 1), Err(Error::Os { call: "ftruncate", errno: libc::EFBIG, hint })
+            if hint.contains("ulimit -f"))
+            && memfd::create("a", 1 << 20).is_ok()
+    });
+}
+
+#[test]
+fn a_limit_of_address_space_is_an_error() {
+    in_child(|| {
+        let limit = libc::rlimit { rlim_cur: 4 << 30, rlim_max: 4 << 30 };
+        // SAFETY: `limit` is a struct of ours to read.
+        unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) };
+        let fd = memfd::create("a", 1 << 40).unwrap();
+        matches!(Mapping::new(fd.as_fd(), 1 << 40), Err(Error::Os { call: "mmap", errno: libc::ENOMEM, hint })
+            if hint.contains("ulimit -v"))
+    });
+}
+
+#[test]
+fn a_child_shares_the_mapping() {
+    let fd = memfd::create("a", 4096).unwrap();
+    let mapping = Mapping::new(fd.as_fd(), 4096).unwrap();
+    in_child(|| {
+        // SAFETY: the byte lies in the mapping; the parent only waits.
+        unsafe { mapping.as_ptr().write(5) };
+        true
+    });
+    // SAFETY: the byte lies in the mapping; the child has ended.
+    assert_eq!(unsafe { mapping.as_ptr().read() }, 5);
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mine = maps.split_once(&format!("{:x}-", mapping.as_ptr() as usize)).unwrap().1;
+    let flags = mine.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+    assert!(flags.split(' ').any(|flag| flag == "dd"), "it would be in a core dump: {flags}");
+}

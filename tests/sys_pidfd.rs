@@ -1,0 +1,134 @@
+//! Children of this process: how `PidFd` sees them live and end.
+
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use rustloader::sys::pidfd::{ExitStatus, PidFd, start_time};
+
+/// A child that does `work` and then exits with code 0.
+fn fork(work: impl FnOnce()) -> i32 {
+    // SAFETY: the child calls what may be called after a fork, and leaves by _exit.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        // Should the test fail, nobody is left behind.
+        // SAFETY: alarm takes a plain number.
+        unsafe { libc::alarm(120) };
+        work();
+        exit(0);
+    }
+    pid
+}
+
+fn exit(code: i32) {
+    // SAFETY: _exit has no precondition.
+    unsafe { libc::_exit(code) }
+}
+
+fn sleep_for_ever() {
+    loop {
+        // SAFETY: pause has no precondition.
+        unsafe { libc::pause() };
+    }
+}
+
+fn reap(pid: i32) -> i32 {
+    let mut status = 0;
+    // SAFETY: `status` is a number of ours for the kernel to fill.
+    let answer = unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(answer, pid);
+    status
+}
+
+fn await_exit(process: &PidFd) {
+    let start = Instant::now();
+    while !process.has_exited().unwrap() {
+        assert!(start.elapsed() < Duration::from_secs(60), "the child does not end");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether the kernel keeps the status of a process that was reaped.
+fn keeps_status() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers =
+        release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().unwrap_or(0));
+    (numbers.next().unwrap(), numbers.next().unwrap_or(0)) >= (6, 15)
+}
+
+fn check(pid: i32, process: &PidFd, expected: ExitStatus) {
+    await_exit(process);
+    assert_eq!(process.status(), Some(expected));
+    // It was not reaped by looking.
+    assert_eq!(process.status(), Some(expected));
+    reap(pid);
+    assert!(process.has_exited().unwrap());
+    assert_eq!(process.status(), keeps_status().then_some(expected), "after somebody else's wait");
+    process.send_signal(libc::SIGKILL).unwrap();
+    assert!(PidFd::open(pid).is_err());
+}
+
+#[test]
+fn an_exit_code_is_seen_before_and_after_reaping() {
+    for code in [0, 1, 255] {
+        let pid = fork(|| exit(code));
+        let process = PidFd::open(pid).unwrap();
+        check(pid, &process, ExitStatus::Code(code));
+    }
+}
+
+#[test]
+fn a_signal_is_seen_before_and_after_reaping() {
+    for signal in [libc::SIGKILL, libc::SIGTERM, libc::SIGABRT] {
+        let pid = fork(sleep_for_ever);
+        let process = PidFd::open(pid).unwrap();
+        assert!(!process.has_exited().unwrap());
+        assert_eq!(process.status(), None);
+        process.send_signal(signal).unwrap();
+        check(pid, &process, ExitStatus::Signal(signal));
+    }
+}
+
+#[test]
+fn a_stopped_process_lives() {
+    let pid = fork(sleep_for_ever);
+    let process = PidFd::open(pid).unwrap();
+    process.send_signal(libc::SIGSTOP).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!process.has_exited().unwrap());
+    assert_eq!(process.status(), None);
+    process.send_signal(libc::SIGKILL).unwrap();
+    check(pid, &process, ExitStatus::Signal(libc::SIGKILL));
+}
+
+#[test]
+fn a_process_that_is_nobody_of_ours_can_be_watched() {
+    // SAFETY: getppid has no precondition.
+    let process = PidFd::open(unsafe { libc::getppid() }).unwrap();
+    assert!(!process.has_exited().unwrap());
+    assert_eq!(process.status(), None);
+}
+
+#[test]
+fn a_descriptor_that_somebody_closed_is_an_error_and_no_death() {
+    let process = PidFd::open(std::process::id() as i32).unwrap();
+    // In a child, where no other test can get the number.
+    let pid = fork(|| {
+        // SAFETY: the number is closed on purpose; the child leaves without dropping `process`.
+        unsafe { libc::close(process.as_fd().as_raw_fd()) };
+        exit(if process.has_exited().is_err() && process.status().is_none() { 0 } else { 1 });
+    });
+    assert_eq!(reap(pid), 0);
+}
+
+#[test]
+fn start_times_grow() {
+    let first = start_time(std::process::id() as i32).unwrap();
+    let pid = fork(sleep_for_ever);
+    let second = start_time(pid).unwrap();
+    assert!(second >= first);
+    assert_eq!(start_time(pid).unwrap(), second);
+    PidFd::open(pid).unwrap().send_signal(libc::SIGKILL).unwrap();
+    reap(pid);
+    assert!(start_time(pid).is_err());
+}
