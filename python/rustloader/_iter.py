@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.process
+import os
 import signal
 import sys
 import time
@@ -26,6 +28,9 @@ from rustloader import _core, _worker
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
 logger = logging.getLogger("rustloader")
+
+# multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
+_mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
 _TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 _torchs_worker_loop = _utils.worker._worker_loop
@@ -80,8 +85,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
-    _pending: Exception | None = None
-    _in_hand: list[Any] | None = None
+    _held_back: list[Exception] = []  # noqa: RUF012
     _death: str | None = None
     _death_raised = False
     _ended = False
@@ -114,7 +118,6 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def _start_workers(self) -> None:
         core = self._engine()
         _live.add(self)
-        memfd, doorbell, geometry, parent = core.shipment()
         with _sigint_blocked() as was_open:
             job = _worker.Job(
                 dataset_kind=self._dataset_kind,
@@ -129,9 +132,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             _core.begin_forks()
             try:
                 for worker_id in range(self._num_workers):
-                    connection = _worker.Connection(memfd, doorbell, geometry, parent)
                     process = self._context.Process(
-                        target=_worker.run, args=(connection, [self._dataset], job, worker_id)
+                        target=_worker.run, args=(_worker.Connection(core), [self._dataset], job, worker_id)
                     )
                     process.daemon = True
                     try:
@@ -146,6 +148,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _restart(self) -> None:
         """New workers for a persistent loader whose workers have died or were shut down."""
+        self._shutdown_workers()
         core, reason = _make_engine(self)
         if core is None:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
@@ -173,7 +176,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             return
         core = self._engine()
         _BaseDataLoaderIter._reset(self, loader, first_iter)
-        self._pending = self._in_hand = None
+        self._held_back = []
         self._ended = False
         if not first_iter and (self._shutdown or self._death_raised):
             self._restart()
@@ -220,18 +223,16 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def _next_data(self) -> Any:
         if self._passthrough:
             return super()._next_data()
-        if self._ended:
-            raise StopIteration
-        if self._death is not None and self._death_raised:
-            raise RuntimeError(self._death)
-        if self._shutdown:
-            raise AssertionError(
-                "Invalid iterator state: shutdown or no outstanding tasks when fetching next data"
-            )
         core = self._engine()
-        core.enter()
         try:
+            core.enter()
+        except RuntimeError:
+            self._look_for_the_end()
+            raise
+        try:
+            self._look_for_the_end()
             code, value = self._take(core)
+            self._ended = code == _END
         finally:
             core.leave()
         if code == _BATCH:
@@ -241,37 +242,40 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if code == _ERROR:
             value.reraise()
         if code == _END:
-            self._ended = True
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
         self._died_or_late(code, value)
         raise AssertionError(f"an answer of the engine that is none: {code}")
 
+    def _look_for_the_end(self) -> None:
+        """Raises what a further `next` raises after the epoch's end, a death, or a shutdown."""
+        if self._ended:
+            raise StopIteration
+        if self._death is not None and self._death_raised:
+            raise RuntimeError(self._death)
+        if self._shutdown:
+            raise AssertionError(
+                "Invalid iterator state: shutdown or no outstanding tasks when fetching next data"
+            )
+
     def _take(self, core: _core.Engine) -> tuple[int, Any]:
-        """The next answer of the engine; for each result that it takes, one more index is sent, as torch does."""
-        if self._in_hand is not None:
-            # An interrupt came between a batch's arrival and its delivery.
-            (code, value), self._in_hand = self._in_hand, None
-            return code, value
-        if self._pending is not None:
-            error, self._pending = self._pending, None
-            raise error
+        """The next answer of the engine. For each result that it is about to hand out it first wants one more index,
+        as torch does; the sampler's error there comes at the next call, because the batch in hand is sound."""
+        if self._held_back:
+            raise self._held_back.pop(0)
         while True:
             code, value = core.next()
             if code == _SUBMIT:
-                self._workers_status[:] = core.active()
-                self._submit(core)
-                continue
-            if code <= _ERROR:
+                if self._dataset_kind == _DatasetKind.Iterable:
+                    self._workers_status[:] = core.active()
                 try:
                     self._submit(core)
                 except Exception as error:
-                    # The sampler's error comes at the next call: the batch in hand is sound.
-                    self._pending = error
-                except BaseException:
-                    self._in_hand = [code, value]
-                    raise
+                    self._held_back.append(error)
+                continue
+            if code == _END and self._held_back:
+                raise self._held_back.pop(0)
             return code, value
 
     def _died_or_late(self, code: int, worker_id: Any) -> None:
@@ -371,6 +375,8 @@ def _end(iterators: list[_MultiProcessingDataLoaderIter], grace: float, kill_aft
             for process in iterator._workers:
                 if core.alive() == 0:
                     process.join()
+                # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
+                _mp_children.discard(process)
             core.finish()
             _live.discard(iterator)
 
@@ -380,11 +386,21 @@ def _end_all() -> None:
     which joins daemonic processes without limit."""
     here = [it for it in list(_live) if not it._shutdown and it._core is not None and it._core.is_ours]
     for iterator in here:
-        iterator._shutdown = True
+        # A daemon thread in its `next` must not wake up to an error that it can only print.
+        iterator._engine().close(exiting=True)
     _end(here, _EXIT_GRACE, _EXIT_KILL_AFTER)
+    for iterator in here:
+        iterator._shutdown = True
+
+
+def _forget_in_child() -> None:
+    """In a forked child the workers are somebody else's: multiprocessing must not terminate them at the child's exit."""
+    for iterator in list(_live):
+        _mp_children.difference_update(iterator._workers)
 
 
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _why_not(cls: type, loader: Any) -> str | None:

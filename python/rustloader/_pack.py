@@ -44,6 +44,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     # torch's reducer drops both bits, and the values arrive wrong.
     if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()):
         tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_quantized:
+        # torch's reducer for other processes loses the quantizer; the one for files keeps it.
+        return tensor._reduce_ex_internal(2)  # type: ignore[attr-defined]
     return reductions.reduce_tensor(tensor)
 
 
@@ -76,18 +79,19 @@ def _pickle(value: Any, callback: Callable[[pickle.PickleBuffer], Any] | None) -
     return out.getvalue()
 
 
-def dumps(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
     """The pickle of a batch, and the buffers of at least ``INLINE_LIMIT`` bytes that travel beside it."""
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
         try:
-            small = buffer.raw().nbytes < INLINE_LIMIT
+            raw = buffer.raw()
         except BufferError:  # not contiguous
             return True
-        if not small:
-            buffers.append(buffer)
-        return small
+        if raw.nbytes < INLINE_LIMIT:
+            return True
+        buffers.append(raw)
+        return False
 
     return _pickle(value, in_band), buffers
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from dataclasses import dataclass
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import _DatasetKind, _utils
 
 from rustloader import _pack
 from rustloader._collate import use_arena
-from rustloader._core import Port, WorkerStopped
+from rustloader._core import Engine, Port, WorkerStopped
 
 __all__ = ["Connection", "Job", "run"]
 
@@ -28,31 +29,31 @@ _FETCH, _RESUME, _LEAVE = range(3)
 class Connection:
     """The descriptors and numbers with which a worker opens its port.
 
-    Under fork the worker inherits the descriptors; under spawn and forkserver they travel with the pickle.
-
-    Args:
-        memfd, doorbell: descriptors of the main process.
-        geometry: bytes of the arena, workers, slots of a ring.
-        parent: process id and start time of the main process.
+    Under fork the worker inherits the engine with its mapping; under spawn and forkserver the descriptors travel
+    with the pickle.
     """
 
-    def __init__(
-        self, memfd: Any, doorbell: Any, geometry: tuple[int, int, int], parent: tuple[int, int]
-    ) -> None:
-        self._descriptors = memfd, doorbell
-        self._geometry = geometry
-        self._parent = parent
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        memfd, doorbell, self._geometry, self._parent = engine.shipment()
+        self._descriptors: tuple[Any, Any] = memfd, doorbell
 
-    def __reduce__(self) -> Any:
-        memfd, doorbell = (torch.multiprocessing.reduction.DupFd(fd) for fd in self._descriptors)
-        return Connection, (memfd, doorbell, self._geometry, self._parent)
+    def __getstate__(self) -> Any:
+        return [reduction.DupFd(fd) for fd in self._descriptors], self._geometry, self._parent
+
+    def __setstate__(self, state: Any) -> None:
+        self._engine = None
+        self._descriptors, self._geometry, self._parent = state
 
     def open(self, worker_id: int) -> Port:
         """Opens the port, in the worker."""
-        memfd, doorbell = (fd if isinstance(fd, int) else fd.detach() for fd in self._descriptors)
-        for fd in (memfd, doorbell):
-            os.set_inheritable(fd, False)
-        port = Port(memfd, doorbell, self._geometry, worker_id)
+        if self._engine is not None:
+            port = Port.inherit(self._engine, worker_id)
+        else:
+            memfd, doorbell = (fd.detach() for fd in self._descriptors)
+            for fd in (memfd, doorbell):
+                os.set_inheritable(fd, False)
+            port = Port(memfd, doorbell, self._geometry, worker_id)
         port.watch(self._parent)
         return port
 

@@ -67,6 +67,7 @@ pub struct Hands {
     pub doorbell: sys::event::EventFd,
     processes: Box<[OnceLock<Process>]>,
     closing: AtomicBool,
+    exiting: AtomicBool,
 }
 
 impl Hands {
@@ -74,7 +75,7 @@ impl Hands {
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let processes = (0..workers).map(|_| OnceLock::new()).collect();
-        Ok(Self { arena, doorbell: sys::event::EventFd::new()?, processes, closing: AtomicBool::new(false) })
+        Ok(Self { arena, doorbell: sys::event::EventFd::new()?, processes, closing: AtomicBool::new(false), exiting: AtomicBool::new(false) })
     }
 
     /// Notes the process of a worker that has just been started.
@@ -97,6 +98,16 @@ impl Hands {
     /// True once somebody has begun to stop the iterator.
     pub fn closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
+    }
+
+    /// The interpreter exits: what waits in `next` on other threads is to go on waiting until the process ends.
+    pub fn exit(&self) {
+        self.exiting.store(true, Ordering::Release);
+    }
+
+    /// Whether the interpreter exits.
+    pub fn exiting(&self) -> bool {
+        self.exiting.load(Ordering::Acquire)
     }
 
     /// Wakes one worker if it sleeps.

@@ -275,6 +275,7 @@ impl<T> Engine<T> {
     /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until
     /// `deadline` and at most one slice. To be called without the GIL.
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
+        self.ready.clear();
         let start = sys::clock::monotonic();
         loop {
             sys::clock::yield_now();
@@ -293,7 +294,6 @@ impl<T> Engine<T> {
         }
         let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
         let limit = if self.unwatched.is_empty() { limit } else { limit.min(Duration::from_millis(20)) };
-        self.ready.clear();
         let outcome = self.poll.wait(Some(limit), &mut self.ready);
         sleeper.awake();
         match outcome? {

@@ -50,7 +50,8 @@ struct State {
 pub struct PyEngine {
     state: Mutex<State>,
     turn: Turn,
-    hands: Arc<Hands>,
+    /// What may be used without the turn.
+    pub hands: Arc<Hands>,
     runtime: Arc<Runtime>,
 }
 
@@ -131,7 +132,7 @@ impl PyEngine {
 
     /// Takes the turn; waits for it without the GIL.
     fn enter(&self, py: Python<'_>) -> PyResult<()> {
-        self.turn.take(py, || !self.hands.closing())
+        self.turn.take(py, &self.hands)
     }
 
     /// Gives the turn back.
@@ -148,7 +149,7 @@ impl PyEngine {
     fn submit(&self, py: Python<'_>, index: Bound<'_, PyAny>) -> PyResult<bool> {
         let mut state = self.state()?;
         if self.hands.closing() {
-            return Err(closed());
+            return Err(closed(py, &self.hands));
         }
         let State { engine, payload, .. } = &mut *state;
         payload.clear();
@@ -182,7 +183,7 @@ impl PyEngine {
                 }
                 Step::End => return Ok((code::END, None)),
                 Step::TimedOut => return Ok((code::TIMED_OUT, None)),
-                Step::Closed => return Err(closed()),
+                Step::Closed => return Err(closed(py, &self.hands)),
                 Step::Wait(deadline) => self.wait(py, &mut state, deadline)?,
             }
         }
@@ -199,7 +200,7 @@ impl PyEngine {
                     return Ok((code::DEAD, Some(worker.into_pyobject(py)?.into_any().unbind())));
                 }
                 Step::TimedOut => return Ok((code::TIMED_OUT, None)),
-                Step::Closed => return Err(closed()),
+                Step::Closed => return Err(closed(py, &self.hands)),
                 Step::Wait(deadline) => self.wait(py, &mut state, deadline)?,
                 Step::Deliver { .. } | Step::Submit | Step::End => {}
             }
@@ -223,8 +224,13 @@ impl PyEngine {
         Ok(self.state()?.engine.delivered())
     }
 
-    /// Tells the workers to leave and wakes a waiting `next`. Without the turn; may be called again.
-    fn close(&self) -> PyResult<()> {
+    /// Tells the workers to leave and wakes a waiting `next`. Without the turn; may be called again. With `exiting` threads
+    /// that wait in `next` stay where they are.
+    #[pyo3(signature = (exiting = false))]
+    fn close(&self, exiting: bool) -> PyResult<()> {
+        if exiting {
+            self.hands.exit();
+        }
         Ok(self.hands.close()?)
     }
 

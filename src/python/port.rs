@@ -11,6 +11,7 @@ use pyo3::types::PyBytes;
 
 use super::codec::{self, INLINE_LIMIT, Sink};
 use super::dlpack::{Lease, LeaseBuffer};
+use super::engine::PyEngine;
 use super::indices::StoppableIndices;
 use super::runtime::Runtime;
 use super::tensor::Bridge;
@@ -18,6 +19,7 @@ use super::collate;
 use crate::error::Error;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
+use crate::sys;
 use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
 use crate::worker::port::{Keep, Port, Received};
 use crate::worker::watchdog::{self, Parent};
@@ -120,6 +122,16 @@ pub struct PyPort {
 }
 
 impl PyPort {
+    fn over(py: Python<'_>, arena: Arc<Arena>, doorbell: OwnedFd, worker: u32) -> PyResult<Self> {
+        Ok(Self {
+            port: Arc::new(Port::open(arena, worker, doorbell)?),
+            runtime: Runtime::get(py)?,
+            payload: Mutex::new(Vec::new()),
+            fetch_us: AtomicU32::new(0),
+            collate_us: AtomicU32::new(0),
+        })
+    }
+
     fn timings(&self) -> Timings {
         Timings {
             fetch_us: self.fetch_us.swap(0, Ordering::Relaxed),
@@ -159,15 +171,14 @@ impl PyPort {
         if geometry.ring_slots != ring_slots || worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }
-        let arena = Arena::attach(memfd, geometry)?;
-        let port = Arc::new(Port::open(arena, worker, doorbell)?);
-        Ok(Self {
-            port,
-            runtime: Runtime::get(py)?,
-            payload: Mutex::new(Vec::new()),
-            fetch_us: AtomicU32::new(0),
-            collate_us: AtomicU32::new(0),
-        })
+        Self::over(py, Arena::attach(memfd, geometry)?, doorbell, worker)
+    }
+
+    /// Opens worker `worker`'s port in a forked child, over what it has inherited of the main process's engine.
+    #[staticmethod]
+    fn inherit(py: Python<'_>, engine: &PyEngine, worker: u32) -> PyResult<Self> {
+        let doorbell = sys::memfd::dup_cloexec(engine.hands.doorbell.as_fd())?;
+        Self::over(py, engine.hands.arena.inherited(), doorbell, worker)
     }
 
     /// Starts the thread that ends this process after the main process `(pid, start time)` has ended.

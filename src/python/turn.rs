@@ -6,7 +6,8 @@ use std::thread::{self, ThreadId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::engine::SLICE;
+use crate::engine::{Hands, SLICE};
+use crate::sys;
 
 /// A lock that is waited for without the GIL, in slices between which signals are looked for, and that a
 /// thread cannot take twice: a signal handler that calls `next` gets an error instead of a deadlock.
@@ -21,8 +22,8 @@ impl Turn {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the turn, waiting for it while `go_on` says so.
-    pub fn take(&self, py: Python<'_>, go_on: impl Fn() -> bool) -> PyResult<()> {
+    /// Takes the turn, waiting for it until the iterator is shut down.
+    pub fn take(&self, py: Python<'_>, hands: &Hands) -> PyResult<()> {
         let me = thread::current().id();
         loop {
             let mut owner = self.owner();
@@ -39,8 +40,8 @@ impl Turn {
                 }
                 Some(_) => drop(owner),
             }
-            if !go_on() {
-                return Err(closed());
+            if hands.closing() {
+                return Err(closed(py, hands));
             }
             py.detach(|| {
                 let owner = self.owner();
@@ -69,7 +70,13 @@ impl Turn {
     }
 }
 
-/// The error of a `next` whose iterator is shut down meanwhile.
-pub fn closed() -> PyErr {
+/// The error of a `next` whose iterator is shut down meanwhile. A daemon thread that is in `next` while the interpreter exits
+/// gets none, which it would only print: it stays here until the process ends.
+pub fn closed(py: Python<'_>, hands: &Hands) -> PyErr {
+    if hands.exiting() && sys::signal::gettid() != std::process::id() as i32 {
+        py.detach(|| loop {
+            thread::park();
+        })
+    }
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")
 }

@@ -32,11 +32,13 @@ pub fn delivered_blocks() -> usize {
 /// One arena as one process sees it.
 #[derive(Debug)]
 pub struct Arena {
-    map: sys::map::Mapping,
-    fd: OwnedFd,
+    map: Arc<sys::map::Mapping>,
+    fd: Arc<OwnedFd>,
     geometry: Geometry,
     /// The fork generation of the process that mapped it; in a child of that process the arena is dead.
     generation: u64,
+    /// Made by this process, which decides when its pages go; workers only look at it.
+    made_here: bool,
     /// No worker will come again: what is released has its pages taken away at once.
     retired: AtomicBool,
 }
@@ -60,7 +62,7 @@ impl Arena {
         let geometry = Geometry::new(total / PAGE * PAGE, workers, outstanding)?;
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
-        let arena = Self::map(fd, geometry)?;
+        let arena = Self::map(fd, geometry, true)?;
         // The control part is touched by every batch: reserve it now, so that a full machine is an error here.
         arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
         let header = arena.header();
@@ -75,7 +77,7 @@ impl Arena {
 
     /// Maps an arena that another process has made.
     pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
-        let arena = Self::map(fd, geometry)?;
+        let arena = Self::map(fd, geometry, false)?;
         let header = arena.header();
         let version = header.version.load(Ordering::Acquire);
         let found = (
@@ -93,9 +95,22 @@ impl Arena {
         Ok(Arc::new(arena))
     }
 
-    fn map(fd: OwnedFd, geometry: Geometry) -> Result<Self> {
-        let map = sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?;
-        Ok(Self { map, fd, geometry, generation: sys::fork::generation(), retired: AtomicBool::new(false) })
+    fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
+        let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
+        let (generation, retired) = (sys::fork::generation(), AtomicBool::new(false));
+        Ok(Self { map, fd: Arc::new(fd), geometry, generation, made_here, retired })
+    }
+
+    /// The arena that a forked worker has inherited with its mapping: mapping it again would cost address space.
+    pub fn inherited(&self) -> Arc<Self> {
+        Arc::new(Self {
+            map: self.map.clone(),
+            fd: self.fd.clone(),
+            geometry: self.geometry,
+            generation: sys::fork::generation(),
+            made_here: false,
+            retired: AtomicBool::new(false),
+        })
     }
 
     /// The sizes.
@@ -302,7 +317,7 @@ impl Arena {
     /// No worker will come again: gives all pages back that no tensor of this process or of its children lies
     /// in, and from now on those of each block that is released.
     pub fn retire(&self) {
-        if !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
+        if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
         }
         for region in 0..self.geometry.regions() {

@@ -5,7 +5,7 @@ import time
 import pytest
 import sample_data as data
 from sample_data import Failing, FailingSampler, Numbers, Slow, WhoAmI, as_list
-from support import BOTH, DataLoader, epoch, outcome, outcomes, within, worker_pids
+from support import BOTH, DataLoader, epoch, outcome, outcomes, outcomes_of, within, worker_pids
 
 ERRORS = {3: data.key_error, 5: data.runtime_error}
 
@@ -178,7 +178,7 @@ def test_p17_nested_loader_in_a_dataset_is_refused_with_torchs_text():
             return list(DataLoader(Numbers(2), num_workers=1, batch_size=None))
 
     def trace(cls):
-        return outcomes(iter(cls(Nested(1), num_workers=1, batch_size=None)), 1)
+        return outcomes_of(cls(Nested(1), num_workers=1, batch_size=None), 1)
 
     theirs, ours = map(trace, BOTH)
     assert ours == theirs

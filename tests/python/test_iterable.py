@@ -1,11 +1,13 @@
 """Iterable datasets: shards, exhausted workers, partial batches, epochs (P15, P22, P24, T25)."""
 
 import itertools
+import os
+import time
 
 import pytest
 import torch
 from sample_data import Epochs, Shards, as_list
-from support import BOTH, DataLoader, epoch, outcomes, wait_until
+from support import BOTH, DataLoader, epoch, outcomes, wait_until, worker_pids
 from torch.utils.data import IterableDataset
 
 LENGTHS = [(5,), (1, 6), (6, 1), (0, 4), (0, 0), (2, 0, 5)]
@@ -110,7 +112,10 @@ class Breaking(IterableDataset):
 def test_p17_an_error_in_the_stream(persistent):
     def run(cls):
         loader = cls(Breaking(), num_workers=2, batch_size=None, persistent_workers=persistent)
-        return [outcomes(iter(loader), 7) for _ in range(2)]
+        result = [outcomes(iter(loader), 7) for _ in range(2)]
+        if persistent:
+            loader._iterator._shutdown_workers()
+        return result
 
     theirs, ours = map(run, BOTH)
     assert ours == theirs
@@ -140,3 +145,19 @@ def test_a_chain_of_iterables():
 def test_without_workers():
     theirs, ours = (plain(cls(Shards([5]), batch_size=2)) for cls in BOTH)
     assert ours == theirs == [[[0, 0], [0, 1]], [[0, 2], [0, 3]], [[0, 4]]]
+
+
+def test_s1_a_workers_cleanup_code_gets_its_time(tmp_path):
+    class WithCleanup(IterableDataset):
+        def __iter__(self):
+            try:
+                yield from range(100)
+            finally:
+                time.sleep(0.3)
+                (tmp_path / str(os.getpid())).touch()
+
+    iterator = iter(DataLoader(WithCleanup(), num_workers=2, batch_size=None))
+    pids = worker_pids(iterator)
+    assert [next(iterator) for _ in range(2)] == [0, 0]
+    del iterator
+    assert all((tmp_path / str(pid)).exists() for pid in pids)

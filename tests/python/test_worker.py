@@ -9,7 +9,7 @@ import pytest
 import sample_data as data
 import torch
 from sample_data import Given, Index, Numbers, Shards, WholeIndex, as_list
-from support import BOTH, DataLoader, epoch, outcomes
+from support import BOTH, DataLoader, epoch, outcomes, outcomes_of
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 LOG = []
@@ -121,7 +121,7 @@ def test_p22_an_error_before_the_first_task_comes_at_the_first_batch(where):
             loader = cls(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail)
         else:
             loader = cls(Broken([3, 3]), num_workers=2, batch_size=None)
-        return outcomes(iter(loader), 3)
+        return outcomes_of(loader, 3)
 
     theirs, ours = map(trace, BOTH)
     assert ours[:2] == theirs[:2]

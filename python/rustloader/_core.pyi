@@ -1,0 +1,209 @@
+"""The Rust extension. Its classes are for the modules of this package alone, but for ``engine_batches``."""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+
+__all__ = [
+    "INLINE_LIMIT",
+    "Engine",
+    "LeaseBuffer",
+    "Port",
+    "StoppableIndices",
+    "TimedCollate",
+    "WorkerStopped",
+    "__version__",
+    "_collate",
+    "_roundtrip",
+    "_trim_pool",
+    "begin_forks",
+    "end_forks",
+    "engine_batches",
+    "heap_storage",
+    "observed",
+]
+
+__version__: Final[str]
+
+# Leaves of fewer bytes travel inside the message and are copied out on delivery.
+INLINE_LIMIT: Final[int]
+
+class WorkerStopped(BaseException):
+    """Ends a fetch between two samples when the loader shuts down."""
+
+@final
+class Engine:
+    """The engine of one iterator. What is not marked "any time" wants the turn: ``enter()``, ``leave()``."""
+
+    def __new__(
+        cls, workers: int, prefetch_factor: int, in_order: bool, persistent: bool, timeout: float
+    ) -> Engine: ...
+    def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
+        """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
+
+    def enter(self) -> None:
+        """Takes the turn, waiting without the GIL. RuntimeError: this thread has it already."""
+
+    def leave(self) -> None:
+        """Gives the turn back."""
+
+    def started(self, worker: int, pid: int) -> None:
+        """Notes a worker that has been started."""
+
+    def submit(self, index: Any) -> bool:
+        """Sends an index batch to the worker whose turn it is; False, and dropped, when none takes tasks any more."""
+
+    def next(self) -> tuple[int, Any]:
+        """The next thing to do, waiting without the GIL: a code of ``_iter.py`` and its value."""
+
+    def reset(self) -> tuple[int, Any]:
+        """A new epoch of persistent workers; waits until all have answered."""
+
+    def active(self) -> list[bool]:
+        """Whether each worker takes tasks in this epoch."""
+
+    def oldest_index(self, worker: int) -> Any:
+        """The index of the oldest task that a worker has not answered, or None."""
+
+    @property
+    def batches(self) -> int:
+        """Batches handed out so far."""
+
+    @property
+    def closing(self) -> bool:
+        """True once ``close`` was called. Any time."""
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child. Any time."""
+
+    def close(self, exiting: bool = False) -> None:
+        """Tells the workers to leave and wakes a waiting ``next``; not on daemon threads while ``exiting``. Any time."""
+
+    def alive(self) -> int:
+        """Number of workers that run. Any time."""
+
+    def wait_gone(self, seconds: float) -> bool:
+        """Waits for the workers to end, for at most ``seconds`` and at most 0.25 s. Any time."""
+
+    def signal_all(self, signal: int) -> None:
+        """Sends a signal to the workers that run. Any time."""
+
+    def exit_status(self, worker: int) -> tuple[str, int, str] | None:
+        """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
+
+    def worker_status(self, worker: int) -> dict[str, Any]:
+        """What a worker says of itself: state, pid, task, seconds in the state, tasks done, seconds in each. Any time."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the arena that have pages, and those of them that somebody holds. Any time."""
+
+    def finish(self) -> None:
+        """Gives everything back after the workers have ended. Does nothing while a ``next`` has the turn."""
+
+@final
+class Port:
+    """A worker's connection to the main process."""
+
+    def __new__(cls, memfd: int, doorbell: int, geometry: tuple[int, int, int], worker: int) -> Port: ...
+    @staticmethod
+    def inherit(engine: Engine, worker: int) -> Port:
+        """Opens the port in a forked child."""
+
+    def watch(self, parent: tuple[int, int]) -> None:
+        """Ends this process when the main process (pid, start time) has ended."""
+
+    def receive(self) -> tuple[int, int, Any]:
+        """The next thing to do, waiting without the GIL: a code of ``_worker.py``, the task's number, the index."""
+
+    @property
+    def stopping(self) -> bool:
+        """True when the worker is to leave between two samples."""
+
+    def send(self, task: int, batch: Any) -> bool:
+        """Sends a plain batch; False, and nothing sent, when it has to be pickled. MemoryError: no room."""
+
+    def send_pickle(self, task: int, pickle: bytes, buffers: Sequence[Any], is_error: bool) -> None:
+        """Sends a pickle and its out-of-band buffers. MemoryError: no room."""
+
+    def exhausted(self, task: int) -> None:
+        """Says that the iterable dataset is at its end."""
+
+    def resumed(self) -> None:
+        """Answers to the begin of a new epoch."""
+
+    def leave(self) -> None:
+        """The worker's last word."""
+
+    def stoppable(self, index: Any) -> StoppableIndices:
+        """An index batch whose iteration ends with WorkerStopped when the loader shuts down."""
+
+    def timed(self, collate_fn: Any) -> TimedCollate:
+        """``collate_fn``, timed."""
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage | None:
+        """A storage in the arena; None where ordinary memory is the better choice."""
+
+    def stack(self, batch: Any) -> torch.Tensor | None:
+        """default_collate of plain tensors of one dtype and shape; None: torch's function is to do it."""
+
+    def numbers(self, batch: Any) -> torch.Tensor | None:
+        """default_collate of floats (float64) or ints (int64); None: torch's function is to do it."""
+
+    def warm_bytes(self) -> int:
+        """Bytes of this worker's region that have pages."""
+
+@final
+class StoppableIndices:
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Any: ...
+
+@final
+class TimedCollate:
+    def __call__(self, batch: Any) -> Any: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+@final
+class LeaseBuffer:
+    """Memory of a batch, with a writable buffer; given back when nothing looks at it any more."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def storage(self) -> torch.UntypedStorage:
+        """A storage of just these bytes."""
+
+def engine_batches() -> int:
+    """Number of batches that Rust engines of this process have delivered, all loaders together.
+
+    What torch's own iterator delivers (``num_workers=0``, or a loader that was handed over) does not count.
+    """
+
+def observed() -> bool:
+    """True while a profiler or another callback of torch would see ``record_function``."""
+
+def heap_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage of ordinary memory that cannot be resized."""
+
+def begin_forks() -> None:
+    """The forks of this thread from here to ``end_forks`` are the workers of one iterator."""
+
+def end_forks() -> None:
+    """Ends what ``begin_forks`` began."""
+
+def _trim_pool() -> int:
+    """Lets go of the arenas that wait for the next iterator; says how many there were."""
+
+def _roundtrip(
+    obj: Any,
+    *,
+    exchange: bool = True,
+    damage: Sequence[tuple[int, int]] = ...,
+    indices: bool = False,
+    raw: bool = False,
+    adopt: int | None = None,
+) -> tuple[bool, Any]:
+    """Encodes and decodes over ordinary memory, for tests."""
+
+def _collate(batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The collate fast paths over ordinary memory, for tests."""
