@@ -329,9 +329,7 @@ def progress(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-HEAD = (
-    f"{'':<16}{'torch':>12}{'rustloader':>12}{'':>8} |{'torch':>12}{'rustloader':>12}{'':>8} |{'floor':>12}\n"
-)
+HEAD = f"{'':<16}{'torch':>12}{'rustloader':>12}{'':>8} |{'torch':>12}{'rustloader':>12}{'':>8} |{'floor':>12}\n"
 HEAD += f"{'row':<16}{'wall us':>12}{'wall us':>12}{'ratio':>8} |{'CPU us':>12}{'CPU us':>12}{'ratio':>8} |"
 HEAD += f"{'wall us':>12}"
 
@@ -351,9 +349,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as file:
-        model = next(
-            (entry.split(":", 1)[1].strip() for entry in file if entry.startswith("model name")), model
-        )
+        model = next((entry.split(":", 1)[1].strip() for entry in file if entry.startswith("model name")), model)
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -420,9 +416,7 @@ def main() -> int:
         return 0
     before = json.loads(options.against.read_text()) if options.against else None
     if shutil.disk_usage("/dev/shm").total < 2 << 30:
-        progress(
-            "warning: /dev/shm is smaller than 2 GiB; torch's loader may die of SIGBUS on the large rows"
-        )
+        progress("warning: /dev/shm is smaller than 2 GiB; torch's loader may die of SIGBUS on the large rows")
     # More workers than cores is a fair question here.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     torch.set_num_threads(1)  # as in a worker, so that the floor compares

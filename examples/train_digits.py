@@ -109,9 +109,7 @@ class Outcome:
     accuracy: float = 0.0  # on the test images
 
 
-def train_and_test(
-    name: str, loader_class: type[torch.utils.data.DataLoader], options: argparse.Namespace
-) -> Outcome:
+def train_and_test(name: str, loader_class: type[torch.utils.data.DataLoader], options: argparse.Namespace) -> Outcome:
     """One whole training run. Only `loader_class` differs between the two passes."""
     settings = {
         "batch_size": options.batch_size,

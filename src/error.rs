@@ -69,7 +69,9 @@ impl fmt::Display for Error {
                 "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
                  use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
             ),
-            Self::Usage { what } => write!(f, "rustloader was used wrongly by itself (please report this): {what}"),
+            Self::Usage { what } => {
+                write!(f, "rustloader was used wrongly by itself (please report this): {what}")
+            }
         }
     }
 }

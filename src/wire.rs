@@ -224,8 +224,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     let mut last = [0; 8];
     last[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
     for chunk in chunks {
-        let value =
-            u64::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], chunk[5], chunk[6], chunk[7]]);
+        let value = u64::from_le_bytes([
+            chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], chunk[5], chunk[6], chunk[7],
+        ]);
         sum = (sum ^ value).wrapping_mul(MULTIPLIER).rotate_left(29);
     }
     sum = (sum ^ u64::from_le_bytes(last)).wrapping_mul(MULTIPLIER);
@@ -245,8 +246,14 @@ mod tests {
         let block = TaskEntry::in_block(8, TaskKind::Pickle, 3, 99);
         assert_eq!(TaskEntry::from_words(&block.to_words()).unwrap(), block);
         let timings = Timings { fetch_us: 1, collate_us: u32::MAX, pack_us: 3 };
-        let result =
-            ResultEntry { task: 1 << 40, kind: ResultKind::Pickle, block: Some(5), len: 6, checksum: 7, timings };
+        let result = ResultEntry {
+            task: 1 << 40,
+            kind: ResultKind::Pickle,
+            block: Some(5),
+            len: 6,
+            checksum: 7,
+            timings,
+        };
         assert_eq!(ResultEntry::from_words(&result.to_words()).unwrap(), result);
     }
 

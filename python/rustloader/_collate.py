@@ -21,9 +21,7 @@ def use_arena(port: Port) -> None:
     """
     torchs_new_shared = torch.UntypedStorage._new_shared
 
-    def new_shared(
-        cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu"
-    ) -> torch.UntypedStorage:
+    def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
             return torchs_new_shared(size, device=device)
         # As torch's shared storages, neither of the two can be resized.

@@ -79,7 +79,7 @@ class Engine:
         """False in a forked child. Any time."""
 
     def close(self, exiting: bool = False) -> None:
-        """Tells the workers to leave and wakes a waiting ``next``; not on daemon threads while ``exiting``. Any time."""
+        """Tells the workers to leave and wakes a waiting ``next``, but not while ``exiting``. Any time."""
 
     def alive(self) -> int:
         """Number of workers that run. Any time."""
@@ -94,7 +94,7 @@ class Engine:
         """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """What a worker says of itself: state, pid, task, seconds in the state, tasks done, seconds in each. Any time."""
+        """What a worker says of itself: state, pid, task, times, tasks done. Any time."""
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the arena that have pages, and those of them that somebody holds. Any time."""

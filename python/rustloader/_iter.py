@@ -24,6 +24,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader import _core, _worker
+from rustloader._core import Engine
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
@@ -81,7 +82,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
-    _core: _core.Engine | None = None
+    _core: Engine | None = None
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
@@ -124,7 +125,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
                 auto_collation=self._auto_collation,
                 collate_fn=self._collate_fn,
                 drop_last=self._drop_last,
-                base_seed=self._base_seed,
+                base_seed=int(self._base_seed),
                 init_fn=self._worker_init_fn,
                 num_workers=self._num_workers,
                 unblock_sigint=was_open,
@@ -158,7 +159,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         self._death = None
         self._start_workers()
 
-    def _engine(self) -> _core.Engine:
+    def _engine(self) -> Engine:
         if self._core is None:
             raise AssertionError("the DataLoader iterator was not initialized")
         return self._core
@@ -192,7 +193,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         finally:
             core.leave()
 
-    def _submit(self, core: _core.Engine) -> None:
+    def _submit(self, core: Engine) -> None:
         try:
             index = self._next_index()
         except StopIteration:
@@ -209,7 +210,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _counted_next(self) -> Any:
         if self._sampler_iter is None:
-            self._reset()  # type: ignore[call-arg]
+            self._reset()  # type: ignore[call-arg,unreachable]
         data = self._next_data()
         self._num_yielded += 1
         length = self._IterableDataset_len_called
@@ -255,11 +256,9 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if self._death is not None and self._death_raised:
             raise RuntimeError(self._death)
         if self._shutdown:
-            raise AssertionError(
-                "Invalid iterator state: shutdown or no outstanding tasks when fetching next data"
-            )
+            raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
 
-    def _take(self, core: _core.Engine) -> tuple[int, Any]:
+    def _take(self, core: Engine) -> tuple[int, Any]:
         """The next answer of the engine. For each result that it is about to hand out it first wants one more index,
         as torch does; the sampler's error there comes at the next call, because the batch in hand is sound."""
         if self._held_back:
@@ -347,8 +346,8 @@ def _exiting() -> bool:
 
 
 def _end(iterators: list[_MultiProcessingDataLoaderIter], grace: float, kill_after: float) -> None:
-    """Ends the workers of iterators, all within one deadline: ``grace`` seconds to leave by themselves,
-    ``kill_after`` more after SIGTERM, then SIGKILL. An interrupt meanwhile goes straight to SIGKILL and is raised again."""
+    """Ends the workers of iterators, all within one deadline: ``grace`` seconds to leave by themselves, ``kill_after``
+    more after SIGTERM, then SIGKILL. An interrupt meanwhile goes straight to SIGKILL and is raised again."""
     cores = [iterator._engine() for iterator in iterators]
 
     def gone(seconds: float) -> bool:
@@ -394,7 +393,7 @@ def _end_all() -> None:
 
 
 def _forget_in_child() -> None:
-    """In a forked child the workers are somebody else's: multiprocessing must not terminate them at the child's exit."""
+    """In a forked child the workers are somebody else's: multiprocessing must not end them at the child's exit."""
     for iterator in list(_live):
         _mp_children.difference_update(iterator._workers)
 
@@ -417,14 +416,14 @@ def _why_not(cls: type, loader: Any) -> str | None:
     return None
 
 
-def _make_engine(settings: Any) -> tuple[_core.Engine | None, str | None]:
+def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
     """An engine for the settings of a loader or of an iterator; or why there is none."""
 
     def setting(name: str) -> Any:
         return getattr(settings, name) if hasattr(settings, name) else getattr(settings, "_" + name)
 
     try:
-        engine = _core.Engine(
+        engine = Engine(
             setting("num_workers"),
             setting("prefetch_factor"),
             bool(setting("in_order")),

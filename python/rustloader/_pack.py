@@ -1,8 +1,8 @@
 """Pickling of what is no plain tree of tensors, arrays and numbers.
 
 The dispatch table is ForkingPickler's, so reducers that torch and users registered there are honoured. Only
-the reducer of CPU storages is ours: its bytes travel out of band (protocol 5), into a block of the arena, instead of through a
-shared-memory file and its descriptor. torch's tensor reducers run unchanged on top of it.
+the reducer of CPU storages is ours: its bytes travel out of band (protocol 5), into a block of the arena, instead of
+through a shared-memory file and its descriptor. torch's tensor reducers run unchanged on top of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return reductions.reduce_storage(storage)
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return _rebuild_storage, (pickle.PickleBuffer(flat.numpy()),)
+    return _rebuild_storage, (pickle.PickleBuffer(memoryview(flat.numpy())),)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -46,7 +46,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_quantized:
         # torch's reducer for other processes loses the quantizer; the one for files keeps it.
-        return tensor._reduce_ex_internal(2)  # type: ignore[attr-defined]
+        return tensor._reduce_ex_internal(2)
     return reductions.reduce_tensor(tensor)
 
 
@@ -74,7 +74,7 @@ def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
 def _pickle(value: Any, callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5, buffer_callback=callback)
-    pickler.dispatch_table = _dispatch_table()  # type: ignore[assignment]
+    pickler.dispatch_table = _dispatch_table()
     pickler.dump(value)
     return out.getvalue()
 

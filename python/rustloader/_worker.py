@@ -108,11 +108,11 @@ class _Worker:
         self.init_failed = False
         self.exhausted = False
         self.fetcher: Any = None
-        # Cyclic garbage would keep blocks, whose size Python's collector does not see. What exists already is no garbage, and
-        # is shared with the main process for as long as nobody writes to it.
+        # The collector is called when blocks hang on garbage. What exists already is no garbage, and is shared with the
+        # main process for as long as nobody writes to it.
         gc.freeze()
 
-        _utils.signal_handling._set_worker_signal_handlers()
+        _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         seed = job.base_seed + worker_id

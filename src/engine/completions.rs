@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::doorbell;
 use crate::shm::lease::{Lease, let_go};
 use crate::shm::ring::Consumer;
-use crate::shm::doorbell;
 use crate::sync::Ordering;
 use crate::wire::{self, Leaf, ResultEntry, ResultKind};
 

@@ -75,7 +75,13 @@ impl Hands {
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let processes = (0..workers).map(|_| OnceLock::new()).collect();
-        Ok(Self { arena, doorbell: sys::event::EventFd::new()?, processes, closing: AtomicBool::new(false), exiting: AtomicBool::new(false) })
+        Ok(Self {
+            arena,
+            doorbell: sys::event::EventFd::new()?,
+            processes,
+            closing: AtomicBool::new(false),
+            exiting: AtomicBool::new(false),
+        })
     }
 
     /// Notes the process of a worker that has just been started.

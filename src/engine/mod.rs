@@ -132,7 +132,9 @@ impl<T> Engine<T> {
 
     /// Whether each worker takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
-        (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
+        (0..self.arena().geometry().workers)
+            .map(|worker| self.scheduler.is_active(WorkerId(worker)))
+            .collect()
     }
 
     /// The first task that a worker has not answered.

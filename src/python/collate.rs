@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use super::codec::{DETACH_FROM, INLINE_LIMIT};
 use super::dlpack::{Heap, Lease};
 use super::tensor::{Bridge, items};
+use crate::shm::copy::{STREAM_FROM, copy};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
@@ -44,7 +45,7 @@ pub fn stack<L: Lease>(
     let Some((each, total)) = each.and_then(|each| Some((each, each.checked_mul(sources.len())?))) else {
         return Ok(None);
     };
-    let copy = |to: *mut u8| {
+    let fill = |to: *mut u8| {
         let to = to as usize;
         let run = move || {
             for (i, from) in sources.iter().enumerate() {
@@ -52,7 +53,7 @@ pub fn stack<L: Lease>(
                     // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room
                     // for all of them.
                     unsafe {
-                        ((to + i * each) as *mut u8).copy_from_nonoverlapping(*from as *const u8, each)
+                        copy(*from as *const u8, (to + i * each) as *mut u8, each, total >= STREAM_FROM)
                     };
                 }
             }
@@ -62,12 +63,12 @@ pub fn stack<L: Lease>(
     let leased = if total >= INLINE_LIMIT { alloc(total) } else { None };
     let tensor = match leased.filter(|lease| lease.len() >= total) {
         Some(lease) => {
-            copy(lease.ptr());
+            fill(lease.ptr());
             bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?
         }
         None => {
             let heap = Heap::new(total);
-            copy(heap.ptr());
+            fill(heap.ptr());
             bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?
         }
     };

@@ -60,9 +60,7 @@ impl PyEngine {
         match self.state.try_lock() {
             Ok(state) => Ok(state),
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => {
-                Err(Error::usage("the engine was used without the turn").into())
-            }
+            Err(TryLockError::WouldBlock) => Err(Error::usage("the engine was used without the turn").into()),
         }
     }
 
@@ -333,4 +331,3 @@ pub fn begin_forks() {
 pub fn end_forks() {
     forks::end_group();
 }
-

@@ -1,7 +1,7 @@
 //! The worker's side: one `Port` a worker process.
 
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyBuffer;
@@ -10,14 +10,15 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::codec::{self, INLINE_LIMIT, Sink};
+use super::collate;
 use super::dlpack::{Lease, LeaseBuffer};
 use super::engine::PyEngine;
 use super::indices::StoppableIndices;
 use super::runtime::Runtime;
 use super::tensor::Bridge;
-use super::collate;
 use crate::error::Error;
 use crate::shm::arena::Arena;
+use crate::shm::copy::{STREAM_FROM, copy};
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys;
 use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
@@ -34,9 +35,29 @@ mod code {
 /// Copies of at least this many bytes run without the GIL.
 const DETACH_FROM: usize = 256 << 10;
 
+/// Blocks that objects of the worker hold may come to this many bytes, or to [`COLLECT_BATCHES`] of the largest batch, before
+/// Python's collector is called: it does not see how much memory hangs on a small cycle.
+const COLLECT_FROM: u64 = 32 << 20;
+/// See [`COLLECT_FROM`].
+const COLLECT_BATCHES: u64 = 4;
+/// Where that did not help, the worker means to keep them; beyond this its tensors get ordinary memory.
+const KEEP_AT_MOST: u64 = 1 << 30;
+
+/// What objects of the worker hold.
+#[derive(Default)]
+struct Held {
+    /// Bytes of blocks.
+    bytes: AtomicU64,
+    /// Bytes of the largest batch so far.
+    largest: AtomicU64,
+    /// At so many bytes the collector is called next.
+    collect_at: AtomicU64,
+}
+
 /// A worker's own hold on a block, for tensors that it makes in the arena.
 pub struct WorkerLease {
     port: Arc<Port>,
+    held: Arc<Held>,
     block: u32,
     memory: *mut u8,
     len: usize,
@@ -47,9 +68,11 @@ unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
     /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
-    fn new(port: &Arc<Port>, len: usize) -> Option<Self> {
-        let (block, memory) = port.allocate(len as u64).ok()?;
-        Some(Self { port: port.clone(), block, memory, len })
+    fn new(py: Python<'_>, port: &PyPort, len: usize) -> Option<Self> {
+        port.collect_garbage(py, len as u64)?;
+        let (block, memory) = port.port.allocate(len as u64).ok()?;
+        port.held.bytes.fetch_add(len as u64, Ordering::Relaxed);
+        Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len })
     }
 }
 
@@ -65,6 +88,7 @@ impl Lease for WorkerLease {
 
 impl Drop for WorkerLease {
     fn drop(&mut self) {
+        self.held.bytes.fetch_sub(self.len as u64, Ordering::Relaxed);
         self.port.release(self.block);
     }
 }
@@ -117,16 +141,47 @@ pub struct PyPort {
     runtime: Arc<Runtime>,
     /// Reused for each batch.
     payload: Mutex<Vec<u8>>,
+    held: Arc<Held>,
     fetch_us: AtomicU32,
     collate_us: AtomicU32,
 }
 
 impl PyPort {
+    /// Calls Python's collector where garbage may be what holds the arena's blocks. `None`: the worker keeps so much that
+    /// `len` bytes more had better be ordinary memory.
+    fn collect_garbage(&self, py: Python<'_>, len: u64) -> Option<()> {
+        let held = &self.held;
+        let limit = COLLECT_FROM.max(COLLECT_BATCHES * held.largest.load(Ordering::Relaxed));
+        let limit = limit.max(held.collect_at.load(Ordering::Relaxed));
+        if held.bytes.load(Ordering::Relaxed) + len <= limit {
+            return Some(());
+        }
+        // An error of a finalizer has been reported by Python already.
+        let _ = py.import("gc").and_then(|gc| gc.call_method0("collect"));
+        let kept = held.bytes.load(Ordering::Relaxed);
+        held.collect_at.store(2 * (kept + len), Ordering::Relaxed);
+        (kept + len <= KEEP_AT_MOST.max(limit)).then_some(())
+    }
+
+    /// Publishes a message and notes its size.
+    fn publish(
+        &self,
+        outgoing: &mut Outgoing<'_>,
+        task: u64,
+        kind: ResultKind,
+        payload: &[u8],
+    ) -> Result<(), Error> {
+        let bytes = outgoing.leaves.iter().map(|(leaf, _)| leaf.len).sum();
+        self.held.largest.fetch_max(bytes, Ordering::Relaxed);
+        outgoing.send(task, kind, payload, self.timings())
+    }
+
     fn over(py: Python<'_>, arena: Arc<Arena>, doorbell: OwnedFd, worker: u32) -> PyResult<Self> {
         Ok(Self {
             port: Arc::new(Port::open(arena, worker, doorbell)?),
             runtime: Runtime::get(py)?,
             payload: Mutex::new(Vec::new()),
+            held: Arc::default(),
             fetch_us: AtomicU32::new(0),
             collate_us: AtomicU32::new(0),
         })
@@ -228,7 +283,7 @@ impl PyPort {
         if !codec::encode(py, Bridge::get(py)?, &batch, &mut payload, &mut outgoing)? {
             return Ok(false);
         }
-        outgoing.send(task, ResultKind::Plain, &payload, self.timings())?;
+        self.publish(&mut outgoing, task, ResultKind::Plain, &payload)?;
         Ok(true)
     }
 
@@ -250,11 +305,11 @@ impl PyPort {
             let (_, to) = outgoing.reserve(len)?;
             let (from, to) = (from as usize, to as usize);
             // SAFETY: `from` is a live export of `len` bytes, `to` a fresh block of at least as many.
-            let copy = move || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
-            if len >= DETACH_FROM { py.detach(copy) } else { copy() }
+            let run = move || unsafe { copy(from as *const u8, to as *mut u8, len, len >= STREAM_FROM) };
+            if len >= DETACH_FROM { py.detach(run) } else { run() }
         }
         let kind = if is_error { ResultKind::Error } else { ResultKind::Pickle };
-        Ok(outgoing.send(task, kind, pickle.as_bytes(), self.timings())?)
+        Ok(self.publish(&mut outgoing, task, kind, pickle.as_bytes())?)
     }
 
     /// Says that the iterable dataset is at its end.
@@ -287,13 +342,13 @@ impl PyPort {
         if nbytes < INLINE_LIMIT {
             return Ok(None);
         }
-        let Some(lease) = WorkerLease::new(&self.port, nbytes) else { return Ok(None) };
+        let Some(lease) = WorkerLease::new(py, self, nbytes) else { return Ok(None) };
         LeaseBuffer::new(lease).storage(py).map(Some)
     }
 
     /// default_collate for plain tensors of one dtype and shape; None: torch's function is to do it.
     fn stack(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
-        collate::stack(py, Bridge::get(py)?, &batch, &mut |len| WorkerLease::new(&self.port, len))
+        collate::stack(py, Bridge::get(py)?, &batch, &mut |len| WorkerLease::new(py, self, len))
     }
 
     /// default_collate for plain floats or ints; None: torch's function is to do it.

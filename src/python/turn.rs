@@ -74,8 +74,10 @@ impl Turn {
 /// gets none, which it would only print: it stays here until the process ends.
 pub fn closed(py: Python<'_>, hands: &Hands) -> PyErr {
     if hands.exiting() && sys::signal::gettid() != std::process::id() as i32 {
-        py.detach(|| loop {
-            thread::park();
+        py.detach(|| {
+            loop {
+                thread::park();
+            }
         })
     }
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")

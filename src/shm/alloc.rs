@@ -167,10 +167,15 @@ impl Allocator {
         let Self { arena, region, free, .. } = self;
         let table = arena.table(*region);
         let count = arena.block_count(*region);
-        block::take_returned(&arena.region_head(*region).returned, count, |id| &table[id as usize], |id| {
-            let pages = table[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
-            free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
-        })
+        block::take_returned(
+            &arena.region_head(*region).returned,
+            count,
+            |id| &table[id as usize],
+            |id| {
+                let pages = table[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
+                free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+            },
+        )
     }
 
     /// A new block, or a larger idle one when the region or its table is used up.
@@ -397,7 +402,8 @@ mod tests {
     #[test]
     fn addresses_are_found_in_their_block() {
         let mut a = allocator();
-        let ids: Vec<u32> = [5000, 70_000, 4096].iter().map(|&len| a.allocate(len, WORKER).unwrap()).collect();
+        let ids: Vec<u32> =
+            [5000, 70_000, 4096].iter().map(|&len| a.allocate(len, WORKER).unwrap()).collect();
         for &id in &ids {
             let start = a.arena.block_memory(0, id, 1).unwrap().as_ptr() as usize;
             assert_eq!(a.find(start), Some((id, 0)));

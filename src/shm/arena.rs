@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::block::{self, CONSUMER, DELIVERED, FORKED, Left};
-use super::layout::{
-    Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION,
-};
+use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
 use super::ring::RingMemory;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering};
@@ -142,10 +140,12 @@ impl Arena {
     /// A reference to `len` `T`s at `offset`. All `T`s of the layout are atomics and for those alone is this used.
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
-        assert!(offset % align_of::<T>() as u64 == 0 && offset + bytes <= self.map.len() as u64);
+        assert!(offset.is_multiple_of(align_of::<T>() as u64) && offset + bytes <= self.map.len() as u64);
         // SAFETY: the range lies in the mapping, which lives as long as self and cannot shrink (sealed); it is aligned;
         // T consists of atomics, for which every bit pattern is valid and which may change under the reference.
-        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
+        unsafe {
+            std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize)
+        }
     }
 
     /// The arena's head.
@@ -202,7 +202,7 @@ impl Arena {
         let offset = entry.offset.load(Ordering::Relaxed);
         let capacity = entry.capacity.load(Ordering::Relaxed);
         let region_len = self.geometry.region_len;
-        if len > capacity || capacity > region_len || offset > region_len - capacity || offset % PAGE != 0 {
+        if len > capacity || capacity > region_len || offset > region_len - capacity || !offset.is_multiple_of(PAGE) {
             return Err(Error::corrupt(format!(
                 "{len} bytes of block {id} of region {region}, which has {capacity} bytes at {offset}"
             )));

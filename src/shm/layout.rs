@@ -223,7 +223,9 @@ impl Geometry {
         let fixed = geometry.data_start();
         let region_len = total.saturating_sub(fixed) / regions / PAGE * PAGE;
         if region_len < 1 << 20 {
-            return Err(Error::usage(format!("an arena of {total} bytes is too small for {workers} workers")));
+            return Err(Error::usage(format!(
+                "an arena of {total} bytes is too small for {workers} workers"
+            )));
         }
         geometry.region_len = region_len;
         Ok(geometry)

@@ -8,6 +8,8 @@ pub mod alloc;
 #[cfg(not(loom))]
 pub mod arena;
 pub mod block;
+#[cfg(not(loom))]
+pub mod copy;
 pub mod doorbell;
 #[cfg(not(loom))]
 pub mod forks;

@@ -69,7 +69,8 @@ pub fn put(arena: Arc<Arena>) {
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {
         pool.push(Idle { arena, bytes, since: sys::clock::monotonic() });
-        while pool.len() > MOST || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most {
+        while pool.len() > MOST || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most
+        {
             dropped.push(pool.remove(0));
         }
     }

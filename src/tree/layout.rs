@@ -1,5 +1,6 @@
 //! Shapes and strides: what of a strided view travels, and the copy that takes it along.
 
+use crate::shm::copy::{STREAM_FROM, copy};
 use std::ops::Deref;
 
 use super::gather::Gather;
@@ -228,7 +229,7 @@ impl Plan {
         match &self.gather {
             // SAFETY: a view copied whole is dense, so it takes `bytes` bytes from its first element on (the
             // caller's promise).
-            None => unsafe { target.copy_from_nonoverlapping(first, self.bytes) },
+            None => unsafe { copy(first, target, self.bytes, self.bytes >= STREAM_FROM) },
             Some(gather) => {
                 let mut target = target;
                 // SAFETY: the loops visit just the elements of the view, and write `bytes` bytes in all.

@@ -202,7 +202,8 @@ impl Port {
         let entry = &self.arena.table(self.worker)[block as usize];
         let used = entry.warm.load(Ordering::Relaxed);
         let whole = offset + len <= used && len >= used / 2;
-        (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block)).then_some((block, offset))
+        (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block))
+            .then_some((block, offset))
     }
 
     /// Bytes of blocks that the worker's own objects hold.
@@ -250,11 +251,19 @@ impl Port {
 
     /// Publishes an answer without a message.
     pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
-        self.publish(&ResultEntry { task, kind, block: None, len: 0, checksum: 0, timings: Timings::default() })
+        self.publish(&ResultEntry {
+            task,
+            kind,
+            block: None,
+            len: 0,
+            checksum: 0,
+            timings: Timings::default(),
+        })
     }
 
     fn publish(&self, entry: &ResultEntry) -> Result<()> {
-        let full = || Error::usage("a completion ring is full although it has room for all outstanding tasks");
+        let full =
+            || Error::usage("a completion ring is full although it has room for all outstanding tasks");
         lock(&self.ends).results.push(&entry.to_words()).map_err(|_| full())?;
         let status = self.status();
         status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);

@@ -21,9 +21,7 @@ gc.freeze()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
-    config.addinivalue_line(
-        "markers", "handover: this test hands loaders over to torch's iterator on purpose"
-    )
+    config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
     config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
 
 

@@ -178,9 +178,7 @@ class Images(Dataset):
         return self.n
 
     def image(self, i):
-        return torch.randint(
-            0, 256, self.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(i)
-        )
+        return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
 
     def __getitem__(self, i):
         return self.image(i), i

@@ -216,9 +216,7 @@ def worker_pids(iterator):
 def start_script(source, **kw):
     """Starts a Python script in a session of its own. It sees `DataLoader`, the loader under test."""
     head = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
-    env = dict(
-        os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    )
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     process = subprocess.Popen(
         [sys.executable, "-c", head + textwrap.dedent(source)],
         env=env,

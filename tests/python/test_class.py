@@ -68,9 +68,7 @@ def test_p1_libraries_may_wrap_the_methods_of_a_subclass():
         init(self, *args, **kw)
 
     Mine.__init__ = wrapped
-    Mine.__setattr__ = lambda self, name, value: (calls.append(name), object.__setattr__(self, name, value))[
-        1
-    ]
+    Mine.__setattr__ = lambda self, name, value: (calls.append(name), object.__setattr__(self, name, value))[1]
     Mine.__delattr__ = lambda self, name: object.__delattr__(self, name)
     loader = Mine(Numbers(2))
     object.__setattr__(loader, "__pl_saved_args", (1, 2))
@@ -128,10 +126,7 @@ def test_p5_guarded_attributes(attribute):
         loader = cls(Numbers(4))
         with pytest.raises(ValueError) as caught:
             setattr(loader, attribute, getattr(loader, attribute))
-        assert (
-            str(caught.value)
-            == f"{attribute} attribute should not be set after {cls.__name__} is initialized"
-        )
+        assert str(caught.value) == f"{attribute} attribute should not be set after {cls.__name__} is initialized"
 
 
 def test_p5_escape_hatches():

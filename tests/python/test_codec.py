@@ -152,9 +152,7 @@ def is_dense(t: torch.Tensor) -> bool:
 def test_random_views(seed: int) -> None:
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
-    want = torch.arange(
-        math.prod(shape), dtype=rng.choice([torch.int16, torch.float32, torch.int64])
-    ).reshape(shape)
+    want = torch.arange(math.prod(shape), dtype=rng.choice([torch.int16, torch.float32, torch.int64])).reshape(shape)
     for _ in range(rng.randint(0, 4)):
         if want.dim() == 0:
             want = want.expand(3) if rng.random() < 0.3 else want.reshape(1)

@@ -75,9 +75,7 @@ def test_what_torch_does_itself() -> None:
     assert torch.equal(stack([x, x]), default_collate([x, x]))
 
 
-@pytest.mark.parametrize(
-    "batch", [[1.5], [1.0, 2.0, float("inf")], (1, 2), [2**63 - 1, -(2**63)], [0.5] * 5000]
-)
+@pytest.mark.parametrize("batch", [[1.5], [1.0, 2.0, float("inf")], (1, 2), [2**63 - 1, -(2**63)], [0.5] * 5000])
 def test_numbers(batch: Any) -> None:
     want = default_collate(list(batch))
     got = numbers(batch)

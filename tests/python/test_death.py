@@ -31,9 +31,7 @@ def text_of(way, pid):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
-    loader = DataLoader(
-        Dying(20, 7, WAYS[way][0]), num_workers=2, batch_size=None, persistent_workers=persistent
-    )
+    loader = DataLoader(Dying(20, 7, WAYS[way][0]), num_workers=2, batch_size=None, persistent_workers=persistent)
     iterator = iter(loader)
     pids = worker_pids(iterator)
     assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"

@@ -146,9 +146,7 @@ def test_p19_shutdown_after_a_timeout():
 
 
 def test_p19_a_timeout_in_the_resume_handshake():
-    loader = DataLoader(
-        Slow(4, {1: 0.8}), num_workers=1, batch_size=None, timeout=0.3, persistent_workers=True
-    )
+    loader = DataLoader(Slow(4, {1: 0.8}), num_workers=1, batch_size=None, timeout=0.3, persistent_workers=True)
     assert next(iter(loader)).item() == 0
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
         iter(loader)

@@ -31,9 +31,7 @@ def test_p15_uneven_shards_come_in_torchs_order(kind, persistent):
     for lengths in LENGTHS:
 
         def run(cls, lengths=lengths):
-            loader = cls(
-                Shards(lengths), num_workers=len(lengths), persistent_workers=persistent, **BATCHING[kind]
-            )
+            loader = cls(Shards(lengths), num_workers=len(lengths), persistent_workers=persistent, **BATCHING[kind])
             return [plain(loader) for _ in range(2)]
 
         theirs, ours = map(run, BOTH)

@@ -67,9 +67,7 @@ def test_p15_batch_i_goes_to_worker_i_mod_n_in_each_epoch(persistent):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p15_out_of_order_loses_and_doubles_nothing(persistent):
     dataset = Slow(40, {0: 0.3, 9: 0.1, 20: 0.05})
-    loader = DataLoader(
-        dataset, num_workers=2, batch_size=None, in_order=False, persistent_workers=persistent
-    )
+    loader = DataLoader(dataset, num_workers=2, batch_size=None, in_order=False, persistent_workers=persistent)
     for _ in range(3):
         got = values(epoch(loader))
         assert sorted(got) == list(range(40))
@@ -79,8 +77,7 @@ def test_p15_out_of_order_loses_and_doubles_nothing(persistent):
 def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share():
     dataset = Slow(30, {0: 0.5})
     theirs, ours = (
-        values(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3))
-        for cls in BOTH
+        values(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3)) for cls in BOTH
     )
     # Worker 0 holds its three tasks, and no more, until it comes back.
     assert sorted(ours) == sorted(theirs) == list(range(30))
@@ -106,13 +103,9 @@ def test_p10_workers_run_when_iter_returns():
 def test_p10_attributes_of_the_iterator():
     def seen(cls):
         torch.manual_seed(3)
-        iterator = iter(
-            cls(Numbers(9), num_workers=1, batch_size=2, drop_last=True, prefetch_factor=5, timeout=30)
-        )
+        iterator = iter(cls(Numbers(9), num_workers=1, batch_size=2, drop_last=True, prefetch_factor=5, timeout=30))
         next(iterator)
-        names = (
-            "_num_yielded _num_workers _prefetch_factor _persistent_workers _pin_memory _pin_memory_device "
-        )
+        names = "_num_yielded _num_workers _prefetch_factor _persistent_workers _pin_memory _pin_memory_device "
         names += "_timeout _drop_last _auto_collation _dataset_kind _base_seed _in_order _world_size _rank "
         names += "_profile_name _IterableDataset_len_called _shutdown _worker_init_fn _collate_fn"
         return {name: getattr(iterator, name) for name in names.split()}
@@ -176,9 +169,7 @@ def test_p12_an_eager_iter_is_seen_twice_with_workers():
 def test_p12_the_cap_is_prefetch_times_workers():
     log = []
     iterator = iter(
-        DataLoader(
-            Numbers(99), sampler=LazySampler(99, log), num_workers=2, prefetch_factor=5, batch_size=None
-        )
+        DataLoader(Numbers(99), sampler=LazySampler(99, log), num_workers=2, prefetch_factor=5, batch_size=None)
     )
     assert log[-1] == 9
     next(iterator)

@@ -141,9 +141,12 @@ def test_t15_a_subclass_that_changes_indices():
             return 9 - super()._next_index()
 
     with from_engine(4):
-        assert values(
-            Backwards(DataLoader(Numbers(10), sampler=range(4), num_workers=2, batch_size=None))
-        ) == [9, 8, 7, 6]
+        assert values(Backwards(DataLoader(Numbers(10), sampler=range(4), num_workers=2, batch_size=None))) == [
+            9,
+            8,
+            7,
+            6,
+        ]
 
 
 def test_t15_a_subclass_in_a_loader_of_the_users():

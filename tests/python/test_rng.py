@@ -110,9 +110,7 @@ def test_p14_random_augmentation_is_bit_identical_over_epochs():
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_t25_streams_go_on_behind_stale_tasks(taken):
-    loader = DataLoader(
-        NthDraw(10), num_workers=1, prefetch_factor=4, batch_size=None, persistent_workers=True
-    )
+    loader = DataLoader(NthDraw(10), num_workers=1, prefetch_factor=4, batch_size=None, persistent_workers=True)
     assert list(itertools.islice(loader, taken)) == list(range(taken))
     assert next(iter(loader)) == 4 + taken
 

@@ -76,23 +76,15 @@ def test_map_style_persistent_with_all_kinds_and_an_error():
         iterator, got = iter(loader), []
         for i in range(7):
             if i == 3:
-                assert outcomes(iterator, 1) == [
-                    ("error", KeyError, "Caught KeyError in DataLoader worker process 1.")
-                ]
+                assert outcomes(iterator, 1) == [("error", KeyError, "Caught KeyError in DataLoader worker process 1.")]
             else:
                 got.append((i, next(iterator)))
         assert outcomes(iterator, 2) == [("end",)] * 2
         for i, batch in got:
-            assert (
-                batch["id"] == i % 2
-                and batch["pid"] == worker_pids(iterator)[i % 2]
-                and batch["threads"] == 1
-            )
+            assert batch["id"] == i % 2 and batch["pid"] == worker_pids(iterator)[i % 2] and batch["threads"] == 1
             assert torch.equal(batch["large"], torch.arange(50_000) + i) and batch["same"] is batch["large"]
             assert batch["small"].item() == i and batch["empty"].shape == (0, 2) and batch["none"] is None
-            assert batch["array"].tolist() == (np.arange(30_000) * i).tolist() and batch["pair"] == Pair(
-                i, "x"
-            )
+            assert batch["array"].tolist() == (np.arange(30_000) * i).tolist() and batch["pair"] == Pair(i, "x")
             assert type(batch["labelled"]) is Labelled and batch["labelled"].label == i
             assert batch["sparse"].is_sparse and batch["text"] == "y" * i and batch["bytes"] == b"z" * 100_000
             assert batch["initial"] == iterator._base_seed + i % 2
@@ -120,9 +112,7 @@ def test_iterable_persistent():
 
 def test_default_collate_and_kept_batches():
     dataset = Images(12, (3, 50, 50))
-    expected = list(
-        DataLoader(dataset, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(1))
-    )
+    expected = list(DataLoader(dataset, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(1)))
     got = epoch(
         DataLoader(
             dataset,
@@ -144,9 +134,7 @@ def test_p20_a_dead_worker():
     for _ in range(2):
         with within(5), pytest.raises(RuntimeError) as caught:
             next(iterator)
-        assert str(caught.value).startswith(
-            f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
-        )
+        assert str(caught.value).startswith(f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. ")
 
 
 def test_indices_arrive_as_they_were_yielded():
@@ -162,9 +150,7 @@ def test_errors_of_a_loader_that_cannot_be_sent():
 
 
 def test_out_of_order_and_collate_fn():
-    loader = DataLoader(
-        Failing(9, {4: key_error}), num_workers=2, in_order=False, collate_fn=as_list, **SPAWN
-    )
+    loader = DataLoader(Failing(9, {4: key_error}), num_workers=2, in_order=False, collate_fn=as_list, **SPAWN)
     got = outcomes(iter(loader), 10)
     assert sorted(o[1][0] for o in got if o[0] == "value") == [0, 1, 2, 3, 5, 6, 7, 8]
     assert [o[0] for o in got].count("error") == 1 and got[-1] == ("end",)

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def send(*samples, workers=1):
-    return epoch(
-        DataLoader(Given(list(samples)), num_workers=workers, batch_size=None, collate_fn=lambda x: x)
-    )
+    return epoch(DataLoader(Given(list(samples)), num_workers=workers, batch_size=None, collate_fn=lambda x: x))
 
 
 def labelled(n):
@@ -78,9 +76,7 @@ def test_p25_quantized_tensors_arrive_right_or_as_an_error():
         tensor = torch.quantize_per_tensor(torch.arange(5.0), 0.5, 3, torch.quint8)
     except (AttributeError, RuntimeError):
         pytest.skip("this torch has no quantized tensors")
-    loader = DataLoader(
-        Given([tensor, torch.tensor(1)]), num_workers=1, batch_size=None, collate_fn=lambda x: x
-    )
+    loader = DataLoader(Given([tensor, torch.tensor(1)]), num_workers=1, batch_size=None, collate_fn=lambda x: x)
     iterator = iter(loader)
     try:
         got = next(iterator)
@@ -211,9 +207,7 @@ def test_10_000_leaves_in_one_batch():
     (got,) = send(sent)
     assert same(got, sent)
     (got,) = epoch(
-        DataLoader(
-            Given([{f"k{i}": torch.tensor(float(i)) for i in range(10_000)}] * 2), batch_size=2, num_workers=1
-        )
+        DataLoader(Given([{f"k{i}": torch.tensor(float(i)) for i in range(10_000)}] * 2), batch_size=2, num_workers=1)
     )
     assert [t.tolist() for t in got.values()] == [[float(i)] * 2 for i in range(10_000)]
 

@@ -21,9 +21,7 @@ def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persisten
         "nested": {"tensor": torch.zeros(100_000), "list": [1, {"deep": Unpicklable()}]},
     }[what]
     samples = Given([0, 1, thing, 3, thing, 5])
-    loader = DataLoader(
-        samples, num_workers=2, batch_size=None, collate_fn=untouched, persistent_workers=persistent
-    )
+    loader = DataLoader(samples, num_workers=2, batch_size=None, collate_fn=untouched, persistent_workers=persistent)
     for _ in range(2):
         iterator = iter(loader)
         pid = worker_pids(iterator)[0]
@@ -60,9 +58,7 @@ def test_its_traceback_is_not_lost():
     with pytest.raises(Exception) as caught:
         next(iterator)
     assert (
-        "Original Traceback" in str(caught.value)
-        and "__getitem__" in str(caught.value)
-        and "mine" in str(caught.value)
+        "Original Traceback" in str(caught.value) and "__getitem__" in str(caught.value) and "mine" in str(caught.value)
     )
 
 
@@ -73,9 +69,7 @@ class HoldsUnpicklable(Exception):
 
 def test_an_exception_with_unpicklable_arguments():
     def trace(cls):
-        return outcomes(
-            iter(cls(Failing(4, {1: lambda: HoldsUnpicklable("x")}), num_workers=2, batch_size=None)), 5
-        )
+        return outcomes(iter(cls(Failing(4, {1: lambda: HoldsUnpicklable("x")}), num_workers=2, batch_size=None)), 5)
 
     theirs, ours = map(trace, BOTH)
     assert ours == theirs
@@ -104,9 +98,7 @@ def test_base_exceptions_of_a_sample_are_no_silent_loss():
 
 @pytest.mark.ours
 def test_a_batch_that_fails_to_load_in_main_is_an_error_there():
-    iterator = iter(
-        DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched)
-    )
+    iterator = iter(DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched))
     got = outcomes(iterator, 4)
     assert got[0] == ("value", 0) and got[1][0] == "error" and got[2:] == [("value", 2), ("end",)]
 
@@ -128,9 +120,9 @@ def test_reducers_that_users_registered_are_used():
 
     ForkingPickler.register(Special, lambda x: (str, ("reduced",)))
     try:
-        assert epoch(
-            DataLoader(Given([Special()]), num_workers=1, batch_size=None, collate_fn=untouched)
-        ) == ["reduced"]
+        assert epoch(DataLoader(Given([Special()]), num_workers=1, batch_size=None, collate_fn=untouched)) == [
+            "reduced"
+        ]
     finally:
         del ForkingPickler._extra_reducers[Special]
 
@@ -142,9 +134,7 @@ def test_an_error_object_as_a_batch_is_a_batch():
 
 
 def test_errors_of_large_text():
-    iterator = iter(
-        DataLoader(Failing(2, {0: lambda: ValueError("x" * 5_000_000)}), num_workers=1, batch_size=None)
-    )
+    iterator = iter(DataLoader(Failing(2, {0: lambda: ValueError("x" * 5_000_000)}), num_workers=1, batch_size=None))
     with pytest.raises(ValueError) as caught:
         next(iterator)
     assert len(str(caught.value)) > 5_000_000

@@ -10,9 +10,7 @@ import torch
 from sample_data import Numbers, Shards
 from support import BOTH, DataLoader
 
-NO_ACCELERATOR = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this machine has an accelerator"
-)
+NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
 def warnings_of(fn, cls):
@@ -42,9 +40,7 @@ def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
         list(loader)
 
     found = check(fn, 3)
-    assert all(
-        text.startswith("This DataLoader will create 2 worker processes in total.") for _, text, _ in found
-    )
+    assert all(text.startswith("This DataLoader will create 2 worker processes in total.") for _, text, _ in found)
     assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__}
 
 
@@ -85,10 +81,7 @@ def test_p9_a_length_that_was_too_short(workers):
         list(loader)
 
     found = check(fn, 1 if workers == 0 else 4)
-    assert (
-        "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. "
-        in found[0][1]
-    )
+    assert "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. " in found[0][1]
     assert {file for _, _, file in found} == {__file__}
 
 

@@ -199,10 +199,7 @@ BATCHES = {
 def test_t25_each_batch_of_indices_arrives_as_it_was_yielded(kind):
     for dataset in (WholeIndex(), Index()):
         expected = list(DataLoader(dataset, batch_sampler=BATCHES[kind], collate_fn=as_list))
-        assert (
-            epoch(DataLoader(dataset, batch_sampler=BATCHES[kind], num_workers=2, collate_fn=as_list))
-            == expected
-        )
+        assert epoch(DataLoader(dataset, batch_sampler=BATCHES[kind], num_workers=2, collate_fn=as_list)) == expected
 
 
 def test_p24_getitems_only_when_truthy():
