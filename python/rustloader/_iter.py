@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pickle import PicklingError
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.multiprocessing
@@ -210,10 +210,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _counted_next(self) -> Any:
         if self._sampler_iter is None:
-            self._reset()  # type: ignore[call-arg,unreachable]
+            self._reset()  # type: ignore[call-arg]
         data = self._next_data()
         self._num_yielded += 1
-        length = self._IterableDataset_len_called
+        length = cast("int | None", self._IterableDataset_len_called)
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             warnings.warn(
                 _LENGTH_WARNING.format(self._dataset, length, self._num_yielded),

@@ -37,7 +37,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return reductions.reduce_storage(storage)
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return _rebuild_storage, (pickle.PickleBuffer(memoryview(flat.numpy())),)
+    return _rebuild_storage, (pickle.PickleBuffer(flat.numpy()),)  # type: ignore[arg-type]
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
