@@ -37,9 +37,9 @@ demo: build ## Train a net on image files through torch and through rustloader; 
 
 test: build test-rust test-loom test-python ## Run all tests: Rust, loom, Python
 
-test-rust: ## Only the Rust tests (debug with failpoints, then release)
+test-rust: ## Only the Rust tests (debug with failpoints, then the property tests in release)
 	$(CARGO) test --features failpoints
-	$(CARGO) test --release
+	$(CARGO) test --release --lib --test scheduler_model --test garbage
 
 # A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
 test-loom: ## Only the loom models of the lock-free parts

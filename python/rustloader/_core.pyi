@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def batches(self) -> int:
-        """Batches handed out so far."""
+        """Batches handed out so far. Any time."""
 
     @property
     def closing(self) -> bool:

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pickle import PicklingError
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.multiprocessing
@@ -88,7 +88,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     _workers: list[Any] = []  # noqa: RUF012
     _held_back: list[Exception] = []  # noqa: RUF012
     _death: str | None = None
-    _death_raised = False
+    _death_note: str | None = None
     _ended = False
 
     def __init__(self, loader: Any) -> None:
@@ -155,8 +155,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
         self._core = core
         self._workers.clear()
-        self._shutdown = self._death_raised = False
-        self._death = None
+        self._shutdown = False
+        self._death = self._death_note = None
         self._start_workers()
 
     def _engine(self) -> Engine:
@@ -179,14 +179,17 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         _BaseDataLoaderIter._reset(self, loader, first_iter)
         self._held_back = []
         self._ended = False
-        if not first_iter and (self._shutdown or self._death_raised):
+        if not first_iter and (self._shutdown or self._death is not None):
             self._restart()
             core = self._engine()
             first_iter = True
         core.enter()
         try:
             if not first_iter:
-                self._died_or_late(*core.reset())
+                code, value = core.reset()
+                if code == _DEAD:
+                    self._note_death(core, value)
+                self._died_or_late(code)
             self._workers_status = [True] * self._num_workers
             for _ in range(self._prefetch_factor * self._num_workers):
                 self._submit(core)
@@ -233,6 +236,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         try:
             self._look_for_the_end()
             code, value = self._take(core)
+            if code == _DEAD:
+                self._note_death(core, value)
             self._ended = code == _END
         finally:
             core.leave()
@@ -246,15 +251,15 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
-        self._died_or_late(code, value)
+        self._died_or_late(code)
         raise AssertionError(f"an answer of the engine that is none: {code}")
 
     def _look_for_the_end(self) -> None:
         """Raises what a further `next` raises after the epoch's end, a death, or a shutdown."""
         if self._ended:
             raise StopIteration
-        if self._death is not None and self._death_raised:
-            raise RuntimeError(self._death)
+        if self._death is not None:
+            raise self._death_error()
         if self._shutdown:
             raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
 
@@ -277,24 +282,27 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
                 raise self._held_back.pop(0)
             return code, value
 
-    def _died_or_late(self, code: int, worker_id: Any) -> None:
+    def _died_or_late(self, code: int) -> None:
         if code == _TIMED_OUT:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         if code == _DEAD:
-            self._raise_death(worker_id)
+            raise self._death_error()
 
-    def _raise_death(self, worker_id: int) -> NoReturn:
-        core = self._engine()
+    def _note_death(self, core: Engine, worker_id: int) -> None:
+        """Takes note of a death that is to be raised now, and tells the other workers to leave."""
         self._death = self._describe_death(worker_id)
-        self._death_raised = True
-        error = RuntimeError(self._death)
         index = core.oldest_index(worker_id)
         if index is not None:
             text = repr(index)
             text = text if len(text) <= 200 else text[:200] + "..."
-            error.add_note(f"Worker {worker_id} was to fetch the batch of index {text}.")
+            self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
         core.close()
-        raise error
+
+    def _death_error(self) -> RuntimeError:
+        error = RuntimeError(self._death)
+        if self._death_note is not None:
+            error.add_note(self._death_note)
+        return error
 
     def _describe_death(self, worker_id: int) -> str:
         process = self._workers[worker_id]

@@ -79,8 +79,6 @@ pub struct Engine<T> {
     broken: Option<Error>,
     /// The clock of the timeout runs for this `next`.
     waiting: bool,
-    /// Batches handed out.
-    delivered: u64,
     finished: bool,
 }
 
@@ -110,7 +108,6 @@ impl<T> Engine<T> {
             unwatched: Vec::new(),
             broken: None,
             waiting: false,
-            delivered: 0,
             finished: false,
         })
     }
@@ -123,11 +120,6 @@ impl<T> Engine<T> {
     /// The arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.hands.arena
-    }
-
-    /// Batches handed out so far.
-    pub fn delivered(&self) -> u64 {
-        self.delivered
     }
 
     /// Whether each worker takes tasks in this epoch.
@@ -213,11 +205,9 @@ impl<T> Engine<T> {
         }
         self.event(Event::Time)?;
         let step = match self.scheduler.next() {
-            Decision::Deliver { tag, result, .. } => {
-                self.delivered += 1;
+            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
                 Step::Deliver { tag, incoming: result }
             }
-            Decision::Raise { tag, result, .. } => Step::Deliver { tag, incoming: result },
             Decision::Submit => Step::Submit,
             Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
             Decision::End => Step::End,

@@ -50,6 +50,8 @@ struct State {
 pub struct PyEngine {
     state: Mutex<State>,
     turn: Turn,
+    /// Batches handed out.
+    batches: AtomicU64,
     /// What may be used without the turn.
     pub hands: Arc<Hands>,
     runtime: Arc<Runtime>,
@@ -113,7 +115,13 @@ impl PyEngine {
         let engine = py.detach(|| Engine::new(settings))?;
         let hands = engine.hands().clone();
         let state = State { engine, buffer: Vec::new(), payload: Vec::new() };
-        Ok(Self { state: Mutex::new(state), turn: Turn::default(), hands, runtime: Runtime::get(py)? })
+        Ok(Self {
+            state: Mutex::new(state),
+            turn: Turn::default(),
+            batches: AtomicU64::new(0),
+            hands,
+            runtime: Runtime::get(py)?,
+        })
     }
 
     /// What a worker needs to open its port: memfd, doorbell, sizes, and who the main process is.
@@ -171,6 +179,7 @@ impl PyEngine {
                     drop(tag);
                     if incoming.is_batch() {
                         BATCHES.fetch_add(1, Ordering::Relaxed);
+                        self.batches.fetch_add(1, Ordering::Relaxed);
                         return Ok((code::BATCH, Some(object)));
                     }
                     return Ok((code::ERROR, Some(object)));
@@ -216,10 +225,10 @@ impl PyEngine {
         Ok(self.state()?.engine.active())
     }
 
-    /// Batches handed out so far.
+    /// Batches handed out so far. Without the turn.
     #[getter]
-    fn batches(&self) -> PyResult<u64> {
-        Ok(self.state()?.engine.delivered())
+    fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
     }
 
     /// Tells the workers to leave and wakes a waiting `next`. Without the turn; may be called again. With `exiting` threads

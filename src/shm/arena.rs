@@ -202,7 +202,11 @@ impl Arena {
         let offset = entry.offset.load(Ordering::Relaxed);
         let capacity = entry.capacity.load(Ordering::Relaxed);
         let region_len = self.geometry.region_len;
-        if len > capacity || capacity > region_len || offset > region_len - capacity || !offset.is_multiple_of(PAGE) {
+        if len > capacity
+            || capacity > region_len
+            || offset > region_len - capacity
+            || !offset.is_multiple_of(PAGE)
+        {
             return Err(Error::corrupt(format!(
                 "{len} bytes of block {id} of region {region}, which has {capacity} bytes at {offset}"
             )));

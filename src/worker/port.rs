@@ -21,6 +21,9 @@ const YIELD_FOR: Duration = Duration::from_micros(20);
 /// The longest sleep in one go; then the caller looks for signals.
 const SLICE: Duration = Duration::from_secs(1);
 
+/// Bytes of the block that is kept for errors.
+const RESERVE: u64 = 64 << 10;
+
 /// What a worker finds when it asks for work.
 #[derive(Debug)]
 pub enum Received {
@@ -54,6 +57,8 @@ pub struct Port {
     ends: Mutex<Ends>,
     allocator: Mutex<Allocator>,
     doorbell: Doorbell,
+    /// A block that is kept for the message that says that there is no memory.
+    reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
     /// Bytes of the payloads of tasks that lay in blocks.
@@ -74,7 +79,8 @@ impl Port {
             tasks: Consumer::new(arena.task_ring(worker)),
             results: Producer::new(arena.result_ring(worker)),
         };
-        let allocator = Mutex::new(Allocator::new(arena.clone(), worker));
+        let mut allocator = Allocator::new(arena.clone(), worker);
+        let reserve = allocator.allocate(RESERVE, WORKER).ok();
         forks::watch(&arena, Some(worker));
         let status = &arena.control(worker).status;
         status.pid.store(std::process::id(), Ordering::Relaxed);
@@ -83,7 +89,8 @@ impl Port {
         Ok(Self {
             worker,
             ends: Mutex::new(ends),
-            allocator,
+            allocator: Mutex::new(allocator),
+            reserve: Mutex::new(reserve),
             doorbell: Doorbell { event: sys::event::EventFd::from_owned_fd(doorbell), identity },
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
@@ -222,7 +229,7 @@ impl Port {
         timings: Timings,
     ) -> Result<()> {
         let len = wire::message_len(leaves.len(), payload.len());
-        let block = lock(&self.allocator).allocate(len, CONSUMER)?;
+        let block = self.allocate_message(len)?;
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         let mut head = Vec::with_capacity(len as usize - payload.len());
         let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
@@ -247,6 +254,24 @@ impl Port {
         drop(allocator);
         let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
         self.publish(&ResultEntry { task, kind, block: Some(block), len, checksum, timings })
+    }
+
+    /// A block for a message. When there is no memory left the reserve is used up for it, so that the error itself can be
+    /// told; it is filled again as soon as that is possible.
+    fn allocate_message(&self, len: u64) -> Result<u32> {
+        let allocator = &mut *lock(&self.allocator);
+        let mut reserve = lock(&self.reserve);
+        let block = allocator.allocate(len, CONSUMER);
+        match (&block, *reserve) {
+            (Err(Error::NoMemory { .. }), Some(kept)) if len <= RESERVE => {
+                *reserve = None;
+                allocator.release(kept);
+                return allocator.allocate(RESERVE, CONSUMER);
+            }
+            (Ok(_), None) => *reserve = allocator.allocate(RESERVE, WORKER).ok(),
+            _ => {}
+        }
+        block
     }
 
     /// Publishes an answer without a message.
@@ -296,4 +321,52 @@ pub enum Keep {
     No,
     /// An object of the worker lies in it.
     Yes,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn port(bytes: u64) -> Port {
+        let arena = Arena::create_sized(bytes, 1, 8).unwrap();
+        let doorbell = sys::event::EventFd::new().unwrap();
+        let doorbell = sys::memfd::dup_cloexec(doorbell.as_fd()).unwrap();
+        Port::open(arena, 0, doorbell).unwrap()
+    }
+
+    #[test]
+    fn an_error_can_be_sent_when_the_region_is_full() {
+        let port = port(64 << 20);
+        let mut held = Vec::new();
+        for len in [1 << 20, 64 << 10, 4096] {
+            while let Ok((block, _)) = port.allocate(len) {
+                held.push(block);
+            }
+        }
+        assert!(port.allocate(1).is_err());
+        port.send(0, ResultKind::Error, &[], b"no memory", Timings::default()).unwrap();
+        // The reserve is used up, and is there again once something has been given back.
+        assert!(port.send(1, ResultKind::Error, &[], b"none", Timings::default()).is_err());
+        held.into_iter().for_each(|block| port.release(block));
+        port.send(2, ResultKind::Error, &[], b"some", Timings::default()).unwrap();
+        assert!(lock(&port.reserve).is_some());
+    }
+
+    #[test]
+    fn what_was_sent_before_is_not_adopted_again() {
+        let port = port(64 << 20);
+        let (block, memory) = port.allocate(40_000).unwrap();
+        assert_eq!(port.adoptable(memory as usize, 40_000), Some((block, 0)));
+        assert_eq!(port.adoptable(memory as usize, 4_000), None);
+        let leaf = Leaf { block, len: 40_000 };
+        port.send(0, ResultKind::Plain, &[(leaf, Keep::Yes)], b"", Timings::default()).unwrap();
+        assert_eq!(port.adoptable(memory as usize, 40_000), None);
+        // The consumer has let go, and its user may have written to it.
+        port.arena.release(0, block, CONSUMER);
+        assert_eq!(port.adoptable(memory as usize, 40_000), None);
+        port.release(block);
+        let (again, memory) = port.allocate(40_000).unwrap();
+        assert_eq!(again, block);
+        assert!(port.adoptable(memory as usize, 40_000).is_some());
+    }
 }
