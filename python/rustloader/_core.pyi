@@ -1,6 +1,6 @@
 """The Rust extension. Its classes are for the modules of this package alone, but for ``engine_batches``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -34,7 +34,7 @@ class WorkerStopped(BaseException):
 
 @final
 class Engine:
-    """The engine of one iterator. What is not marked "any time" wants the turn: ``enter()``, ``leave()``."""
+    """The engine of one iterator. What is not marked "any time" waits for other threads' turns."""
 
     def __new__(
         cls, workers: int, prefetch_factor: int, in_order: bool, persistent: bool, timeout: float
@@ -42,29 +42,23 @@ class Engine:
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
 
-    def enter(self) -> None:
-        """Takes the turn, waiting without the GIL. RuntimeError: this thread has it already."""
-
-    def leave(self) -> None:
-        """Gives the turn back."""
-
     def started(self, worker: int, pid: int) -> None:
         """Notes a worker that has been started."""
 
-    def submit(self, index: Any) -> bool:
-        """Sends an index batch to the worker whose turn it is; False, and dropped, when none takes tasks any more."""
+    def begin(self, hand: list[Any], next_index: Callable[[], Any], is_first: bool) -> None:
+        """Begins an epoch; for all but the first waits until the workers have answered."""
 
-    def next(self) -> tuple[int, Any]:
-        """The next thing to do, waiting without the GIL: a code of ``_iter.py`` and its value."""
+    def next(self, hand: list[Any], next_index: Callable[[], Any]) -> None:
+        """Puts the next thing to do into ``hand``: a code of ``_iter.py`` and its value. Waits without the GIL.
 
-    def reset(self) -> tuple[int, Any]:
-        """A new epoch of persistent workers; waits until all have answered."""
+        RuntimeError: this thread is in ``next`` already, or the iterator has been shut down, or is another process's.
+        """
 
-    def active(self) -> list[bool]:
-        """Whether each worker takes tasks in this epoch."""
+    def active(self) -> list[bool] | None:
+        """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Any time."""
 
     def oldest_index(self, worker: int) -> Any:
-        """The index of the oldest task that a worker has not answered, or None."""
+        """The index of the oldest task that a worker has not answered, or None. Any time."""
 
     @property
     def batches(self) -> int:
@@ -100,7 +94,7 @@ class Engine:
         """Bytes of the arena that have pages, and those of them that somebody holds. Any time."""
 
     def finish(self) -> None:
-        """Gives everything back after the workers have ended. Does nothing while a ``next`` has the turn."""
+        """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""
 
 @final
 class Port:

@@ -36,8 +36,8 @@ _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-
 _TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 _torchs_worker_loop = _utils.worker._worker_loop
 
-# What `Engine.next` and `Engine.reset` answer; the same numbers stand in src/python/engine.rs.
-_BATCH, _ERROR, _SUBMIT, _DEAD, _END, _TIMED_OUT = range(6)
+# What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
+_BATCH, _ERROR, _DEAD, _END, _TIMED_OUT = range(5)
 
 # Hooks of torch's iterator that have no counterpart in the engine: a subclass that overrides one runs on torch's.
 _FOREIGN_HOOKS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
@@ -86,10 +86,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
-    _held_back: list[Exception] = []  # noqa: RUF012
     _death: str | None = None
     _death_note: str | None = None
     _ended = False
+    _rescued: list[Any] | None = None
 
     def __init__(self, loader: Any) -> None:
         reason = _why_not(type(self), loader)
@@ -117,8 +117,15 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     # --- workers -----------------------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        core = self._engine()
         _live.add(self)
+        try:
+            self._start_processes(self._engine())
+        except BaseException:
+            # Half of the workers are no use; a further iter() of a persistent loader starts anew.
+            self._shutdown_workers()
+            raise
+
+    def _start_processes(self, core: Engine) -> None:
         with _sigint_blocked() as was_open:
             job = _worker.Job(
                 dataset_kind=self._dataset_kind,
@@ -177,31 +184,18 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             return
         core = self._engine()
         _BaseDataLoaderIter._reset(self, loader, first_iter)
-        self._held_back = []
         self._ended = False
-        if not first_iter and (self._shutdown or self._death is not None):
+        if not first_iter and (self._shutdown or self._death is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
-        core.enter()
-        try:
-            if not first_iter:
-                code, value = core.reset()
-                if code == _DEAD:
-                    self._note_death(core, value)
-                self._died_or_late(code)
-            self._workers_status = [True] * self._num_workers
-            for _ in range(self._prefetch_factor * self._num_workers):
-                self._submit(core)
-        finally:
-            core.leave()
-
-    def _submit(self, core: Engine) -> None:
-        try:
-            index = self._next_index()
-        except StopIteration:
-            return
-        core.submit(index)
+        self._rescued = None
+        hand: list[Any] = [None, None]
+        core.begin(hand, self._next_index, first_iter)
+        code, value = hand
+        if code != _END:
+            self._died_or_late(code, value)
+        self._workers_status = [True] * self._num_workers
 
     def __next__(self) -> Any:
         if self._passthrough:
@@ -218,29 +212,31 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         self._num_yielded += 1
         length = cast("int | None", self._IterableDataset_len_called)
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            warnings.warn(
-                _LENGTH_WARNING.format(self._dataset, length, self._num_yielded),
-                stacklevel=3 + _core.observed(),
-            )
+            warnings.warn(_LENGTH_WARNING.format(self._dataset, length, self._num_yielded), stacklevel=3)
         return data
 
     def _next_data(self) -> Any:
         if self._passthrough:
             return super()._next_data()
-        core = self._engine()
-        try:
-            core.enter()
-        except RuntimeError:
-            self._look_for_the_end()
-            raise
-        try:
-            self._look_for_the_end()
-            code, value = self._take(core)
-            if code == _DEAD:
-                self._note_death(core, value)
-            self._ended = code == _END
-        finally:
-            core.leave()
+        self._look_for_the_end()
+        hand, self._rescued = self._rescued, None
+        if hand is None:
+            hand = [None, None]
+            core = self._engine()
+            try:
+                core.next(hand, self._next_index)
+                if self._dataset_kind == _DatasetKind.Iterable:
+                    self._workers_status[:] = core.active() or self._workers_status
+            except BaseException as error:
+                if hand[0] is not None:
+                    # A signal handler has raised just after the answer came: it is the next call's.
+                    self._rescued = hand
+                elif isinstance(error, RuntimeError):
+                    # Another thread may have found the end, or a death, while this one waited.
+                    self._look_for_the_end()
+                raise
+        # From here to the return there is no call, so no signal handler can come between and take the batch away.
+        code, value = hand
         if code == _BATCH:
             if self._pin_memory:
                 value = _utils.pin_memory.pin_memory(value, self._pin_memory_device)
@@ -248,10 +244,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if code == _ERROR:
             value.reraise()
         if code == _END:
+            self._ended = True
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
-        self._died_or_late(code)
+        self._died_or_late(code, value)
         raise AssertionError(f"an answer of the engine that is none: {code}")
 
     def _look_for_the_end(self) -> None:
@@ -263,39 +260,22 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if self._shutdown:
             raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
 
-    def _take(self, core: Engine) -> tuple[int, Any]:
-        """The next answer of the engine. For each result that it is about to hand out it first wants one more index,
-        as torch does; the sampler's error there comes at the next call, because the batch in hand is sound."""
-        if self._held_back:
-            raise self._held_back.pop(0)
-        while True:
-            code, value = core.next()
-            if code == _SUBMIT:
-                if self._dataset_kind == _DatasetKind.Iterable:
-                    self._workers_status[:] = core.active()
-                try:
-                    self._submit(core)
-                except Exception as error:
-                    self._held_back.append(error)
-                continue
-            if code == _END and self._held_back:
-                raise self._held_back.pop(0)
-            return code, value
-
-    def _died_or_late(self, code: int) -> None:
+    def _died_or_late(self, code: int, worker_id: Any) -> None:
         if code == _TIMED_OUT:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         if code == _DEAD:
+            self._note_death(worker_id)
             raise self._death_error()
 
-    def _note_death(self, core: Engine, worker_id: int) -> None:
+    def _note_death(self, worker_id: int) -> None:
         """Takes note of a death that is to be raised now, and tells the other workers to leave."""
-        self._death = self._describe_death(worker_id)
+        core = self._engine()
         index = core.oldest_index(worker_id)
         if index is not None:
             text = repr(index)
             text = text if len(text) <= 200 else text[:200] + "..."
             self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
+        self._death = self._describe_death(worker_id)
         core.close()
 
     def _death_error(self) -> RuntimeError:

@@ -84,11 +84,8 @@ impl Completions {
 
     /// Gives back the blocks of a result that nobody will open.
     pub fn discard(&self, arena: &Arc<Arena>, incoming: &Incoming) {
-        if let Ok(message) = Message::open(arena, incoming, Vec::new()) {
-            drop(message);
-        } else if let Some(block) = incoming.entry.block {
-            let_go(arena, incoming.worker, block);
-        }
+        // Opening lets go of the message's block in any case, dropping of the leaves. A damaged one keeps its leaves.
+        drop(Message::open(arena, incoming, Vec::new()));
     }
 }
 
@@ -115,7 +112,7 @@ impl Message {
         let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
         let worker = incoming.worker;
         let block = block.ok_or_else(|| Error::corrupt("a result without a message"))?;
-        let memory = arena.block_memory(worker, block, len)?;
+        let memory = arena.block_memory(worker, block, len).inspect_err(|_| let_go(arena, worker, block))?;
         buffer.clear();
         // SAFETY: the range was checked against the region. The worker does not write to it any more, and if a broken
         // one does, these are plain bytes that are checked after they have been copied.

@@ -36,7 +36,9 @@ impl Process {
     /// Whether it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         match &self.pidfd {
-            Some(pidfd) => pidfd.has_exited().unwrap_or(false),
+            Some(pidfd) => {
+                pidfd.has_exited().unwrap_or_else(|_| !sys::pidfd::runs(self.pid, self.start_time))
+            }
             None => !sys::pidfd::runs(self.pid, self.start_time),
         }
     }
@@ -162,8 +164,11 @@ impl Hands {
             };
             let mut set = sys::poll::PollSet::new();
             set.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?;
-            if let sys::poll::WaitOutcome::Interrupted = set.wait(Some(deadline - now), &mut Vec::new())? {
-                return Ok(self.alive() == 0);
+            match set.wait(Some(deadline - now), &mut Vec::new()) {
+                Ok(sys::poll::WaitOutcome::Interrupted) => return Ok(self.alive() == 0),
+                Ok(_) => {}
+                // Somebody has closed the descriptor.
+                Err(_) => std::thread::sleep(Duration::from_millis(2).min(deadline - now)),
             }
         }
     }

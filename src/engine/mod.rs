@@ -30,6 +30,9 @@ use crate::wire::{ResultKind, TaskEntry, TaskKind};
 /// The doorbell's token in the poll set; the workers' are their numbers.
 const DOORBELL: u64 = u64::MAX;
 
+/// So often a `next` that never waits looks for ended workers.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
 /// For so long a waiting `next` lets others run before it goes to sleep.
 const YIELD_FOR: Duration = Duration::from_micros(20);
 
@@ -77,6 +80,8 @@ pub struct Engine<T> {
     unwatched: Vec<u32>,
     /// A worker has written nonsense: the iterator cannot go on, and says so at each call.
     broken: Option<Error>,
+    /// When ended workers were last looked for.
+    looked: Duration,
     /// The clock of the timeout runs for this `next`.
     waiting: bool,
     finished: bool,
@@ -107,6 +112,7 @@ impl<T> Engine<T> {
             ready: Vec::new(),
             unwatched: Vec::new(),
             broken: None,
+            looked: Duration::ZERO,
             waiting: false,
             finished: false,
         })
@@ -120,6 +126,11 @@ impl<T> Engine<T> {
     /// The arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.hands.arena
+    }
+
+    /// Tasks that may be outstanding, and so the number of submissions that begin an epoch.
+    pub fn max_tasks(&self) -> usize {
+        self.scheduler.max_tasks()
     }
 
     /// Whether each worker takes tasks in this epoch.
@@ -166,7 +177,8 @@ impl<T> Engine<T> {
             return Ok(None);
         };
         entry.task = task.0;
-        self.push(worker.0, &entry)?;
+        let pushed = self.push(worker.0, &entry);
+        self.sticky(pushed)?;
         Ok(Some(task))
     }
 
@@ -179,7 +191,8 @@ impl<T> Engine<T> {
     /// A new epoch of persistent workers. Ask [`Engine::step`] until [`Engine::resuming`] is false.
     pub fn reset(&mut self) -> Result<()> {
         self.event(Event::EpochReset)?;
-        self.effects()
+        let result = self.effects();
+        self.sticky(result)
     }
 
     /// Whether workers have still to answer to [`Engine::reset`].
@@ -199,10 +212,8 @@ impl<T> Engine<T> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        if let Err(error) = self.take_in() {
-            self.broken = Some(error.clone());
-            return Err(error);
-        }
+        let result = self.look_for_deaths().and_then(|()| self.take_in());
+        self.sticky(result)?;
         self.event(Event::Time)?;
         let step = match self.scheduler.next() {
             Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
@@ -222,6 +233,28 @@ impl<T> Engine<T> {
         };
         self.waiting = false;
         Ok(step)
+    }
+
+    /// An error after which the state of things is not known: from now on each call answers it.
+    fn sticky<R>(&mut self, result: Result<R>) -> Result<R> {
+        result.inspect_err(|error| self.broken = Some(error.clone()))
+    }
+
+    /// Looks for ended workers now and then also when results come so fast that nobody ever waits.
+    fn look_for_deaths(&mut self) -> Result<()> {
+        let now = sys::clock::monotonic();
+        if now - self.looked < LOOK_EVERY {
+            return Ok(());
+        }
+        self.looked = now;
+        self.ready.clear();
+        self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
+        self.take_notice()
+    }
+
+    /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
+    pub fn interrupted(&mut self) {
+        self.waiting = false;
     }
 
     /// Drains the marked rings into the scheduler and carries out what it wants.
@@ -298,6 +331,12 @@ impl<T> Engine<T> {
     /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
     /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
     pub fn after_wait(&mut self) -> Result<()> {
+        self.looked = sys::clock::monotonic();
+        let result = self.take_notice();
+        self.sticky(result)
+    }
+
+    fn take_notice(&mut self) -> Result<()> {
         let ready = std::mem::take(&mut self.ready);
         for &token in &ready {
             if token == DOORBELL {
@@ -308,14 +347,9 @@ impl<T> Engine<T> {
             }
         }
         self.ready = ready;
-        for worker in std::mem::take(&mut self.unwatched) {
-            if self.hands.process(worker).is_some_and(hands::Process::has_exited) {
-                self.ended(worker)?;
-            } else {
-                self.unwatched.push(worker);
-            }
-        }
-        Ok(())
+        let ended = |worker: &mut u32| self.hands.process(*worker).is_some_and(hands::Process::has_exited);
+        let gone: Vec<u32> = self.unwatched.extract_if(.., ended).collect();
+        gone.into_iter().try_for_each(|worker| self.ended(worker))
     }
 
     /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
@@ -327,27 +361,50 @@ impl<T> Engine<T> {
         self.effects()
     }
 
-    /// Ends the engine after its workers have ended: gives back what nobody will read, and the arena to the pool.
-    pub fn finish(&mut self) {
+    /// Ends the engine after its workers have ended, and gives back what nobody will read. What is left to do with the arena
+    /// ([`Ending::carry_out`]) takes its time and needs nothing of the engine.
+    pub fn finish(&mut self) -> Ending {
         if std::mem::replace(&mut self.finished, true) || !self.hands.is_ours() {
-            return;
+            return Ending::Nothing;
         }
-        let clean = self.broken.is_none() && self.hands.all_left();
-        let drained = clean
-            && (|| {
-                for worker in 0..self.arena().geometry().workers {
-                    while let Some(incoming) = self.completions.pop(worker)? {
-                        self.completions.discard(&self.hands.arena, &incoming);
-                    }
+        let arena = self.arena().clone();
+        if self.broken.is_some() || !self.hands.all_left() {
+            return Ending::Retire(arena);
+        }
+        for worker in 0..arena.geometry().workers {
+            loop {
+                match self.completions.pop(worker) {
+                    Ok(Some(incoming)) => self.completions.discard(&arena, &incoming),
+                    Ok(None) => break,
+                    Err(_) => return Ending::Retire(arena),
                 }
-                self.event(Event::Shutdown)?;
-                self.effects()
-            })()
-            .is_ok();
-        if drained {
-            pool::put(self.arena().clone());
-        } else {
-            self.arena().retire();
+            }
+        }
+        match self.event(Event::Shutdown).and_then(|()| self.effects()) {
+            Ok(()) => Ending::Pool(arena),
+            Err(_) => Ending::Retire(arena),
+        }
+    }
+}
+
+/// What becomes of an arena after its iterator.
+#[derive(Debug)]
+pub enum Ending {
+    /// Somebody else has seen to it.
+    Nothing,
+    /// The next iterator may have it.
+    Pool(Arc<Arena>),
+    /// Nobody is to use it again.
+    Retire(Arc<Arena>),
+}
+
+impl Ending {
+    /// Puts the arena into the pool or gives its pages back; to be called without the GIL.
+    pub fn carry_out(self) {
+        match self {
+            Self::Nothing => {}
+            Self::Pool(arena) => pool::put(arena),
+            Self::Retire(arena) => arena.retire(),
         }
     }
 }

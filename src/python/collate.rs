@@ -67,7 +67,7 @@ pub fn stack<L: Lease>(
             bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?
         }
         None => {
-            let heap = Heap::new(total);
+            let heap = Heap::new(total)?;
             fill(heap.ptr());
             bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?
         }

@@ -1,11 +1,12 @@
 //! The main process's side: one `Engine` an iterator.
 
+use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyException, PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
@@ -15,7 +16,7 @@ use super::runtime::Runtime;
 use super::tensor::Bridge;
 use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
-use crate::engine::{Engine, Hands, Incoming, Step};
+use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
 use crate::scheduler::Settings;
 use crate::shm::forks;
@@ -27,61 +28,177 @@ use crate::worker::watchdog::Parent;
 /// Batches that engines of this process have handed out.
 static BATCHES: AtomicU64 = AtomicU64::new(0);
 
-/// What `next` and `reset` answer; the same numbers stand in `_iter.py`.
+/// What `next` and `begin` answer; the same numbers stand in `_iter.py`.
 mod code {
     pub const BATCH: u8 = 0;
     pub const ERROR: u8 = 1;
-    pub const SUBMIT: u8 = 2;
-    pub const DEAD: u8 = 3;
-    pub const END: u8 = 4;
-    pub const TIMED_OUT: u8 = 5;
+    pub const DEAD: u8 = 2;
+    pub const END: u8 = 3;
+    pub const TIMED_OUT: u8 = 4;
+}
+
+/// A result that has to be unpickled.
+struct Pickled {
+    payload: Py<PyBytes>,
+    buffers: Py<PyList>,
+    is_batch: bool,
 }
 
 struct State {
     engine: Engine<Py<PyAny>>,
+    /// Errors of the sampler that are to be raised by the next calls.
+    held_back: VecDeque<PyErr>,
+    /// A batch whose unpickling was interrupted.
+    unread: Option<Pickled>,
     /// Reused for each message.
     buffer: Vec<u8>,
     /// Reused for each index batch.
     payload: Vec<u8>,
 }
 
-/// The engine of one iterator. All methods but those marked so want the turn (`enter`, `leave`).
+/// The engine of one iterator. Methods take the turn by themselves, but for those marked so.
 #[pyclass(frozen, name = "Engine", module = "rustloader._core")]
 pub struct PyEngine {
     state: Mutex<State>,
     turn: Turn,
     /// Batches handed out.
     batches: AtomicU64,
+    /// The workers have ended, and whoever has the turn is to finish.
+    finish_wanted: AtomicBool,
     /// What may be used without the turn.
     pub hands: Arc<Hands>,
     runtime: Arc<Runtime>,
 }
 
+/// The turn and what may be used with it. Given back when it is dropped, also by an error.
+struct InTurn<'a> {
+    engine: &'a PyEngine,
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl InTurn<'_> {
+    fn state(&mut self) -> &mut State {
+        match &mut self.state {
+            Some(state) => state,
+            None => unreachable!("a turn without its state is only ever dropped"),
+        }
+    }
+}
+
+impl Drop for InTurn<'_> {
+    fn drop(&mut self) {
+        let mut ending = Ending::Nothing;
+        if let Some(state) = &mut self.state {
+            state.engine.interrupted();
+            if self.engine.finish_wanted.load(Ordering::Acquire) {
+                ending = state.engine.finish();
+            }
+        }
+        self.state = None;
+        self.engine.turn.give_back();
+        if !matches!(ending, Ending::Nothing) {
+            Python::attach(|py| py.detach(|| ending.carry_out()));
+        }
+    }
+}
+
+/// Puts a code and its value where the caller finds them.
+fn give<'py>(hand: &Bound<'py, PyList>, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
+    hand.set_item(1, value)?;
+    hand.set_item(0, code)
+}
+
+/// The sampler's next index; `None` at its end.
+fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    match next_index.call0() {
+        Ok(index) => Ok(Some(index)),
+        Err(error) if error.is_instance_of::<PyStopIteration>(next_index.py()) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 impl PyEngine {
-    fn state(&self) -> PyResult<MutexGuard<'_, State>> {
+    /// Takes the turn; waits for it without the GIL.
+    fn enter(&self, py: Python<'_>) -> PyResult<InTurn<'_>> {
+        self.turn.take(py, &self.hands)?;
         match self.state.try_lock() {
-            Ok(state) => Ok(state),
-            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(Error::usage("the engine was used without the turn").into()),
+            Ok(state) => Ok(InTurn { engine: self, state: Some(state) }),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                Ok(InTurn { engine: self, state: Some(poisoned.into_inner()) })
+            }
+            Err(TryLockError::WouldBlock) => {
+                self.turn.give_back();
+                Err(Error::usage("the engine was used without the turn").into())
+            }
         }
     }
 
-    fn open(&self, py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<Py<PyAny>> {
+    /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
+    fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
+        let State { engine, payload, .. } = state;
+        payload.clear();
+        if codec::encode_indices(py, &index, payload) {
+            engine.submit(index.unbind(), TaskKind::Plain, payload)?;
+        } else {
+            let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
+            let pickle = pickle.cast::<PyBytes>()?;
+            engine.submit(index.unbind(), TaskKind::Pickle, pickle.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// Reads a result into `hand`.
+    fn read(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        hand: &Bound<'_, PyList>,
+        incoming: &Incoming,
+    ) -> PyResult<()> {
         let buffer = std::mem::take(&mut state.buffer);
         let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
-        let object = if incoming.entry.kind == ResultKind::Plain {
+        if incoming.entry.kind == ResultKind::Plain {
             let (payload, leaves) = message.parts();
-            codec::decode(py, Bridge::get(py)?, payload, leaves)?
-        } else {
-            let buffers = PyList::empty(py);
-            for index in 0..message.leaves.len() {
-                buffers.append(Py::new(py, LeaseBuffer::new(message.leaves.take(index)?))?)?;
-            }
-            let payload = PyBytes::new(py, message.payload());
-            self.runtime.loads.bind(py).call1((payload, buffers))?.unbind()
-        };
+            let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
+            state.buffer = message.into_buffer();
+            return self.deliver(hand, code::BATCH, object);
+        }
+        let buffers = PyList::empty(py);
+        for index in 0..message.leaves.len() {
+            buffers.append(Py::new(py, LeaseBuffer::new(message.leaves.take(index)?))?)?;
+        }
+        let payload = PyBytes::new(py, message.payload()).unbind();
         state.buffer = message.into_buffer();
-        Ok(object)
+        let pickle = Pickled { payload, buffers: buffers.unbind(), is_batch: incoming.is_batch() };
+        self.read_pickle(py, state, hand, pickle)
+    }
+
+    /// Unpickling runs code of the user's, and signal handlers in it: an interrupt there leaves the batch for the next call.
+    fn read_pickle(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        hand: &Bound<'_, PyList>,
+        pickle: Pickled,
+    ) -> PyResult<()> {
+        let object = match self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.buffers)) {
+            Ok(object) => object.unbind(),
+            Err(error) => {
+                if !error.is_instance_of::<PyException>(py) {
+                    state.unread = Some(pickle);
+                }
+                return Err(error);
+            }
+        };
+        self.deliver(hand, if pickle.is_batch { code::BATCH } else { code::ERROR }, object)
+    }
+
+    fn deliver(&self, hand: &Bound<'_, PyList>, code: u8, object: Py<PyAny>) -> PyResult<()> {
+        if code == code::BATCH {
+            BATCHES.fetch_add(1, Ordering::Relaxed);
+            self.batches.fetch_add(1, Ordering::Relaxed);
+        }
+        give(hand, code, object)
     }
 
     /// Waits without the GIL, then looks for signals, then for what has come.
@@ -114,11 +231,18 @@ impl PyEngine {
         let settings = Settings { workers, prefetch_factor, in_order, persistent, timeout };
         let engine = py.detach(|| Engine::new(settings))?;
         let hands = engine.hands().clone();
-        let state = State { engine, buffer: Vec::new(), payload: Vec::new() };
+        let state = State {
+            engine,
+            held_back: VecDeque::new(),
+            unread: None,
+            buffer: Vec::new(),
+            payload: Vec::new(),
+        };
         Ok(Self {
             state: Mutex::new(state),
             turn: Turn::default(),
             batches: AtomicU64::new(0),
+            finish_wanted: AtomicBool::new(false),
             hands,
             runtime: Runtime::get(py)?,
         })
@@ -136,93 +260,96 @@ impl PyEngine {
         )
     }
 
-    /// Takes the turn; waits for it without the GIL.
-    fn enter(&self, py: Python<'_>) -> PyResult<()> {
-        self.turn.take(py, &self.hands)
-    }
-
-    /// Gives the turn back.
-    fn leave(&self) {
-        self.turn.give_back();
-    }
-
     /// Notes a worker that has been started.
-    fn started(&self, worker: u32, pid: i32) -> PyResult<()> {
-        Ok(self.state()?.engine.started(worker, pid)?)
+    fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
+        Ok(self.enter(py)?.state().engine.started(worker, pid)?)
     }
 
-    /// Sends an index batch to the worker whose turn it is; False when none takes tasks any more.
-    fn submit(&self, py: Python<'_>, index: Bound<'_, PyAny>) -> PyResult<bool> {
-        let mut state = self.state()?;
-        if self.hands.closing() {
-            return Err(closed(py, &self.hands));
+    /// Begins an epoch: for all but the first has the workers answer, then sends an index for each task that may be
+    /// outstanding. `hand` gets the code of what came instead, or `END`.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        hand: &Bound<'_, PyList>,
+        next_index: &Bound<'_, PyAny>,
+        is_first: bool,
+    ) -> PyResult<()> {
+        let mut turn = self.enter(py)?;
+        let state = turn.state();
+        state.held_back.clear();
+        state.unread = None;
+        if !is_first {
+            state.engine.reset()?;
+            while state.engine.resuming() {
+                match state.engine.step()? {
+                    Step::Dead { worker, .. } => return give(hand, code::DEAD, worker),
+                    Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
+                    Step::Closed => return Err(closed(py, &self.hands)),
+                    Step::Wait(deadline) => self.wait(py, state, deadline)?,
+                    Step::Deliver { .. } | Step::Submit | Step::End => {}
+                }
+            }
         }
-        let State { engine, payload, .. } = &mut *state;
-        payload.clear();
-        let sent = if codec::encode_indices(py, &index, payload) {
-            engine.submit(index.unbind(), TaskKind::Plain, payload)?
-        } else {
-            let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
-            let pickle = pickle.cast::<PyBytes>()?;
-            engine.submit(index.unbind(), TaskKind::Pickle, pickle.as_bytes())?
-        };
-        Ok(sent.is_some())
+        for _ in 0..state.engine.max_tasks() {
+            if let Some(index) = draw(next_index)? {
+                self.submit(py, state, index)?;
+            }
+        }
+        give(hand, code::END, py.None())
     }
 
-    /// The next thing to do: `(code, value)`.
-    fn next(&self, py: Python<'_>) -> PyResult<(u8, Option<Py<PyAny>>)> {
-        let mut state = self.state()?;
+    /// Puts the next thing to do into `hand`: a code and its value. For each result that is about to be handed out one more
+    /// index is wanted first, as in torch; the sampler's error there comes at the next call, because the batch is sound.
+    ///
+    /// The result lies in `hand` before this returns: an exception that a signal handler raises just then cannot take it away.
+    fn next(&self, py: Python<'_>, hand: &Bound<'_, PyList>, next_index: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut turn = self.enter(py)?;
+        let state = turn.state();
+        if let Some(error) = state.held_back.pop_front() {
+            return Err(error);
+        }
+        if let Some(pickle) = state.unread.take() {
+            return self.read_pickle(py, state, hand, pickle);
+        }
         loop {
             match state.engine.step()? {
                 Step::Deliver { tag, incoming } => {
-                    let object = self.open(py, &mut state, &incoming)?;
                     drop(tag);
-                    if incoming.is_batch() {
-                        BATCHES.fetch_add(1, Ordering::Relaxed);
-                        self.batches.fetch_add(1, Ordering::Relaxed);
-                        return Ok((code::BATCH, Some(object)));
-                    }
-                    return Ok((code::ERROR, Some(object)));
+                    return self.read(py, state, hand, &incoming);
                 }
-                Step::Submit => return Ok((code::SUBMIT, None)),
-                Step::Dead { worker, .. } => {
-                    return Ok((code::DEAD, Some(worker.into_pyobject(py)?.into_any().unbind())));
-                }
-                Step::End => return Ok((code::END, None)),
-                Step::TimedOut => return Ok((code::TIMED_OUT, None)),
+                Step::Submit => match draw(next_index) {
+                    Ok(Some(index)) => match self.submit(py, state, index) {
+                        Err(error) if error.is_instance_of::<PyException>(py) => {
+                            state.held_back.push_back(error)
+                        }
+                        other => other?,
+                    },
+                    Ok(None) => {}
+                    Err(error) if error.is_instance_of::<PyException>(py) => state.held_back.push_back(error),
+                    Err(error) => return Err(error),
+                },
+                Step::Dead { worker, .. } => return give(hand, code::DEAD, worker),
+                Step::End => match state.held_back.pop_front() {
+                    Some(error) => return Err(error),
+                    None => return give(hand, code::END, py.None()),
+                },
+                Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                 Step::Closed => return Err(closed(py, &self.hands)),
-                Step::Wait(deadline) => self.wait(py, &mut state, deadline)?,
+                Step::Wait(deadline) => self.wait(py, state, deadline)?,
             }
         }
     }
 
-    /// Begins a new epoch of persistent workers and waits until all of them have answered; the code of what came
-    /// instead, or `END` when they have.
-    fn reset(&self, py: Python<'_>) -> PyResult<(u8, Option<Py<PyAny>>)> {
-        let mut state = self.state()?;
-        state.engine.reset()?;
-        while state.engine.resuming() {
-            match state.engine.step()? {
-                Step::Dead { worker, .. } => {
-                    return Ok((code::DEAD, Some(worker.into_pyobject(py)?.into_any().unbind())));
-                }
-                Step::TimedOut => return Ok((code::TIMED_OUT, None)),
-                Step::Closed => return Err(closed(py, &self.hands)),
-                Step::Wait(deadline) => self.wait(py, &mut state, deadline)?,
-                Step::Deliver { .. } | Step::Submit | Step::End => {}
-            }
-        }
-        Ok((code::END, None))
-    }
-
-    /// The index of the oldest task that a worker has not answered; None if there is none.
-    fn oldest_index(&self, py: Python<'_>, worker: u32) -> PyResult<Option<Py<PyAny>>> {
-        Ok(self.state()?.engine.oldest_task_of(worker).map(|(_, index)| index.clone_ref(py)))
+    /// The index of the oldest task that a worker has not answered; None if there is none, or another thread is in `next`.
+    fn oldest_index(&self, py: Python<'_>, worker: u32) -> Option<Py<PyAny>> {
+        let state = self.state.try_lock().ok()?;
+        state.engine.oldest_task_of(worker).map(|(_, index)| index.clone_ref(py))
     }
 
     /// Whether each worker takes tasks in this epoch.
-    fn active(&self) -> PyResult<Vec<bool>> {
-        Ok(self.state()?.engine.active())
+    /// None while another thread is in `next`.
+    fn active(&self) -> Option<Vec<bool>> {
+        Some(self.state.try_lock().ok()?.engine.active())
     }
 
     /// Batches handed out so far. Without the turn.
@@ -235,6 +362,9 @@ impl PyEngine {
     /// that wait in `next` stay where they are.
     #[pyo3(signature = (exiting = false))]
     fn close(&self, exiting: bool) -> PyResult<()> {
+        if !self.hands.is_ours() {
+            return Ok(());
+        }
         if exiting {
             self.hands.exit();
         }
@@ -301,14 +431,13 @@ impl PyEngine {
         Ok(status)
     }
 
-    /// Gives everything back after the workers have ended. Does nothing while a `next` holds the turn.
-    fn finish(&self) -> PyResult<()> {
+    /// Gives everything back after the workers have ended; while a `next` holds the turn, as soon as it gives that back.
+    fn finish(&self, py: Python<'_>) {
+        self.finish_wanted.store(true, Ordering::Release);
         if self.turn.try_take() {
-            let finished = self.state().map(|mut state| state.engine.finish());
-            self.turn.give_back();
-            return finished;
+            drop(InTurn { engine: self, state: self.state.try_lock().ok() });
         }
-        Ok(())
+        let _ = py;
     }
 
     /// Bytes of the arena that have pages, and those of them that somebody holds. Without the turn.

@@ -134,9 +134,6 @@ impl<T, R> Scheduler<T, R> {
             return Err(Error::usage("an epoch is reset only for persistent workers that are alive"));
         }
         let count = self.workers.len() as u32;
-        if (0..count).any(|worker| self.workers.at(worker).resumes == u16::MAX) {
-            return Err(Error::usage("65535 resets of an epoch and no worker has answered"));
-        }
         if let Some(slot) = self.staged.take() {
             self.discard(slot);
         }
@@ -150,10 +147,13 @@ impl<T, R> Scheduler<T, R> {
         }
         self.workers.begin_epoch();
         for worker in 0..count {
-            self.workers.at(worker).resumes += 1;
-            self.effects.push_back(Action::Resume { worker: WorkerId(worker) });
+            // A worker that has not answered the last message has got no task since: its answer will do for both.
+            if self.workers.at(worker).resumes == 0 {
+                self.workers.at(worker).resumes = 1;
+                self.resuming += 1;
+                self.effects.push_back(Action::Resume { worker: WorkerId(worker) });
+            }
         }
-        self.resuming += count;
         self.first_task = self.next_task;
         self.outstanding = 0;
         self.ready = 0;

@@ -188,6 +188,7 @@ impl Allocator {
             let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
             return larger.and_then(|class| self.take(class)).ok_or_else(|| self.full(len));
         }
+        self.arena.populate_table(self.region, id)?;
         let mut reserved = 0;
         if capacity < SLAB {
             reserved = capacity;

@@ -9,7 +9,7 @@ use super::block::{self, CONSUMER, DELIVERED, FORKED, Left};
 use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
 use super::ring::RingMemory;
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
 /// The smallest arena with which a loader is still worth running.
@@ -31,7 +31,7 @@ pub fn delivered_blocks() -> usize {
 #[derive(Debug)]
 pub struct Arena {
     map: Arc<sys::map::Mapping>,
-    fd: Arc<OwnedFd>,
+    fd: Arc<sys::owned::HomeFd>,
     geometry: Geometry,
     /// The fork generation of the process that mapped it; in a child of that process the arena is dead.
     generation: u64,
@@ -96,7 +96,7 @@ impl Arena {
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
         let (generation, retired) = (sys::fork::generation(), AtomicBool::new(false));
-        Ok(Self { map, fd: Arc::new(fd), geometry, generation, made_here, retired })
+        Ok(Self { map, fd: Arc::new(sys::owned::HomeFd::new(fd)), geometry, generation, made_here, retired })
     }
 
     /// The arena that a forked worker has inherited with its mapping: mapping it again would cost address space.
@@ -123,7 +123,7 @@ impl Arena {
 
     /// The memfd's number.
     pub fn raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.fd.as_fd().as_raw_fd()
     }
 
     /// True in the process that mapped the arena, false in its forked children.
@@ -229,16 +229,39 @@ impl Arena {
         self.map.populate((start + from) as usize..(start + to) as usize)
     }
 
+    /// Reserves the page of a region's block table that entry `id` begins, if it begins one.
+    pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
+        let (row, start) = (size_of::<Block>() as u64, self.geometry.table(region));
+        let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
+        // Rows do not straddle pages: the table begins on one, and a page is a multiple of a row.
+        if !begin.is_multiple_of(PAGE) {
+            return Ok(());
+        }
+        self.map.populate(begin as usize..end as usize)
+    }
+
     /// Gives the pages of the bytes `from..to` of a region's data back to the system.
     pub fn punch(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
 
-    /// Notes that the user's tensors now lie in a block, so that a fork marks it.
-    pub fn delivered(&self, region: u32, id: u32) {
-        self.table(region)[id as usize].state.fetch_or(DELIVERED, Ordering::Relaxed);
+    /// Notes that the user's tensors now lie in a block, so that a fork marks it. A block that the consumer does not
+    /// hold, or in which tensors lie already, is not given out.
+    pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
+        let state = &self.table(region)[id as usize].state;
+        let mut seen = state.load(Ordering::Relaxed);
+        loop {
+            if seen & (CONSUMER | DELIVERED) != CONSUMER {
+                return Err(Error::corrupt(format!("block {id} of region {region} is not in a message")));
+            }
+            match state.compare_exchange_weak(seen, seen | DELIVERED, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => break,
+                Err(now) => seen = now,
+            }
+        }
         DELIVERED_BLOCKS.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Gives back a block that tensors lay in.
@@ -258,6 +281,8 @@ impl Arena {
         if block::release(&entry.state, bits) == Left::Held {
             return;
         }
+        // SYNC: retired-or-released (pairs with the fence in `retire`): one of the two sees the other and punches.
+        fence(Ordering::SeqCst);
         if self.retired.load(Ordering::Relaxed) {
             self.punch_block(region, entry);
         }
@@ -324,9 +349,12 @@ impl Arena {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
         }
+        // SYNC: retired-or-released.
+        fence(Ordering::SeqCst);
+        let seen = DELIVERED | FORKED | block::WORKER_FORKED;
         for region in 0..self.geometry.regions() {
             for entry in &self.table(region)[..self.block_count(region) as usize] {
-                if entry.state.load(Ordering::Acquire) & (DELIVERED | FORKED) == 0 {
+                if entry.state.load(Ordering::Acquire) & seen == 0 {
                     self.punch_block(region, entry);
                 }
             }

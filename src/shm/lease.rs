@@ -26,7 +26,7 @@ impl Lease {
     /// against the region.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
-        arena.delivered(region, block);
+        arena.delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 

@@ -43,7 +43,6 @@ fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
 
 /// An arena for `workers` workers of at most `outstanding` tasks each: out of the pool, or new.
 pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> {
-    super::forks::reap();
     trim();
     let pooled = pool().and_then(|mut pool| {
         let fits = |idle: &Idle| {
@@ -79,6 +78,7 @@ pub fn put(arena: Arc<Arena>) {
 
 /// Lets go of the arenas that have lain idle for too long.
 pub fn trim() {
+    super::forks::reap();
     let now = sys::clock::monotonic();
     let old = pool().map(|mut pool| pool.extract_if(.., |idle| now - idle.since > IDLE_FOR).collect());
     retire(old.unwrap_or_default());

@@ -3,12 +3,13 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
+use super::owned::HomeFd;
 use super::{descriptor_hint, errno, retry};
 use crate::error::{Error, Result};
 
 /// A counter in the kernel that is readable while it is not zero. Neither end ever blocks on it.
 #[derive(Debug)]
-pub struct EventFd(OwnedFd);
+pub struct EventFd(HomeFd);
 
 impl EventFd {
     /// A new one, at zero, closed on exec.
@@ -20,24 +21,19 @@ impl EventFd {
             return Err(Error::last_os("eventfd", descriptor_hint(errno())));
         }
         // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(Self(HomeFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
     /// One that came from another process. It must have been made by [`EventFd::new`], which makes it non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
-        Self(fd)
-    }
-
-    /// Gives the descriptor back.
-    pub fn into_owned_fd(self) -> OwnedFd {
-        self.0
+        Self(HomeFd::new(fd))
     }
 
     /// Makes it readable.
     pub fn ring(&self) -> Result<()> {
         let one = 1_u64.to_ne_bytes();
         // SAFETY: `one` has the 8 bytes that are read from it.
-        let call = || unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        let call = || unsafe { libc::write(self.0.as_fd().as_raw_fd(), one.as_ptr().cast(), one.len()) };
         // A full counter (EAGAIN) is readable already.
         if retry(|| failpoint!("eventfd_write", -1, call())) == -1 && errno() != libc::EAGAIN {
             return Err(Error::last_os(
@@ -52,7 +48,8 @@ impl EventFd {
     pub fn drain(&self) -> Result<()> {
         let mut count = [0_u8; 8];
         // SAFETY: `count` has room for the 8 bytes that are written to it.
-        let call = || unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+        let call =
+            || unsafe { libc::read(self.0.as_fd().as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
         let mut call = call;
         if retry(|| failpoint!("eventfd_read", -1, call())) == -1 && errno() != libc::EAGAIN {
             return Err(Error::last_os(
@@ -94,7 +91,8 @@ mod tests {
 
     #[test]
     fn a_full_counter_is_no_error() {
-        let event = EventFd::from_owned_fd(EventFd::new().unwrap().into_owned_fd());
+        let made = EventFd::new().unwrap();
+        let event = EventFd::from_owned_fd(made.as_fd().try_clone_to_owned().unwrap());
         let most = (u64::MAX - 1).to_ne_bytes();
         // SAFETY: `most` has the 8 bytes that are read from it.
         let wrote = unsafe { libc::write(event.as_fd().as_raw_fd(), most.as_ptr().cast(), 8) };

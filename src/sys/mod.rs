@@ -12,6 +12,7 @@ pub mod identity;
 pub mod map;
 pub mod memfd;
 pub mod memory;
+pub mod owned;
 pub mod pidfd;
 pub mod poll;
 pub mod signal;

@@ -4,6 +4,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
+use super::owned::HomeFd;
 use super::{descriptor_hint, errno, retry};
 use crate::error::{Error, Result};
 
@@ -39,7 +40,7 @@ pub enum ExitStatus {
 
 /// A process, named so that its number cannot be recycled under us.
 #[derive(Debug)]
-pub struct PidFd(OwnedFd);
+pub struct PidFd(HomeFd);
 
 impl PidFd {
     /// The process `pid`, alive or not yet reaped. The descriptor is closed on exec.
@@ -56,12 +57,12 @@ impl PidFd {
             return Err(Error::last_os("pidfd_open", hint));
         }
         // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) }))
+        Ok(Self(HomeFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
     }
 
     /// Whether the process has ended, reaped or not. Never blocks.
     pub fn has_exited(&self) -> Result<bool> {
-        let mut entry = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut entry = libc::pollfd { fd: self.0.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: `entry` is one entry, as said.
         let answer = retry(|| failpoint!("pidfd_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
         if answer == -1 {
@@ -79,7 +80,8 @@ impl PidFd {
     pub fn status(&self) -> Option<ExitStatus> {
         // SAFETY: a siginfo_t of zeroes is a valid one.
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        let (id, flags) = (self.0.as_raw_fd() as libc::id_t, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT);
+        let (id, flags) =
+            (self.0.as_fd().as_raw_fd() as libc::id_t, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT);
         // SAFETY: `info` is a struct of ours for the kernel to fill.
         let mut call = || unsafe { libc::waitid(libc::P_PIDFD, id, &mut info, flags) };
         if retry(|| failpoint!("waitid", -1, call())) == -1 {
@@ -99,7 +101,8 @@ impl PidFd {
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the number says that `info` has 64 bytes, which is its size.
-        let mut call = || unsafe { libc::ioctl(self.0.as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
+        let mut call =
+            || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
         let answer = failpoint!("pidfd_get_info", -1, call());
         if answer == -1 || info.mask & PIDFD_INFO_EXIT == 0 {
             return None;
@@ -113,7 +116,7 @@ impl PidFd {
 
     /// Sends `signal` to the process; one that is gone already is no error.
     pub fn send_signal(&self, signal: i32) -> Result<()> {
-        let (fd, none) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
         if failpoint!("pidfd_send_signal", -1, call()) == 0 || errno() == libc::ESRCH {
@@ -146,12 +149,29 @@ pub fn start_time(pid: i32) -> Result<u64> {
 /// Whether the process `pid` that was started at `start_time` (0: whenever) still runs: a zombie does not. Where /proc cannot
 /// be read a signal's answer has to do, which takes a zombie for alive.
 pub fn runs(pid: i32, start_time: u64) -> bool {
-    let Ok(stat) = std::fs::read(format!("/proc/{pid}/stat")) else {
-        return !std::path::Path::new("/proc/self/stat").exists() && super::signal::kill(pid, 0).is_ok();
+    let stat = match std::fs::read(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        // A process whose file is not there is gone if others' files are; what else fails (no descriptor left, say)
+        // says nothing of it.
+        Err(error)
+            if error.kind() == std::io::ErrorKind::NotFound
+                && std::path::Path::new("/proc/self").exists() =>
+        {
+            return false;
+        }
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return false,
+        Err(_) => return exists(pid),
     };
     let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
     let ended = matches!(state, Some(b'Z' | b'X'));
     !ended && (start_time == 0 || parse_start_time(&stat).is_none_or(|time| time == start_time))
+}
+
+/// Whether there is a process `pid`, be it a zombie.
+fn exists(pid: i32) -> bool {
+    // SAFETY: signal 0 is none; nothing happens but the check.
+    let answer = unsafe { libc::kill(pid, 0) };
+    answer == 0 || errno() != libc::ESRCH
 }
 
 /// Field 22. Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.

@@ -20,7 +20,7 @@ struct HeapLeaves {
 
 impl Sink for HeapLeaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
-        let heap = Heap::new(len);
+        let heap = Heap::new(len)?;
         let memory = heap.ptr();
         self.leaves.push(Some(heap));
         Ok((self.leaves.len() as u32 - 1, memory))
@@ -70,7 +70,7 @@ pub fn _roundtrip(
     };
     let (mut payload, mut leaves) = (Vec::new(), HeapLeaves { adopt, ..HeapLeaves::default() });
     if raw {
-        leaves.leaves.push(Some(Heap::new(1 << 20)));
+        leaves.leaves.push(Some(Heap::new(1 << 20)?));
         let back = decode(py, bridge, obj.extract()?, &mut leaves)?;
         return Ok((true, Some(back)));
     }
@@ -99,6 +99,6 @@ pub fn _roundtrip(
 #[pyfunction]
 pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Made, Made)> {
     let bridge = Bridge::get(py)?;
-    let stacked = crate::python::collate::stack(py, bridge, batch, &mut |len| Some(Heap::new(len)))?;
+    let stacked = crate::python::collate::stack(py, bridge, batch, &mut |len| Heap::new(len).ok())?;
     Ok((stacked, crate::python::collate::numbers(py, bridge, batch)?))
 }

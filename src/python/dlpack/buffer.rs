@@ -84,5 +84,5 @@ impl LeaseBuffer {
 /// An `UntypedStorage` of `nbytes` bytes of ordinary memory that, like a shared one, cannot be resized.
 #[pyfunction]
 pub fn heap_storage(py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
-    LeaseBuffer::new(super::Heap::new(nbytes)).storage(py)
+    LeaseBuffer::new(super::Heap::new(nbytes)?).storage(py)
 }

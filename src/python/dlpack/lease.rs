@@ -1,7 +1,9 @@
 //! Memory that delivered objects lie in.
 
-use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
+
+use crate::error::Error;
 
 /// Memory that a delivered tensor or array lies in. Dropping it gives it back, which must work on any thread
 /// and without the GIL.
@@ -30,14 +32,19 @@ impl Heap {
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 
-    /// `len` bytes of whatever was there before.
-    pub fn new(len: usize) -> Self {
-        assert!(len <= isize::MAX as usize - Self::ALIGN, "a tensor larger than the address space");
-        let layout = Self::layout(len);
+    /// `len` bytes of whatever was there before. [`Error::NoMemory`] where the system refuses them.
+    pub fn new(len: usize) -> Result<Self, Error> {
+        let refused = || Error::NoMemory {
+            wanted: len as u64,
+            limit: "the system refuses ordinary memory".to_owned(),
+            headroom: 0,
+        };
+        if len > isize::MAX as usize - Self::ALIGN {
+            return Err(refused());
+        }
         // SAFETY: the layout is not of size 0.
-        let memory = unsafe { alloc(layout) };
-        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        Self { memory, len }
+        let memory = NonNull::new(unsafe { alloc(Self::layout(len)) }).ok_or_else(refused)?;
+        Ok(Self { memory, len })
     }
 }
 

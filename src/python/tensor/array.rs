@@ -160,7 +160,7 @@ impl Bridge {
         let fortran = !is_contiguous(shape, strides);
         if fortran && !is_contiguous(&reversed(shape), &reversed(strides)) {
             // Other orders of dimensions: NumPy makes such arrays only over memory of somebody else.
-            let heap = Heap::new(bytes.len());
+            let heap = Heap::new(bytes.len())?;
             // SAFETY: just as many bytes were allocated, and nobody else knows them.
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             return self.ndarray(py, heap, 0, dtype, shape, strides);
