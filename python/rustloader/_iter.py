@@ -191,11 +191,17 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             first_iter = True
         self._rescued = None
         hand: list[Any] = [None, None]
-        core.begin(hand, self._next_index, first_iter)
+        core.begin(hand, self._draw(), first_iter)
         code, value = hand
         if code != _END:
             self._died_or_late(code, value)
         self._workers_status = [True] * self._num_workers
+
+    def _draw(self) -> Callable[[], Any]:
+        """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
+        if type(self)._next_index is _BaseDataLoaderIter._next_index:
+            return cast("Callable[[], Any]", self._sampler_iter.__next__)
+        return self._next_index
 
     def __next__(self) -> Any:
         if self._passthrough:
@@ -210,7 +216,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             self._reset()  # type: ignore[call-arg]
         data = self._next_data()
         self._num_yielded += 1
-        length = cast("int | None", self._IterableDataset_len_called)
+        # Still no call: see `_next_data`.
+        length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             warnings.warn(_LENGTH_WARNING.format(self._dataset, length, self._num_yielded), stacklevel=3)
         return data
@@ -219,12 +226,14 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if self._passthrough:
             return super()._next_data()
         self._look_for_the_end()
+        if self._shutdown:
+            raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
         hand, self._rescued = self._rescued, None
         if hand is None:
             hand = [None, None]
             core = self._engine()
             try:
-                core.next(hand, self._next_index)
+                core.next(hand, self._draw())
                 if self._dataset_kind == _DatasetKind.Iterable:
                     self._workers_status[:] = core.active() or self._workers_status
             except BaseException as error:
@@ -252,13 +261,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         raise AssertionError(f"an answer of the engine that is none: {code}")
 
     def _look_for_the_end(self) -> None:
-        """Raises what a further `next` raises after the epoch's end, a death, or a shutdown."""
+        """Raises what a further `next` raises after the epoch's end or a death."""
         if self._ended:
             raise StopIteration
         if self._death is not None:
             raise self._death_error()
-        if self._shutdown:
-            raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
 
     def _died_or_late(self, code: int, worker_id: Any) -> None:
         if code == _TIMED_OUT:

@@ -37,6 +37,9 @@ mod code {
     pub const TIMED_OUT: u8 = 4;
 }
 
+/// So often an unpickling that has failed is tried again.
+const RELOADS: usize = 4;
+
 /// A result that has to be unpickled.
 struct Pickled {
     payload: Py<PyBytes>,
@@ -48,8 +51,10 @@ struct State {
     engine: Engine<Py<PyAny>>,
     /// Errors of the sampler that are to be raised by the next calls.
     held_back: VecDeque<PyErr>,
-    /// A batch whose unpickling was interrupted.
-    unread: Option<Pickled>,
+    /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
+    owed: u32,
+    /// A result whose unpickling was interrupted at first.
+    unread: Option<(u8, Py<PyAny>)>,
     /// Reused for each message.
     buffer: Vec<u8>,
     /// Reused for each index batch.
@@ -108,6 +113,15 @@ fn give<'py>(hand: &Bound<'py, PyList>, code: u8, value: impl IntoPyObject<'py>)
     hand.set_item(0, code)
 }
 
+/// Keeps an exception for the next call; what is none of the sampler's (an interrupt) is raised at once.
+fn hold_back(py: Python<'_>, state: &mut State, error: PyErr) -> PyResult<()> {
+    if !error.is_instance_of::<PyException>(py) {
+        return Err(error);
+    }
+    state.held_back.push_back(error);
+    Ok(())
+}
+
 /// The sampler's next index; `None` at its end.
 fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     match next_index.call0() {
@@ -130,6 +144,14 @@ impl PyEngine {
                 self.turn.give_back();
                 Err(Error::usage("the engine was used without the turn").into())
             }
+        }
+    }
+
+    /// Takes one more index of the sampler, if there is one, and sends it.
+    fn refill(&self, py: Python<'_>, state: &mut State, next_index: &Bound<'_, PyAny>) -> PyResult<()> {
+        match draw(next_index)? {
+            Some(index) => self.submit(py, state, index),
+            None => Ok(()),
         }
     }
 
@@ -173,7 +195,8 @@ impl PyEngine {
         self.read_pickle(py, state, hand, pickle)
     }
 
-    /// Unpickling runs code of the user's, and signal handlers in it: an interrupt there leaves the batch for the next call.
+    /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but
+    /// does not come again: so it is tried again, and where it then succeeds the batch is kept for the next call.
     fn read_pickle(
         &self,
         py: Python<'_>,
@@ -181,16 +204,16 @@ impl PyEngine {
         hand: &Bound<'_, PyList>,
         pickle: Pickled,
     ) -> PyResult<()> {
-        let object = match self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.buffers)) {
-            Ok(object) => object.unbind(),
-            Err(error) => {
-                if !error.is_instance_of::<PyException>(py) {
-                    state.unread = Some(pickle);
-                }
-                return Err(error);
-            }
+        let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
+        let load = || self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.buffers));
+        let error = match load() {
+            Ok(object) => return self.deliver(hand, code, object.unbind()),
+            Err(error) => error,
         };
-        self.deliver(hand, if pickle.is_batch { code::BATCH } else { code::ERROR }, object)
+        if let Some(object) = (0..RELOADS).find_map(|_| load().ok()) {
+            state.unread = Some((code, object.unbind()));
+        }
+        Err(error)
     }
 
     fn deliver(&self, hand: &Bound<'_, PyList>, code: u8, object: Py<PyAny>) -> PyResult<()> {
@@ -234,6 +257,7 @@ impl PyEngine {
         let state = State {
             engine,
             held_back: VecDeque::new(),
+            owed: 0,
             unread: None,
             buffer: Vec::new(),
             payload: Vec::new(),
@@ -277,6 +301,7 @@ impl PyEngine {
         let mut turn = self.enter(py)?;
         let state = turn.state();
         state.held_back.clear();
+        state.owed = 0;
         state.unread = None;
         if !is_first {
             state.engine.reset()?;
@@ -291,9 +316,7 @@ impl PyEngine {
             }
         }
         for _ in 0..state.engine.max_tasks() {
-            if let Some(index) = draw(next_index)? {
-                self.submit(py, state, index)?;
-            }
+            self.refill(py, state, next_index)?;
         }
         give(hand, code::END, py.None())
     }
@@ -308,8 +331,18 @@ impl PyEngine {
         if let Some(error) = state.held_back.pop_front() {
             return Err(error);
         }
-        if let Some(pickle) = state.unread.take() {
-            return self.read_pickle(py, state, hand, pickle);
+        for _ in 0..state.owed {
+            let refilled = self.refill(py, state, next_index);
+            if refilled.as_ref().is_err_and(|error| !error.is_instance_of::<PyException>(py)) {
+                return refilled;
+            }
+            state.owed -= 1;
+            if let Err(error) = refilled {
+                hold_back(py, state, error)?;
+            }
+        }
+        if let Some((code, object)) = state.unread.take() {
+            return self.deliver(hand, code, object);
         }
         loop {
             match state.engine.step()? {
@@ -317,17 +350,13 @@ impl PyEngine {
                     drop(tag);
                     return self.read(py, state, hand, &incoming);
                 }
-                Step::Submit => match draw(next_index) {
-                    Ok(Some(index)) => match self.submit(py, state, index) {
-                        Err(error) if error.is_instance_of::<PyException>(py) => {
-                            state.held_back.push_back(error)
-                        }
-                        other => other?,
-                    },
-                    Ok(None) => {}
-                    Err(error) if error.is_instance_of::<PyException>(py) => state.held_back.push_back(error),
-                    Err(error) => return Err(error),
-                },
+                Step::Submit => {
+                    if let Err(error) = self.refill(py, state, next_index) {
+                        // An interrupt may be behind it, which the sampler would survive: it is asked once more later.
+                        state.owed += 1;
+                        hold_back(py, state, error)?;
+                    }
+                }
                 Step::Dead { worker, .. } => return give(hand, code::DEAD, worker),
                 Step::End => match state.held_back.pop_front() {
                     Some(error) => return Err(error),

@@ -1,0 +1,213 @@
+"""Signal handlers that raise, calls that are given up, and starts that fail: nothing is lost and nothing is stuck."""
+
+import errno
+import multiprocessing.process
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from sample_data import Numbers
+from support import DataLoader, run_script
+from torch.utils.data import IterableDataset
+
+pytestmark = pytest.mark.ours
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_handler_that_raises_loses_no_batch_and_no_turn():
+    # In a process of its own: pytest-timeout has the alarm of this one.
+    status, out, err = run_script("""
+        import itertools
+        from sample_data import Numbers
+        class Interrupted(Exception): pass
+        armed = [False]
+        def handler(signum, frame):
+            if armed[0]:
+                raise Interrupted
+        signal.signal(signal.SIGALRM, handler)
+        for in_order, pickled in itertools.product([True, False], [True, False]):
+            collate_fn = (lambda x: {"set": {float(x)}}) if pickled else None
+            loader = DataLoader(Numbers(3000), num_workers=2, batch_size=None, collate_fn=collate_fn, in_order=in_order)
+            iterator = iter(loader)
+            got, interrupts, ended = [], 0, False
+            signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+            while not ended:
+                batch = None
+                try:
+                    armed[0] = True
+                    # Not next(): an interrupt after a call, before the assignment, would be this test's own loss.
+                    for batch in iterator:
+                        break
+                    else:
+                        ended = True
+                    armed[0] = False
+                except Interrupted:
+                    armed[0] = False
+                    interrupts += 1
+                if batch is not None:
+                    got.append(batch)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            values = [int(next(iter(x["set"]))) if pickled else x.item() for x in got]
+            assert interrupts > 10, interrupts
+            assert sorted(values) == list(range(3000)), (len(values), interrupts)
+            assert values == sorted(values) or not in_order
+        print("all")
+    """)
+    assert (status, out, err) == (0, "all\n", "")
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        while True:
+            yield worker
+
+
+def test_a_death_is_seen_although_other_results_never_run_out():
+    loader = DataLoader(Endless(), num_workers=2, batch_size=None, in_order=False)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    end = time.monotonic() + 5
+    with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+        while time.monotonic() < end:
+            next(iterator)
+            time.sleep(0.002)
+
+
+def test_a_start_that_fails_half_way_is_an_error_and_the_next_one_works(monkeypatch):
+    loader = DataLoader(Numbers(6), num_workers=2, persistent_workers=True, batch_size=None)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(iterator._workers[1].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="Killed"):
+        list(iterator)
+    starts = []
+    real = multiprocessing.process.BaseProcess.start
+
+    def start(self):
+        starts.append(self)
+        if len(starts) == 2:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        real(self)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    with pytest.raises(OSError, match="Resource temporarily"):
+        iter(loader)
+    assert [x.item() for x in loader] == list(range(6))
+
+
+class SlowFirst(Numbers):
+    def __getitem__(self, index):
+        if index == 0:
+            time.sleep(2)
+        return super().__getitem__(index)
+
+
+class SlowOnce(Numbers):
+    slow = True
+
+    def __getitem__(self, index):
+        if self.slow:
+            self.slow = False
+            time.sleep(2)
+        return super().__getitem__(index)
+
+
+def test_p19_iter_that_times_out_again_and_again_overflows_nothing():
+    loader = DataLoader(SlowOnce(8), num_workers=2, persistent_workers=True, batch_size=None, timeout=0.05)
+    for _ in range(30):
+        with pytest.raises(RuntimeError, match="timed out"):
+            list(loader)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            assert [x.item() for x in loader] == list(range(8))
+            break
+        except RuntimeError as error:
+            assert "timed out" in str(error) and time.monotonic() < deadline
+            time.sleep(0.5)
+
+
+def test_p19_the_clock_stands_while_the_user_is_not_in_next():
+    def handler(signum, frame):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        iterator = iter(DataLoader(SlowFirst(2), num_workers=1, batch_size=None, timeout=3))
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Interrupted):
+            next(iterator)
+        time.sleep(3.2)
+        assert next(iterator).item() == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_t14_an_inherited_iterator_is_dead_in_a_child():
+    status, out, err = run_script("""
+        from sample_data import Numbers
+        loader = DataLoader(Numbers(40), num_workers=2, persistent_workers=True, batch_size=None)
+        iterator = iter(loader)
+        first = next(iterator).item()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                assert "belongs to the process" in str(error), error
+                iterator._shutdown_workers()
+                # A new epoch of the inherited loader has workers of its own.
+                assert [x.item() for x in loader] == list(range(40))
+                loader._iterator._shutdown_workers()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        print([first] + [x.item() for x in iterator] == list(range(40)))
+    """)
+    assert (status, out, err) == (0, "True\n", "")
+
+
+def test_a_child_that_has_closed_everything_keeps_its_own_files():
+    status, out, err = run_script("""
+        import gc
+        from sample_data import Numbers
+        iterator = iter(DataLoader(Numbers(40), num_workers=2, batch_size=None))
+        first = next(iterator).item()
+        pid = os.fork()
+        if pid == 0:
+            os.closerange(3, 200)
+            files = [os.open("/dev/null", os.O_RDONLY) for _ in range(60)]
+            del iterator
+            gc.collect()
+            os._exit(sum(1 for fd in files if not os.path.exists(f"/proc/self/fd/{fd}")))
+        print(os.waitpid(pid, 0)[1], [first] + [x.item() for x in iterator] == list(range(40)))
+    """)
+    assert (status, out, err) == (0, "0 True\n", "")
+
+
+def test_a_shutdown_while_another_thread_waits_gives_everything_back():
+    loader = DataLoader(SlowFirst(2), num_workers=1, batch_size=None)
+    iterator = iter(loader)
+    seen = []
+
+    def take():
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    time.sleep(0.2)
+    iterator._shutdown_workers()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert seen == ["the DataLoader iterator has been shut down"]
