@@ -227,7 +227,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             return super()._next_data()
         self._look_for_the_end()
         if self._shutdown:
-            raise AssertionError("Invalid iterator state: shutdown or no outstanding tasks when fetching next data")
+            # As torch's, whose workers are then all marked as unavailable.
+            raise StopIteration
         hand, self._rescued = self._rescued, None
         if hand is None:
             hand = [None, None]

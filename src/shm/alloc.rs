@@ -4,7 +4,8 @@
 //! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
 //! need. A free block is reused last-in first-out, while its pages are warm. Pages beyond the working set are
 //! given back by the low-water mark of each class's free list: what lay idle through [`PATIENCE`] whole windows of
-//! [`WINDOW`] allocations is surplus, and half of it is punched (before it is handed out again, so nobody else sees it).
+//! [`WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody else sees it). A worker that
+//! has nothing to do gives back at once what the batches under way do not need.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::sys;
 const CLASSES: usize = 112;
 /// Allocations between two looks at the low-water marks.
 const WINDOW: u32 = 64;
-/// Windows for which blocks must have lain idle before half of them lose their pages.
+/// Windows for which blocks must have lain idle before they lose their pages.
 const PATIENCE: u8 = 2;
 /// Fresh pages that may be reserved between two looks at the machine's headroom.
 const LOOK_EVERY: u64 = 8 << 20;
@@ -46,6 +47,17 @@ fn class_pages(class: usize) -> u64 {
     }
     let (shift, quarter) = ((class - 8) / 4 + 1, (class - 8) % 4 + 4);
     (quarter as u64 + 1) << shift
+}
+
+/// Gives the pages of an idle block back, if they are worth a system call; says how many bytes.
+fn punch(arena: &Arena, region: u32, id: u32) -> Option<u64> {
+    let entry = &arena.table(region)[id as usize];
+    let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
+    if warm < SLAB || arena.punch(region, offset, offset + warm).is_err() {
+        return None;
+    }
+    entry.warm.store(0, Ordering::Relaxed);
+    Some(warm)
 }
 
 /// One class's idle blocks.
@@ -280,7 +292,6 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         self.window = WINDOW;
         self.collect()?;
-        let table = self.arena.table(self.region);
         for list in &mut self.free {
             let surplus = list.low.saturating_sub(list.cold);
             list.low = list.blocks.len();
@@ -294,18 +305,29 @@ impl Allocator {
             }
             list.patience = 0;
             let from = list.cold;
-            list.cold += surplus.div_ceil(2);
+            list.cold += surplus;
             for &id in &list.blocks[from..list.cold] {
-                let entry = &table[id as usize];
-                let warm = entry.warm.load(Ordering::Relaxed);
-                let offset = entry.offset.load(Ordering::Relaxed);
                 // Pages of a small block may have been reserved with its neighbours: not worth a system call.
-                if warm < SLAB || self.arena.punch(self.region, offset, offset + warm).is_err() {
-                    continue;
+                if let Some(punched) = punch(&self.arena, self.region, id) {
+                    self.mapped[id as usize] = 0;
+                    self.warm -= punched;
                 }
-                entry.warm.store(0, Ordering::Relaxed);
-                self.mapped[id as usize] = 0;
-                self.warm -= warm;
+            }
+        }
+        Ok(())
+    }
+
+    /// For a worker that has nothing to do: gives back the pages of idle blocks beyond `budget` bytes of pages in all.
+    pub fn trim(&mut self, budget: u64) -> Result<()> {
+        self.collect()?;
+        for list in &mut self.free {
+            while self.warm > budget && list.cold < list.blocks.len() {
+                let id = list.blocks[list.cold];
+                list.cold += 1;
+                if let Some(punched) = punch(&self.arena, self.region, id) {
+                    self.mapped[id as usize] = 0;
+                    self.warm -= punched;
+                }
             }
         }
         Ok(())

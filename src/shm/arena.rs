@@ -37,8 +37,10 @@ pub struct Arena {
     generation: u64,
     /// Made by this process, which decides when its pages go; workers only look at it.
     made_here: bool,
-    /// No worker will come again: what is released has its pages taken away at once.
+    /// No worker will come again.
     retired: AtomicBool,
+    /// No worker is there now: the arena is in the pool, or retired. What is released has its pages taken away at once.
+    parked: AtomicBool,
 }
 
 impl Arena {
@@ -95,8 +97,17 @@ impl Arena {
 
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
-        let (generation, retired) = (sys::fork::generation(), AtomicBool::new(false));
-        Ok(Self { map, fd: Arc::new(sys::owned::HomeFd::new(fd)), geometry, generation, made_here, retired })
+        let generation = sys::fork::generation();
+        let (retired, parked) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self {
+            map,
+            fd: Arc::new(sys::owned::HomeFd::new(fd)),
+            geometry,
+            generation,
+            made_here,
+            retired,
+            parked,
+        })
     }
 
     /// The arena that a forked worker has inherited with its mapping: mapping it again would cost address space.
@@ -108,6 +119,7 @@ impl Arena {
             generation: sys::fork::generation(),
             made_here: false,
             retired: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
         })
     }
 
@@ -283,7 +295,7 @@ impl Arena {
         }
         // SYNC: retired-or-released (pairs with the fence in `retire`): one of the two sees the other and punches.
         fence(Ordering::SeqCst);
-        if self.retired.load(Ordering::Relaxed) {
+        if self.parked.load(Ordering::Relaxed) {
             self.punch_block(region, entry);
         }
         block::push_returned(&self.region_head(region).returned, entry, id);
@@ -299,6 +311,7 @@ impl Arena {
 
     /// Makes an arena out of the pool ready for new workers: rings, flags and status pages as in a new one.
     pub fn reset_control(&self) {
+        self.parked.store(false, Ordering::Relaxed);
         let header = self.header();
         header.stop.0.store(0, Ordering::Relaxed);
         header.doorbell.0.asleep.store(0, Ordering::Relaxed);
@@ -315,7 +328,7 @@ impl Arena {
             let status = &control.status;
             status.state.store(0, Ordering::Relaxed);
             status.pid.store(0, Ordering::Relaxed);
-            for word in [&status.since_ns, &status.task, &status.tasks_done, &status.warm_bytes] {
+            for word in [&status.since_ns, &status.task, &status.tasks_done, &status.largest] {
                 word.store(0, Ordering::Relaxed);
             }
             status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
@@ -324,23 +337,42 @@ impl Arena {
     }
 
     /// For the time after the last worker has gone, by its own will, and all results have been let go of: takes back
-    /// what only a worker held. `None` when a child of a worker may still look at a block: then the arena cannot be used
-    /// again. Else the bytes of pages that nobody holds.
+    /// what only a worker held, and keeps as many warm pages as the batches that were under way need. `None` when a child of a
+    /// worker may still look at a block: then the arena cannot be used again. Else the bytes of warm pages.
     pub fn recover(&self) -> Option<u64> {
+        self.parked.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         let mut idle = 0;
         for region in 0..self.geometry.regions() {
+            let mut budget = match region < self.geometry.workers {
+                true => self.budget(region),
+                false => u64::MAX,
+            };
             for entry in &self.table(region)[..self.block_count(region) as usize] {
                 let state = entry.state.load(Ordering::Acquire);
                 if state & block::WORKER_FORKED != 0 {
                     return None;
                 }
                 let gone = block::WORKER | if state & DELIVERED == 0 { CONSUMER } else { 0 };
-                if entry.state.fetch_and(!gone, Ordering::AcqRel) & !gone & !block::RETURNING == 0 {
-                    idle += entry.warm.load(Ordering::Relaxed);
+                if entry.state.fetch_and(!gone, Ordering::AcqRel) & !gone & !block::RETURNING != 0 {
+                    continue;
+                }
+                let warm = entry.warm.load(Ordering::Relaxed);
+                if warm > budget {
+                    self.punch_block(region, entry);
+                } else {
+                    budget -= warm;
+                    idle += warm;
                 }
             }
         }
         Some(idle)
+    }
+
+    /// Bytes of pages that a worker's region needs for the batches under way.
+    pub fn budget(&self, worker: u32) -> u64 {
+        let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
+        largest.saturating_mul(self.geometry.batches_under_way()).max(1 << 20)
     }
 
     /// No worker will come again: gives all pages back that no tensor of this process or of its children lies
@@ -349,6 +381,7 @@ impl Arena {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
         }
+        self.parked.store(true, Ordering::Relaxed);
         // SYNC: retired-or-released.
         fence(Ordering::SeqCst);
         let seen = DELIVERED | FORKED | block::WORKER_FORKED;

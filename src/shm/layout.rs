@@ -94,8 +94,8 @@ pub struct StatusPage {
     pub tasks_done: AtomicU64,
     /// Nanoseconds spent in each state so far, by the number of the state.
     pub spent_ns: [AtomicU64; WorkerState::COUNT],
-    /// Bytes of the region that have pages.
-    pub warm_bytes: AtomicU64,
+    /// Bytes of the largest batch so far, its message included.
+    pub largest: AtomicU64,
 }
 
 /// What a worker is doing.
@@ -234,6 +234,12 @@ impl Geometry {
     /// Number of regions: one a worker and the main process's.
     pub fn regions(&self) -> u32 {
         self.workers + 1
+    }
+
+    /// Batches of one worker that may be under way at a time, and so what it needs warm: those that are outstanding, the one in
+    /// work, the one in the user's hands, and one to spare.
+    pub fn batches_under_way(&self) -> u64 {
+        u64::from(self.ring_slots / self.workers) + 3
     }
 
     /// The main process's region.

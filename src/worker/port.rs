@@ -155,7 +155,9 @@ impl Port {
         if matches!(found, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(SLICE));
             sleeper.awake();
-            woken?;
+            if woken? == sys::futex::Wake::TimedOut {
+                lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+            }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
         sleeper.awake();
@@ -213,7 +215,7 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Bytes of blocks that the worker's own objects hold.
+    /// Bytes of the region that have pages.
     pub fn warm_bytes(&self) -> u64 {
         lock(&self.allocator).warm_bytes()
     }
@@ -230,6 +232,9 @@ impl Port {
     ) -> Result<()> {
         let len = wire::message_len(leaves.len(), payload.len());
         let block = self.allocate_message(len)?;
+        let largest = &self.status().largest;
+        let batch = len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>();
+        largest.store(batch.max(largest.load(Ordering::Relaxed)), Ordering::Relaxed);
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         let mut head = Vec::with_capacity(len as usize - payload.len());
         let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
