@@ -1,5 +1,7 @@
 //! The reading side: checks, and a walk that hands checked values to a builder.
 
+use std::num::NonZeroU32;
+
 use super::dtype::Dtype;
 use super::layout::{Dims, MAX_DIMS, extent};
 use super::{FORM_DIMS, FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, MAX_DEPTH, tag};
@@ -113,13 +115,26 @@ enum Step<'a> {
     Storage(Storage<'a>),
 }
 
+/// A mark's number and 1.
+type Mark = NonZeroU32;
+
+/// A container that is not complete.
+#[derive(Clone, Copy)]
+struct Open {
+    group: Group,
+    /// The mark before it.
+    mark: Option<Mark>,
+    count: usize,
+    /// Values that are still to come.
+    missing: usize,
+}
+
 /// Walks a payload of one value. Never panics, whatever the bytes are, and allocates nothing.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
-    // The open containers: kind, count, values that are still to come, the number of the mark before it.
-    let mut open = [(Group::List, 0usize, 0usize, None::<usize>); MAX_DEPTH];
+    let mut open = [Open { group: Group::List, mark: None, count: 0, missing: 0 }; MAX_DEPTH];
     let mut depth = 0;
-    let (mut marks, mut mark) = (0, None);
+    let (mut marks, mut mark) = (0, None::<Mark>);
     loop {
         match reader.step()? {
             Step::Atom(atom) => build.atom(atom)?,
@@ -127,14 +142,15 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             Step::Open(group, 0) => build.close(group, 0)?,
             Step::Open(group, count) => {
                 let values = if group == Group::Dict { count * 2 } else { count };
-                *open.get_mut(depth).ok_or_else(|| reader.corrupt("containers nested too deep"))? =
-                    (group, count, values, mark.take());
+                let slot = open.get_mut(depth);
+                *slot.ok_or_else(|| reader.corrupt("containers nested too deep"))? =
+                    Open { group, mark: mark.take(), count, missing: values };
                 depth += 1;
                 continue;
             }
             Step::Mark if mark.is_none() => {
-                mark = Some(marks);
                 marks += 1;
+                mark = Mark::new(marks);
                 continue;
             }
             Step::Storage(storage) if mark.is_none() => {
@@ -143,17 +159,17 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             }
             Step::Mark | Step::Storage(_) => return Err(reader.corrupt("a mark without a value").into()),
         }
-        if let Some(index) = mark.take() {
-            build.keep(index)?;
+        if let Some(mark) = mark.take() {
+            build.keep(mark.get() as usize - 1)?;
         }
-        while let Some((group, count, missing, mark)) = open[..depth].last_mut() {
+        while let Some(Open { group, mark, count, missing }) = open[..depth].last_mut() {
             *missing -= 1;
             if *missing > 0 {
                 break;
             }
             build.close(*group, *count)?;
-            if let Some(index) = *mark {
-                build.keep(index)?;
+            if let Some(mark) = *mark {
+                build.keep(mark.get() as usize - 1)?;
             }
             depth -= 1;
         }

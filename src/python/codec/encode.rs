@@ -84,8 +84,11 @@ fn plain<'py>(
     let (seen, writer) = (Seen::new(), Writer::new(out));
     let mut encoder = Encoder { bridge, out: writer, seen, open: Vec::new(), jobs: Vec::new() };
     encoder.value(value, 0)?;
-    let Encoder { mut seen, jobs, .. } = encoder;
-    if seen.is_tangled() { knit(bridge, &seen, out, from, jobs) } else { Ok(jobs) }
+    let Encoder { seen, jobs, .. } = encoder;
+    match seen.tangled() {
+        Some(extents) => knit(bridge, &seen, &extents, out, from, jobs),
+        None => Ok(jobs),
+    }
 }
 
 impl<'py> Job<'py> {
@@ -317,8 +320,9 @@ impl<'py> Encoder<'_, 'py> {
             self.jobs.push(Job { _owner: value.clone(), slot, first, plan });
         }
         if plan.span > 0 {
-            let met = Met { object: value.clone(), kind, written: (at, self.out.len()) };
-            self.seen.leaf(met, first.wrapping_offset(plan.low) as usize, plan.span);
+            let start = first.wrapping_offset(plan.low) as usize;
+            let end = start.saturating_add(plan.span);
+            self.seen.leaf(Met { object: value.clone(), kind, written: (at, self.out.len()), start, end });
         }
         Ok(())
     }
@@ -341,7 +345,8 @@ impl<'py> Encoder<'_, 'py> {
         let (Kind::Tensor, Some(_), Some(span)) = (kind, count, span) else { return Err(NotPlain) };
         let at = self.out.len();
         self.seen.windows = true;
-        self.seen.leaf(Met { object: value.clone(), kind, written: (at, at) }, first as usize, span);
+        let (start, end) = (first as usize, (first as usize).saturating_add(span));
+        self.seen.leaf(Met { object: value.clone(), kind, written: (at, at), start, end });
         Ok(())
     }
 }

@@ -51,13 +51,14 @@ struct Knit<'a, 'py> {
 pub fn knit<'py>(
     bridge: Option<&Bridge>,
     seen: &Seen<'py>,
+    extents: &[Extent],
     out: &mut Vec<u8>,
     from: usize,
     jobs: Vec<Job<'py>>,
 ) -> Result<Vec<Job<'py>>, NotPlain> {
     let mut knit = Knit { bridge, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
     knit.changes.extend(seen.again.iter().map(|again| (again.at, again.at + 1, Change::Back(again.first))));
-    let unique = knit.repeated_leaves(&seen.extents);
+    let unique = knit.repeated_leaves(extents);
     let mut fits = Ok(());
     components(
         &unique,

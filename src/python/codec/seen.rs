@@ -17,6 +17,10 @@ pub struct Met<'py> {
     pub kind: Kind,
     /// Where its encoding begins in the payload, and where it ends.
     pub written: (usize, usize),
+    /// Address of its first byte.
+    pub start: usize,
+    /// Address behind its last byte.
+    pub end: usize,
 }
 
 /// The memory from a leaf's lowest to its highest byte.
@@ -49,8 +53,6 @@ pub struct Seen<'py> {
     pub again: Vec<Again>,
     /// Leaves with memory.
     pub leaves: Vec<Met<'py>>,
-    /// One for each of them; sorted by [`Self::is_tangled`].
-    pub extents: Vec<Extent>,
     /// Whether each began behind the end of the one before.
     ascending: bool,
     /// Whether one has elements that share memory, so that nothing was written for it.
@@ -66,7 +68,6 @@ impl<'py> Seen<'py> {
             many: HashMap::new(),
             again: Vec::new(),
             leaves: Vec::new(),
-            extents: Vec::new(),
             ascending: true,
             windows: false,
         }
@@ -94,22 +95,23 @@ impl<'py> Seen<'py> {
         }
     }
 
-    /// Notes a leaf whose memory begins at `start` and is `len` bytes long, not 0.
+    /// Notes a leaf with memory.
     #[inline]
-    pub fn leaf(&mut self, met: Met<'py>, start: usize, len: usize) {
-        let end = start.saturating_add(len);
-        self.ascending &= self.extents.last().is_none_or(|last| last.end <= start);
-        self.extents.push(Extent { start, end, leaf: self.leaves.len() });
+    pub fn leaf(&mut self, met: Met<'py>) {
+        self.ascending &= self.leaves.last().is_none_or(|last| last.end <= met.start);
         self.leaves.push(met);
     }
 
-    /// Whether an object came twice, leaves share memory, or there are windows: then the payload is to be
-    /// knit. Sorts the extents.
-    pub fn is_tangled(&mut self) -> bool {
-        if !self.ascending {
-            self.extents.sort_unstable();
+    /// The extents of the leaves, sorted by where they start, if the payload is to be knit: an object came twice,
+    /// leaves share memory, or there are windows.
+    pub fn tangled(&self) -> Option<Vec<Extent>> {
+        let certain = self.windows || !self.again.is_empty();
+        if self.ascending && !certain {
+            return None;
         }
-        let overlap = || self.extents.windows(2).any(|pair| pair[0].end > pair[1].start);
-        self.windows || !self.again.is_empty() || (!self.ascending && overlap())
+        let extent = |(leaf, met): (usize, &Met<'_>)| Extent { start: met.start, end: met.end, leaf };
+        let mut extents: Vec<Extent> = self.leaves.iter().enumerate().map(extent).collect();
+        extents.sort_unstable();
+        (certain || extents.windows(2).any(|pair| pair[0].end > pair[1].start)).then_some(extents)
     }
 }
