@@ -3,7 +3,7 @@
 The dispatch table is ForkingPickler's, so reducers that torch and users registered there are honoured. Only
 those of plain CPU tensors, plain arrays and CPU storages are ours. A batch's pickle holds tokens in their place; they
 travel beside it (protocol 5) through the codec, which knows what they share and how little of their storages
-they show. Everything torch's other reducers make of a tensor ends in a storage, which travels as the tensor of its bytes.
+they show. What torch's other reducers make of a tensor ends in a storage, which travels as the tensor of its bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TORCHS: dict[type, Callable[[Any], Any] | None] = {
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return reductions.reduce_storage(storage)
-    return _rebuild_storage, (pickle.PickleBuffer(_bytes_of(storage).numpy()),)
+    return _rebuild_storage, (pickle.PickleBuffer(_bytes_of(storage).numpy()),)  # type: ignore[arg-type]
 
 
 # With everything in the pickle itself.
@@ -97,8 +97,8 @@ def _rebuild_leaf(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch
 class _Beside:
     """The objects that travel beside a pickle, in the order of their tokens.
 
-    A token is a buffer of one writable byte that the pickler takes for a large one; ``pickle.loads`` puts whatever it is
-    given in its place.
+    A token is a buffer of one writable byte that the pickler takes for a large one; ``pickle.loads`` puts whatever
+    it is given in its place.
     """
 
     def __init__(self, views: bool) -> None:

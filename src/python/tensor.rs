@@ -29,7 +29,6 @@ pub struct Bridge {
     /// Named tensors went away with torch 2.14 or so; before, torch refused to send them.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
-    empty: Py<PyAny>,
     /// (torch's dtype, ours).
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// torch's own: how many function modes and dispatch modes there are, the default device.
@@ -78,7 +77,6 @@ impl Bridge {
             is_conj: tensor.getattr("is_conj")?.unbind(),
             has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
-            empty: torch.getattr("empty")?.unbind(),
             dtypes: dtypes.collect(),
             defaults: [
                 of_c("_len_torch_function_stack")?,

@@ -322,7 +322,8 @@ impl<'py> Encoder<'_, 'py> {
         if plan.span > 0 {
             let start = first.wrapping_offset(plan.low) as usize;
             let end = start.saturating_add(plan.span);
-            self.seen.leaf(Met { object: value.clone(), kind, written: (at, self.out.len()), start, end });
+            let written = (at, self.out.len());
+            self.seen.leaf(Met { object: value.clone(), kind, window: false, written, start, end });
         }
         Ok(())
     }
@@ -344,9 +345,11 @@ impl<'py> Encoder<'_, 'py> {
         let span = extent(shape, &strides, dtype.itemsize()).filter(|&span| span > 0);
         let (Kind::Tensor, Some(_), Some(span)) = (kind, count, span) else { return Err(NotPlain) };
         let at = self.out.len();
+        self.out.gap();
         self.seen.windows = true;
         let (start, end) = (first as usize, (first as usize).saturating_add(span));
-        self.seen.leaf(Met { object: value.clone(), kind, written: (at, at), start, end });
+        let written = (at, self.out.len());
+        self.seen.leaf(Met { object: value.clone(), kind, window: true, written, start, end });
         Ok(())
     }
 }

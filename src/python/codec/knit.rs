@@ -99,7 +99,7 @@ impl<'py> Knit<'_, 'py> {
     /// Decides how tensors travel whose extents overlap.
     fn component(&mut self, component: &[Extent]) -> Plain {
         if let [Extent { leaf, .. }] = component
-            && !self.leaves[*leaf].is_window()
+            && !self.leaves[*leaf].window
         {
             return Ok(());
         }
@@ -115,7 +115,7 @@ impl<'py> Knit<'_, 'py> {
         let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
         if len > shown.saturating_mul(WASTE) && !any_shared(&lattices, BUDGET) {
             for (extent, view) in component.iter().zip(&views) {
-                if leaves[extent.leaf].is_window() {
+                if leaves[extent.leaf].window {
                     self.share(
                         std::slice::from_ref(extent),
                         std::slice::from_ref(view),
@@ -207,13 +207,6 @@ impl<'py> Knit<'_, 'py> {
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }
-    }
-}
-
-impl Met<'_> {
-    /// Whether nothing was written for it, because its elements share memory.
-    fn is_window(&self) -> bool {
-        self.written.0 == self.written.1
     }
 }
 

@@ -15,6 +15,8 @@ pub struct Met<'py> {
     pub object: Bound<'py, PyAny>,
     /// Which of both.
     pub kind: Kind,
+    /// Whether its elements share memory, so that there is only a gap for it.
+    pub window: bool,
     /// Where its encoding begins in the payload, and where it ends.
     pub written: (usize, usize),
     /// Address of its first byte.
@@ -55,7 +57,7 @@ pub struct Seen<'py> {
     pub leaves: Vec<Met<'py>>,
     /// Whether each began behind the end of the one before.
     ascending: bool,
-    /// Whether one has elements that share memory, so that nothing was written for it.
+    /// Whether one of them is a window.
     pub windows: bool,
 }
 

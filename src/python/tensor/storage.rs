@@ -3,9 +3,9 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
-use super::{Bridge, unmade};
+use super::Bridge;
 use crate::python::dlpack::Lease;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::extent;
@@ -63,15 +63,11 @@ impl Bridge {
         {
             return Err(PyValueError::new_err("a tensor's sizes and strides do not fit its storage"));
         }
-        let own = self.dtypes.iter().find(|(_, known)| *known == dtype).ok_or_else(|| unmade(dtype))?;
-        let options = PyDict::new(py);
-        options.set_item(intern!(py, "dtype"), &own.0)?;
-        options.set_item(intern!(py, "device"), intern!(py, "cpu"))?;
-        let tensor = self.empty.bind(py).call((0,), Some(&options))?;
+        let tensor = self.tensor_copied(py, &[], dtype, &[0], &[1])?;
         let (shape, strides) = (PyTuple::new(py, shape)?, PyTuple::new(py, strides)?);
         let first = byte_offset / dtype.itemsize();
-        tensor.call_method1(intern!(py, "set_"), (&storage.storage, first, shape, strides))?;
-        Ok(tensor.unbind())
+        tensor.call_method1(py, intern!(py, "set_"), (&storage.storage, first, shape, strides))?;
+        Ok(tensor)
     }
 }
 
