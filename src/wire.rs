@@ -38,7 +38,7 @@ pub enum TaskKind {
 pub enum ResultKind {
     /// A batch, encoded by the codec.
     Plain = 1,
-    /// A batch, as a pickle with its buffers out of band.
+    /// A batch, as a pickle and a list of what stands beside it, both encoded by the codec.
     Pickle = 2,
     /// An exception, as a pickle of torch's ExceptionWrapper.
     Error = 3,

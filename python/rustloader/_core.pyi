@@ -21,6 +21,7 @@ __all__ = [
     "end_forks",
     "engine_batches",
     "heap_storage",
+    "is_plain_leaf",
     "observed",
 ]
 
@@ -118,8 +119,12 @@ class Port:
     def send(self, task: int, batch: Any) -> bool:
         """Sends a plain batch; False, and nothing sent, when it has to be pickled. MemoryError: no room."""
 
-    def send_pickle(self, task: int, pickle: bytes, buffers: Sequence[Any], is_error: bool) -> None:
-        """Sends a pickle and its out-of-band buffers. MemoryError: no room."""
+    def send_pickle(self, task: int, pickle: bytes, objects: list[Any]) -> bool:
+        """Sends a batch as a pickle and the plain tensors and arrays beside it; False, and nothing sent, when they are
+        not plain. MemoryError: no room."""
+
+    def send_error(self, task: int, pickle: bytes) -> None:
+        """Sends an error as a pickle. MemoryError: no room."""
 
     def exhausted(self, task: int) -> None:
         """Says that the iterable dataset is at its end."""
@@ -175,6 +180,9 @@ def engine_batches() -> int:
 
 def observed() -> bool:
     """True while a profiler or another callback of torch would see ``record_function``."""
+
+def is_plain_leaf(obj: Any) -> bool:
+    """Whether an object is a tensor or an array that the codec can describe."""
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""

@@ -191,22 +191,28 @@ class _Worker:
         """Sends a batch, or in its place the error that keeps it from being sent."""
         try:
             if not self.port.send(task, data):
-                payload, buffers = _pack.dumps(data)
-                self.port.send_pickle(task, payload, buffers, False)
+                self.send_pickle(task, data)
         except Exception:
             where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {_type_name(data)}"
             self.send_error(task, ExceptionWrapper(where=where))
 
+    def send_pickle(self, task: int, data: Any) -> None:
+        """Sends a batch that is no plain tree."""
+        if not self.port.send_pickle(task, *_pack.dumps(data)):
+            # Tensors at odd places of memory that they share.
+            if not self.port.send_pickle(task, *_pack.dumps(data, views=False)):
+                raise RuntimeError("a batch whose storages cannot be sent")
+
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
         """Sends an exception in the place of a batch."""
         try:
-            payload, _ = _pack.dumps(error)
+            payload = _pack.dumps_alone(error)
         except Exception as reason:
             where = f"{error.where} (pid {os.getpid()}; its class cannot be pickled: {reason})"
             substitute = ExceptionWrapper((RuntimeError, RuntimeError(), None), where=where)
             substitute.exc_msg = error.exc_msg
-            payload, _ = _pack.dumps(substitute)
-        self.port.send_pickle(task, payload, [], True)
+            payload = _pack.dumps_alone(substitute)
+        self.port.send_error(task, payload)
 
 
 def _type_name(value: Any) -> str:

@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use super::codec;
-use super::dlpack::LeaseBuffer;
 use super::runtime::Runtime;
 use super::tensor::Bridge;
 use super::turn::{Turn, closed};
@@ -43,7 +42,8 @@ const RELOADS: usize = 4;
 /// A result that has to be unpickled.
 struct Pickled {
     payload: Py<PyBytes>,
-    buffers: Py<PyList>,
+    /// What stands beside it.
+    objects: Py<PyList>,
     is_batch: bool,
 }
 
@@ -179,19 +179,19 @@ impl PyEngine {
     ) -> PyResult<()> {
         let buffer = std::mem::take(&mut state.buffer);
         let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
-        if incoming.entry.kind == ResultKind::Plain {
+        let (payload, objects) = if incoming.entry.kind == ResultKind::Error {
+            (PyBytes::new(py, message.payload()).unbind(), PyList::empty(py).unbind())
+        } else {
             let (payload, leaves) = message.parts();
             let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
-            state.buffer = message.into_buffer();
-            return self.deliver(hand, code::BATCH, object);
-        }
-        let buffers = PyList::empty(py);
-        for index in 0..message.leaves.len() {
-            buffers.append(Py::new(py, LeaseBuffer::new(message.leaves.take(index)?))?)?;
-        }
-        let payload = PyBytes::new(py, message.payload()).unbind();
+            if incoming.entry.kind == ResultKind::Plain {
+                state.buffer = message.into_buffer();
+                return self.deliver(hand, code::BATCH, object);
+            }
+            object.extract(py)?
+        };
         state.buffer = message.into_buffer();
-        let pickle = Pickled { payload, buffers: buffers.unbind(), is_batch: incoming.is_batch() };
+        let pickle = Pickled { payload, objects, is_batch: incoming.is_batch() };
         self.read_pickle(py, state, hand, pickle)
     }
 
@@ -205,7 +205,7 @@ impl PyEngine {
         pickle: Pickled,
     ) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
-        let load = || self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.buffers));
+        let load = || self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects));
         let error = match load() {
             Ok(object) => return self.deliver(hand, code, object.unbind()),
             Err(error) => error,

@@ -29,6 +29,8 @@ mod _core {
     use super::port::{PyPort, TimedCollate};
     #[pymodule_export]
     use super::profiler::observed;
+    #[pymodule_export]
+    use super::tensor::is_plain_leaf;
 
     use pyo3::prelude::*;
 

@@ -4,10 +4,9 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 use super::codec::{self, INLINE_LIMIT, Sink};
 use super::collate;
@@ -18,7 +17,6 @@ use super::runtime::Runtime;
 use super::tensor::Bridge;
 use crate::error::Error;
 use crate::shm::arena::Arena;
-use crate::shm::copy::{STREAM_FROM, copy};
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys;
 use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
@@ -31,9 +29,6 @@ mod code {
     pub const RESUME: u8 = 1;
     pub const LEAVE: u8 = 2;
 }
-
-/// Copies of at least this many bytes run without the GIL.
-const DETACH_FROM: usize = 256 << 10;
 
 /// Blocks that objects of the worker hold may come to this many bytes, or to [`COLLECT_BATCHES`] of the largest batch, before
 /// Python's collector is called: it does not see how much memory hangs on a small cycle.
@@ -176,6 +171,23 @@ impl PyPort {
         outgoing.send(task, kind, payload, self.timings())
     }
 
+    /// Sends what is a plain tree; false, and nothing sent, for everything else.
+    fn encode(
+        &self,
+        py: Python<'_>,
+        task: u64,
+        kind: ResultKind,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let mut payload = self.payload();
+        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
+        let plain = codec::encode(py, Bridge::get(py)?, value, &mut payload, &mut outgoing)?;
+        if plain {
+            self.publish(&mut outgoing, task, kind, &payload)?;
+        }
+        Ok(plain)
+    }
+
     fn over(py: Python<'_>, arena: Arc<Arena>, doorbell: OwnedFd, worker: u32) -> PyResult<Self> {
         Ok(Self {
             port: Arc::new(Port::open(arena, worker, doorbell)?),
@@ -278,38 +290,25 @@ impl PyPort {
     /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled.
     fn send(&self, py: Python<'_>, task: u64, batch: Bound<'_, PyAny>) -> PyResult<bool> {
         self.after_fetch(WorkerState::Pack);
-        let mut payload = self.payload();
-        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
-        if !codec::encode(py, Bridge::get(py)?, &batch, &mut payload, &mut outgoing)? {
-            return Ok(false);
-        }
-        self.publish(&mut outgoing, task, ResultKind::Plain, &payload)?;
-        Ok(true)
+        self.encode(py, task, ResultKind::Plain, &batch)
     }
 
-    /// Sends a pickle and its out-of-band buffers: a batch, or an error.
+    /// Sends a batch as a pickle and the tensors and arrays that stand beside it; False, and nothing sent, when
+    /// they are no plain ones.
     fn send_pickle(
         &self,
         py: Python<'_>,
         task: u64,
         pickle: Bound<'_, PyBytes>,
-        buffers: Vec<PyBuffer<u8>>,
-        is_error: bool,
-    ) -> PyResult<()> {
-        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::with_capacity(buffers.len()) };
-        for buffer in &buffers {
-            let (from, len) = (buffer.buf_ptr().cast::<u8>(), buffer.len_bytes());
-            if !buffer.is_c_contiguous() {
-                return Err(PyValueError::new_err("an out-of-band buffer is not contiguous"));
-            }
-            let (_, to) = outgoing.reserve(len)?;
-            let (from, to) = (from as usize, to as usize);
-            // SAFETY: `from` is a live export of `len` bytes, `to` a fresh block of at least as many.
-            let run = move || unsafe { copy(from as *const u8, to as *mut u8, len, len >= STREAM_FROM) };
-            if len >= DETACH_FROM { py.detach(run) } else { run() }
-        }
-        let kind = if is_error { ResultKind::Error } else { ResultKind::Pickle };
-        Ok(self.publish(&mut outgoing, task, kind, pickle.as_bytes())?)
+        objects: Bound<'_, PyList>,
+    ) -> PyResult<bool> {
+        self.encode(py, task, ResultKind::Pickle, (pickle, objects).into_pyobject(py)?.as_any())
+    }
+
+    /// Sends an error as a pickle.
+    fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {
+        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
+        Ok(self.publish(&mut outgoing, task, ResultKind::Error, pickle.as_bytes())?)
     }
 
     /// Says that the iterable dataset is at its end.

@@ -7,7 +7,7 @@ use pyo3::sync::PyOnceLock;
 
 /// Python objects that every batch needs.
 pub struct Runtime {
-    /// `_pack.loads(payload, buffers)`.
+    /// `_pack.loads(payload, objects)`.
     pub loads: Py<PyAny>,
     /// `_pack.dump_index(index)`.
     pub dump_index: Py<PyAny>,

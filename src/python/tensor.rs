@@ -1,6 +1,7 @@
 //! Reading torch tensors and NumPy arrays, and making them over memory.
 
 pub mod array;
+mod storage;
 
 use std::marker::PhantomData;
 
@@ -14,6 +15,7 @@ use super::dlpack::{Block, CPU, Exchange, Heap, Importer, Lease};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, numel};
 use array::Numpy;
+pub use storage::SharedStorage;
 
 static BRIDGE: PyOnceLock<Bridge> = PyOnceLock::new();
 
@@ -245,6 +247,13 @@ impl Bridge {
     pub fn default_is_cpu(&self, py: Python<'_>) -> PyResult<bool> {
         self.defaults[2].bind(py).call0()?.eq(intern!(py, "cpu"))
     }
+}
+
+/// Whether an object is a tensor or an array that the codec can describe. What it shares may still be in its way.
+#[pyfunction]
+pub fn is_plain_leaf(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let bridge = Bridge::get(py)?;
+    Ok(bridge.view(obj).is_some() || bridge.array_view(obj).is_some())
 }
 
 /// The items of an exact list or tuple.

@@ -220,6 +220,12 @@ impl Plan {
         Some(Self { strides, contiguous, bytes, low: isize::try_from(low).ok()?, span, gather: Some(gather) })
     }
 
+    /// Plans the transfer of `len` bytes as they are.
+    pub fn bytes(len: usize) -> Self {
+        let strides = Dims::EMPTY;
+        Self { strides, contiguous: true, bytes: len, low: 0, span: len, gather: None }
+    }
+
     /// Copies what travels to `target`.
     ///
     /// # Safety

@@ -6,20 +6,28 @@
 //! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
 //! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
-//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6)
-//! place  := leaf:u32 offset:u64, or the bytes themselves
+//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6), or in a
+//!           storage (bit 7)
+//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint
+//!
+//! Before a value:
+//! Mark     -                      the value is kept; it gets the next number, from 0
+//! Storage  form:u8 length:varint  memory that tensors share, numbered from 0; a place follows
+//! In the place of a value:
+//! Back     mark:varint            the object of that mark, which is complete
 //! ```
 //! Numbers are little-endian; strides count elements and are left out where they are those of a contiguous
-//! tensor. What is read may be damaged: [`walk`] checks every tag, count, length, size and stride before it
+//! tensor; offsets count bytes. What is read may be damaged: [`walk`] checks every tag, count, length, size and stride before it
 //! hands anything on.
 
 pub mod dtype;
 mod gather;
 pub mod layout;
+pub mod overlap;
 mod reader;
 mod writer;
 
-pub use reader::{Atom, Build, Leaf, Place, walk};
+pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
 pub use writer::{Slot, Writer};
 
 /// Leaves of fewer bytes travel inside the payload and are copied out on delivery.
@@ -63,11 +71,15 @@ mod tag {
     pub const INTS: u8 = 11;
     pub const TENSOR: u8 = 12;
     pub const ARRAY: u8 = 13;
+    pub const BACK: u8 = 14;
+    pub const MARK: u8 = 15;
+    pub const STORAGE: u8 = 16;
 }
 
 const FORM_DIMS: u8 = 0x1f;
 const FORM_STRIDES: u8 = 0x20;
 const FORM_OUTSIDE: u8 = 0x40;
+const FORM_SHARED: u8 = 0x80;
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,10 @@
 //! The reading side: checks, and a walk that hands checked values to a builder.
 
+use std::num::NonZeroU32;
+
 use super::dtype::Dtype;
 use super::layout::{Dims, MAX_DIMS, extent};
-use super::{FORM_DIMS, FORM_OUTSIDE, FORM_STRIDES, Group, Kind, MAX_DEPTH, tag};
+use super::{FORM_DIMS, FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, MAX_DEPTH, tag};
 use crate::error::{Error, Result};
 
 /// A value that is no container.
@@ -26,6 +28,8 @@ pub enum Atom<'a> {
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
     Leaf(&'a Leaf<'a>),
+    /// The object that [`Build::keep`] was called for with this number; still to be checked that it was.
+    Back(usize),
 }
 
 /// A tensor or an array. Its sizes and strides are checked against each other, and against the payload if it
@@ -58,6 +62,22 @@ pub enum Place<'a> {
         /// The byte at which the first element lies.
         offset: u64,
     },
+    /// In a storage, which is still to be checked against the leaf's extent.
+    Shared {
+        /// The number of the storage, from 0 in the order of [`Build::storage`].
+        storage: usize,
+        /// The byte at which the first element lies.
+        offset: u64,
+    },
+}
+
+/// Memory that several tensors share.
+#[derive(Debug)]
+pub struct Storage<'a> {
+    /// Number of bytes.
+    pub len: usize,
+    /// Where they lie: inline or outside.
+    pub place: Place<'a>,
 }
 
 /// What [`walk`] builds with. Values lie on a stack: an atom pushes one, the end of a container replaces its
@@ -72,6 +92,13 @@ pub trait Build {
     /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) by a container of
     /// them.
     fn close(&mut self, group: Group, count: usize) -> std::result::Result<(), Self::Error>;
+
+    /// Keeps the last value, which may come back as [`Atom::Back`]. Numbers are below that of the payload's
+    /// bytes.
+    fn keep(&mut self, index: usize) -> std::result::Result<(), Self::Error>;
+
+    /// Takes the next storage.
+    fn storage(&mut self, storage: &Storage<'_>) -> std::result::Result<(), Self::Error>;
 }
 
 struct Reader<'a> {
@@ -84,14 +111,30 @@ enum Step<'a> {
     Atom(Atom<'a>),
     Leaf(Leaf<'a>),
     Open(Group, usize),
+    Mark,
+    Storage(Storage<'a>),
+}
+
+/// A mark's number and 1.
+type Mark = NonZeroU32;
+
+/// A container that is not complete.
+#[derive(Clone, Copy)]
+struct Open {
+    group: Group,
+    /// The mark before it.
+    mark: Option<Mark>,
+    count: usize,
+    /// Values that are still to come.
+    missing: usize,
 }
 
 /// Walks a payload of one value. Never panics, whatever the bytes are, and allocates nothing.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
-    // The open containers: kind, count, values that are still to come.
-    let mut open = [(Group::List, 0usize, 0usize); MAX_DEPTH];
+    let mut open = [Open { group: Group::List, mark: None, count: 0, missing: 0 }; MAX_DEPTH];
     let mut depth = 0;
+    let (mut marks, mut mark) = (0, None::<Mark>);
     loop {
         match reader.step()? {
             Step::Atom(atom) => build.atom(atom)?,
@@ -99,18 +142,35 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             Step::Open(group, 0) => build.close(group, 0)?,
             Step::Open(group, count) => {
                 let values = if group == Group::Dict { count * 2 } else { count };
-                *open.get_mut(depth).ok_or_else(|| reader.corrupt("containers nested too deep"))? =
-                    (group, count, values);
+                let slot = open.get_mut(depth);
+                *slot.ok_or_else(|| reader.corrupt("containers nested too deep"))? =
+                    Open { group, mark: mark.take(), count, missing: values };
                 depth += 1;
                 continue;
             }
+            Step::Mark if mark.is_none() => {
+                marks += 1;
+                mark = Mark::new(marks);
+                continue;
+            }
+            Step::Storage(storage) if mark.is_none() => {
+                build.storage(&storage)?;
+                continue;
+            }
+            Step::Mark | Step::Storage(_) => return Err(reader.corrupt("a mark without a value").into()),
         }
-        while let Some((group, count, missing)) = open[..depth].last_mut() {
+        if let Some(mark) = mark.take() {
+            build.keep(mark.get() as usize - 1)?;
+        }
+        while let Some(Open { group, mark, count, missing }) = open[..depth].last_mut() {
             *missing -= 1;
             if *missing > 0 {
                 break;
             }
             build.close(*group, *count)?;
+            if let Some(mark) = *mark {
+                build.keep(mark.get() as usize - 1)?;
+            }
             depth -= 1;
         }
         if depth == 0 {
@@ -208,7 +268,11 @@ impl<'a> Reader<'a> {
         let dtype = dtype.ok_or_else(|| self.corrupt("an unknown element type"))?;
         let form = self.byte()?;
         let len = usize::from(form & FORM_DIMS);
-        if len > MAX_DIMS || form & !(FORM_DIMS | FORM_STRIDES | FORM_OUTSIDE) != 0 {
+        let known = match kind {
+            Kind::Tensor => !form & (FORM_OUTSIDE | FORM_SHARED) != 0,
+            Kind::Array => form & FORM_SHARED == 0,
+        };
+        if len > MAX_DIMS || !known {
             return Err(self.corrupt("an unknown form of leaf"));
         }
         let shape = self.dims(len)?;
@@ -218,14 +282,38 @@ impl<'a> Reader<'a> {
         };
         let extent = extent(&shape, &strides, dtype.itemsize()).filter(|&bytes| bytes <= isize::MAX as usize);
         let extent = extent.ok_or_else(|| self.corrupt("a shape is too large"))?;
-        let place = match form & FORM_OUTSIDE {
-            0 => Place::Inline(self.take(extent)?),
+        let place = match form & FORM_SHARED {
+            0 => self.place(form, extent)?,
+            _ => Place::Shared { storage: self.number()?, offset: self.varint()? },
+        };
+        Ok(Leaf { kind, dtype, shape, strides, extent, place })
+    }
+
+    #[inline]
+    fn place(&mut self, form: u8, len: usize) -> Result<Place<'a>> {
+        Ok(match form & FORM_OUTSIDE {
+            0 => Place::Inline(self.take(len)?),
             _ => Place::Outside {
                 leaf: u32::from_le_bytes(self.array()?),
                 offset: u64::from_le_bytes(self.array()?),
             },
-        };
-        Ok(Leaf { kind, dtype, shape, strides, extent, place })
+        })
+    }
+
+    fn storage(&mut self) -> Result<Storage<'a>> {
+        let form = self.byte()?;
+        if form & !FORM_OUTSIDE != 0 {
+            return Err(self.corrupt("an unknown form of storage"));
+        }
+        let len = self.number()?;
+        if len > isize::MAX as usize {
+            return Err(self.corrupt("a storage is too large"));
+        }
+        Ok(Storage { len, place: self.place(form, len)? })
+    }
+
+    fn number(&mut self) -> Result<usize> {
+        usize::try_from(self.varint()?).map_err(|_| self.corrupt("a number is too large"))
     }
 
     #[inline]
@@ -260,6 +348,9 @@ impl<'a> Reader<'a> {
             tag::DICT => return Ok(Step::Open(Group::Dict, self.count(2)?)),
             tag::TENSOR => return Ok(Step::Leaf(self.leaf(Kind::Tensor)?)),
             tag::ARRAY => return Ok(Step::Leaf(self.leaf(Kind::Array)?)),
+            tag::BACK => Atom::Back(self.number()?),
+            tag::MARK => return Ok(Step::Mark),
+            tag::STORAGE => return Ok(Step::Storage(self.storage()?)),
             _ => return Err(self.corrupt("an unknown tag")),
         };
         Ok(Step::Atom(atom))

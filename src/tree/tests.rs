@@ -11,6 +11,9 @@ struct Count {
     stack: usize,
     leaves: usize,
     ints: Vec<i64>,
+    kept: Vec<usize>,
+    backs: Vec<usize>,
+    storages: usize,
 }
 
 impl Build for Count {
@@ -28,7 +31,22 @@ impl Build for Count {
                     assert_eq!(bytes.len(), leaf.extent);
                 }
             }
+            Atom::Back(mark) => self.backs.push(mark),
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self, index: usize) -> Result<(), Error> {
+        assert!(self.stack > 0, "there is a value to keep");
+        self.kept.push(index);
+        Ok(())
+    }
+
+    fn storage(&mut self, storage: &Storage<'_>) -> Result<(), Error> {
+        self.storages += 1;
+        if let Place::Inline(bytes) = storage.place {
+            assert_eq!(bytes.len(), storage.len);
         }
         Ok(())
     }
@@ -51,7 +69,19 @@ fn count(payload: &[u8]) -> Result<Count, Error> {
 fn sample() -> Vec<u8> {
     let mut out = Vec::new();
     let mut w = Writer::new(&mut out);
-    w.open(Group::Dict, 2);
+    w.storage(&[7; 24]);
+    let far = w.storage_outside(1 << 20);
+    w.fill(far, 1, 0);
+    w.open(Group::Dict, 4);
+    w.str("shared");
+    w.mark();
+    w.open(Group::List, 3);
+    w.shared(Dtype::INT64, &[2], &[1], 0, 8);
+    w.mark();
+    w.shared(Dtype::INT64, &[2, 2], &[1, 1], 1, 64);
+    w.back(1);
+    w.str("again");
+    w.back(0);
     w.str("image");
     let plan = Plan::new(&[2, 3], &[12, 4], 4, Style::Tensor).unwrap();
     let data = [1f32; 6];
@@ -77,7 +107,8 @@ fn sample() -> Vec<u8> {
 fn a_sample_is_read_back_and_each_cut_is_found() {
     let payload = sample();
     let found = count(&payload).unwrap();
-    assert_eq!((found.leaves, found.ints.as_slice()), (2, &[7, 8, 9][..]));
+    assert_eq!((found.leaves, found.ints.as_slice()), (4, &[7, 8, 9][..]));
+    assert_eq!((found.storages, found.kept, found.backs), (2, vec![1, 0], vec![1, 0]));
     for len in 0..payload.len() {
         assert!(matches!(count(&payload[..len]), Err(Error::Corrupt { .. })), "cut at {len}");
     }
@@ -118,6 +149,24 @@ fn huge_counts_are_refused() {
         ])
         .is_err()
     );
+}
+
+#[test]
+fn marks_and_storages_stand_before_values() {
+    assert!(count(&[tag::MARK, tag::NONE]).is_ok());
+    assert!(count(&[tag::STORAGE, 0, 0, tag::NONE]).is_ok());
+    for broken in [
+        &[tag::MARK][..],
+        &[tag::MARK, tag::MARK, tag::NONE],
+        &[tag::MARK, tag::STORAGE, 0, 0, tag::NONE],
+        &[tag::STORAGE, 0, 2, 9, tag::NONE],
+        &[tag::STORAGE, FORM_SHARED, 0, tag::NONE],
+        &[tag::TENSOR, 8, FORM_SHARED | FORM_OUTSIDE, 0, 0],
+        &[tag::ARRAY, 8, FORM_SHARED, 0, 0],
+        &[tag::NONE, tag::MARK],
+    ] {
+        assert!(count(broken).is_err(), "{broken:?}");
+    }
 }
 
 #[test]
@@ -162,7 +211,7 @@ proptest! {
     }
 
     #[test]
-    fn likely_bytes_never_panic(bytes in proptest::collection::vec(0u8..16, 0..300)) {
+    fn likely_bytes_never_panic(bytes in proptest::collection::vec(0u8..20, 0..300)) {
         let _ = count(&bytes);
     }
 

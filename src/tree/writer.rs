@@ -1,8 +1,8 @@
 //! The writing side.
 
 use super::dtype::Dtype;
-use super::layout::Plan;
-use super::{FORM_OUTSIDE, FORM_STRIDES, Group, Kind, tag};
+use super::layout::{Dims, Plan};
+use super::{FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag};
 
 /// Appends values to a payload.
 pub struct Writer<'a> {
@@ -12,6 +12,18 @@ pub struct Writer<'a> {
 /// Where a leaf's number and offset will be written when they are known.
 #[derive(Clone, Copy, Debug)]
 pub struct Slot(usize);
+
+impl Slot {
+    /// Its position in the payload.
+    pub fn at(self) -> usize {
+        self.0
+    }
+
+    /// The same slot after its bytes were moved to where `at` is now its position.
+    pub fn moved(at: usize) -> Self {
+        Self(at)
+    }
+}
 
 impl<'a> Writer<'a> {
     /// A writer that appends to `out`.
@@ -110,16 +122,18 @@ impl<'a> Writer<'a> {
     }
 
     fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, outside: u8) {
-        let strides = if plan.contiguous { 0 } else { FORM_STRIDES };
+        self.view(kind, dtype, shape, (!plan.contiguous).then_some(&plan.strides), outside);
+    }
+
+    fn view(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], strides: Option<&[i64]>, place: u8) {
+        let with_strides = if strides.is_some() { FORM_STRIDES } else { 0 };
         let kind = if kind == Kind::Tensor { tag::TENSOR } else { tag::ARRAY };
-        self.out.extend_from_slice(&[kind, dtype.code(), shape.len() as u8 | strides | outside]);
+        self.out.extend_from_slice(&[kind, dtype.code(), shape.len() as u8 | with_strides | place]);
         for &size in shape {
             self.varint(size as u64);
         }
-        if !plan.contiguous {
-            for &stride in plan.strides.iter() {
-                self.varint(stride as u64);
-            }
+        for &stride in strides.unwrap_or_default() {
+            self.varint(stride as u64);
         }
     }
 
@@ -142,9 +156,56 @@ impl<'a> Writer<'a> {
     /// A leaf that lies elsewhere; [`Self::fill`] says where.
     pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Slot {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
+        self.slot()
+    }
+
+    fn slot(&mut self) -> Slot {
         let slot = Slot(self.out.len());
         self.out.extend_from_slice(&[0; 12]);
         slot
+    }
+
+    /// Room for a value that is written later: a byte that is none.
+    pub fn gap(&mut self) {
+        self.out.push(tag::BACK);
+    }
+
+    /// Marks the value that follows.
+    pub fn mark(&mut self) {
+        self.out.push(tag::MARK);
+    }
+
+    /// The object of a mark.
+    pub fn back(&mut self, mark: usize) {
+        self.out.push(tag::BACK);
+        self.varint(mark as u64);
+    }
+
+    /// A storage whose bytes travel in the payload.
+    pub fn storage(&mut self, bytes: &[u8]) {
+        self.out.extend_from_slice(&[tag::STORAGE, 0]);
+        self.varint(bytes.len() as u64);
+        self.out.extend_from_slice(bytes);
+    }
+
+    /// A storage that lies elsewhere; [`Self::fill`] says where.
+    pub fn storage_outside(&mut self, len: usize) -> Slot {
+        self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
+        self.varint(len as u64);
+        self.slot()
+    }
+
+    /// A tensor in a storage; strides, none of them negative, count elements, the offset bytes.
+    pub fn shared(&mut self, dtype: Dtype, shape: &[i64], strides: &[i64], storage: usize, offset: usize) {
+        let natural = Dims::contiguous(shape).is_some_and(|natural| *natural == *strides);
+        self.view(Kind::Tensor, dtype, shape, (!natural).then_some(strides), FORM_SHARED);
+        self.varint(storage as u64);
+        self.varint(offset as u64);
+    }
+
+    /// Bytes that a writer has written, slots among them.
+    pub fn raw(&mut self, bytes: &[u8]) {
+        self.out.extend_from_slice(bytes);
     }
 
     /// Writes the place of a leaf.

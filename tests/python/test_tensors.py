@@ -235,3 +235,131 @@ def test_a_numpy_view_keeps_the_memory():
     del got
     assert int(view[0]) == 5 and int(view.sum()) == sum(range(5, 100_000))
     assert isinstance(view, np.ndarray)
+
+
+# One storage for what shares an element; identity; a few rows of a large storage. Through real workers.
+
+ALIASES = {
+    "split": lambda x: list(x.split(3)),
+    "unbind": lambda x: list(x.unbind(1)),
+    "halves": lambda x: [x[::2], x[1::2]],
+    "expanded": lambda x: [x[:1].expand(5, x.size(1)), x[0]],
+    "channels_last": lambda x: [x.view(2, 2, -1, 2).to(memory_format=torch.channels_last), x],
+    "slice": lambda x: [x, x[2:4]],
+    "columns": lambda x: [x[:, 0], x[:, 1]],
+    "dtypes": lambda x: [x, x.view(torch.int32), x.view(torch.uint8)],
+    "windows": lambda x: [x.view(-1).unfold(0, 4, 2), x[:2]],
+}
+
+
+@pytest.mark.parametrize("n", [8, 200])
+@pytest.mark.parametrize("make", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("wrap", [list, lambda views: Record("views", views)], ids=["plain", "pickled"])
+def test_t5_writes_are_seen_through_every_view(make, n, wrap):
+    sent = make(torch.arange(float(n * n)).reshape(n, n))
+    (got,) = send(wrap(sent))
+    got = got if isinstance(got, list) else got.data
+    for g, s in zip(got, sent, strict=True):
+        assert torch.equal(g, s) and g._base is None and g.dtype == s.dtype
+    for g, s in zip(got, sent, strict=True):
+        if g.dtype == torch.float32:
+            g[(0,) * g.dim()] = s[(0,) * s.dim()] = -3
+            assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("wrap", [list, lambda views: Record("views", views)], ids=["plain", "pickled"])
+def test_a_few_rows_of_a_huge_storage_move_a_few_rows(wrap):
+    huge = torch.empty(1 << 29, dtype=torch.uint8)
+    rows = [huge[i << 22 : (i << 22) + 1000].fill_(i) for i in range(64)]
+    (got,) = send(wrap([*rows, rows[1], rows[2][10:]]))
+    got = got if isinstance(got, list) else got.data
+    assert got[64] is got[1]
+    assert [t.untyped_storage().nbytes() for t in got] == [1000] * 66
+    assert [int(t[0]) for t in got] == [*range(64), 1, 2]
+
+
+@pytest.mark.parametrize("n", [10, 50_000])
+def test_t5_identity_of_every_kind(n):
+    for twice in ([1, "a"], {"k": 1}, (1, "a"), torch.arange(n), np.arange(n), Record("r", torch.ones(n))):
+        got = send([twice, {"again": twice}, (twice,)])[0]
+        assert got[0] is got[1]["again"] is got[2][0] and type(got[0]) is type(twice)
+
+
+@pytest.mark.parametrize("n", [10, 50_000])
+def test_t5_parameters_share_memory(n):
+    base = torch.arange(float(n))
+    parameter, leaf = torch.nn.Parameter(base), base[n // 2 :].clone().requires_grad_()
+    sent = {
+        "p": parameter,
+        "data": base[3:],
+        "leaf": leaf,
+        "same": parameter,
+        "frozen": torch.nn.Parameter(base, False),
+    }
+    (got,) = send(sent)
+    assert got["p"] is got["same"] and type(got["p"]) is torch.nn.Parameter and got["p"].requires_grad
+    assert type(got["leaf"]) is torch.Tensor and got["leaf"].requires_grad and got["leaf"].is_leaf
+    assert type(got["frozen"]) is torch.nn.Parameter and not got["frozen"].requires_grad
+    got["data"].fill_(-1)
+    assert got["p"].tolist() == got["frozen"].tolist() == [0, 1, 2] + [-1] * (n - 3)
+    assert torch.equal(got["leaf"], leaf)
+
+
+@pytest.mark.parametrize("n", [10, 50_000])
+def test_t5_arrays_and_tensors_over_the_same_memory(n):
+    array = np.arange(n)
+    tensor = torch.from_numpy(array)
+    for sent in ([array, tensor, tensor[2:], array[::-1]], Record("r", [array, tensor, tensor[2:], array[::-1]])):
+        got = send(sent)[0]
+        a, t, tail, reverse = got if isinstance(got, list) else got.data
+        assert a.flags.writeable and a.tolist() == t.tolist() == reverse[::-1].tolist()
+        t.fill_(-1)
+        a[0] = 5
+        assert set(tail.tolist()) == {-1} and a[1] == 1 and reverse[-1] == 0
+
+
+def beside_its_slice(samples):
+    batch = torch.utils.data.default_collate(samples)
+    return {"image": batch, "first": batch[:1], "column": batch[:, 0]}
+
+
+@pytest.mark.parametrize("side", [4, 100])
+def test_a_collated_batch_beside_its_slice(side):
+    samples = [torch.full((3, side, side), float(i)) for i in range(16)]
+    kept = epoch(DataLoader(Given(samples), batch_size=4, num_workers=2, collate_fn=beside_its_slice))
+    for i, batch in enumerate(kept):
+        assert batch["image"].untyped_storage().nbytes() == 4 * 3 * side * side * 4
+        assert torch.equal(batch["image"], torch.stack(samples[4 * i : 4 * i + 4]))
+        batch["image"].add_(100)
+        assert batch["first"].unique().tolist() == [100 + 4 * i]
+        assert batch["column"].unique().tolist() == [100.0 + 4 * i + k for k in range(4)]
+
+
+def test_groups_outlive_the_workers_part_by_part():
+    base = torch.arange(100_000)
+    kept = [(got[1], got[2].data) for got in send(*[[base, base[i:], Record("r", base[:-5])] for i in range(6)])]
+    for i, (tail, head) in enumerate(kept):
+        assert torch.equal(tail, base[i:]) and torch.equal(head, base[:-5])
+        head.fill_(i)
+        assert tail[0] == i and all(int(t[0]) == j + 1 for j, (t, _) in enumerate(kept[i + 1 :], i))
+
+
+@pytest.mark.ours
+def test_odd_places_in_shared_memory_arrive():
+    raw = torch.arange(64, dtype=torch.uint8)
+    sent = [raw[1:], raw[4:8].view(torch.float32)]
+    (got,) = send(sent)
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    got[0].zero_()
+    assert got[1].item() == 0
+
+
+@pytest.mark.parametrize("n", [4, 100_000])
+def test_subclasses_alias_plain_tensors(n):
+    tensor = labelled(n)
+    plain = tensor.as_subclass(torch.Tensor)
+    (got,) = send([tensor, plain[1:], tensor])
+    assert got[0] is got[2] and type(got[0]) is Labelled
+    got[1].fill_(-1)
+    assert got[0].tolist() == [0] + [-1] * (n - 1)

@@ -8,8 +8,8 @@ use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 use super::Source;
 use crate::error::Error;
 use crate::python::dlpack::{Heap, Lease};
-use crate::python::tensor::Bridge;
-use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, walk};
+use crate::python::tensor::{Bridge, SharedStorage};
+use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
 /// Builds the batch of a payload, whose large leaves are taken from `source`. Nothing in the payload is
 /// trusted.
@@ -22,7 +22,7 @@ pub fn decode<S: Source>(
     payload: &[u8],
     source: &mut S,
 ) -> PyResult<Py<PyAny>> {
-    let mut decoder = Decoder { py, bridge: Some(bridge), source, stack: Vec::new() };
+    let mut decoder = Decoder::new(py, Some(bridge), source);
     walk(payload, &mut decoder)?;
     decoder.finish()
 }
@@ -32,7 +32,8 @@ pub fn decode<S: Source>(
 /// # Errors
 /// As for [`decode`].
 pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
-    let mut decoder = Decoder { py, bridge: None, source: &mut Nothing, stack: Vec::new() };
+    let mut source = Nothing;
+    let mut decoder = Decoder::new(py, None, &mut source);
     walk(payload, &mut decoder)?;
     decoder.finish()
 }
@@ -53,6 +54,9 @@ struct Decoder<'a, 'py, S> {
     bridge: Option<&'a Bridge>,
     source: &'a mut S,
     stack: Vec<Bound<'py, PyAny>>,
+    /// Objects that may come back, by the numbers of their marks; None for those that are not complete.
+    kept: Vec<Option<Bound<'py, PyAny>>>,
+    storages: Vec<SharedStorage>,
 }
 
 impl<S: Source> Build for Decoder<'_, '_, S> {
@@ -63,6 +67,10 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
         let py = self.py;
         let value = match atom {
             Atom::Leaf(leaf) => self.leaf(leaf)?.into_bound(py),
+            Atom::Back(index) => match self.kept.get(index) {
+                Some(Some(object)) => object.clone(),
+                _ => return Err(Error::corrupt(format!("object {index} of a batch is not complete")).into()),
+            },
             Atom::Int(value) => int(py, value)?,
             Atom::Str(value) => PyString::new(py, value).into_any(),
             Atom::Float(value) => PyFloat::new(py, value).into_any(),
@@ -104,6 +112,39 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
         self.stack.push(made);
         Ok(())
     }
+
+    fn keep(&mut self, index: usize) -> PyResult<()> {
+        if self.kept.len() <= index {
+            self.kept.resize_with(index + 1, || None);
+        }
+        self.kept[index] = self.stack.last().cloned();
+        Ok(())
+    }
+
+    fn storage(&mut self, storage: &Storage<'_>) -> PyResult<()> {
+        let (py, bridge) = (self.py, self.bridge()?);
+        let made = match storage.place {
+            Place::Inline(bytes) => bridge.storage_copied(py, bytes)?,
+            Place::Outside { leaf, offset } => {
+                let lease = self.source.leaf(leaf)?;
+                let offset = within(&lease, leaf, offset, storage.len, 1)?;
+                bridge.storage(py, lease, offset, storage.len)?
+            }
+            Place::Shared { .. } => return Err(Error::corrupt("a storage that lies in a storage").into()),
+        };
+        self.storages.push(made);
+        Ok(())
+    }
+}
+
+/// The offset of `len` bytes in a leaf, checked.
+fn within<L: Lease>(lease: &L, leaf: u32, offset: u64, len: usize, align: usize) -> PyResult<usize> {
+    let offset = usize::try_from(offset).ok().filter(|offset| {
+        offset.checked_add(len).is_some_and(|end| end <= lease.len())
+            && (lease.ptr() as usize).wrapping_add(*offset).is_multiple_of(align)
+    });
+    let beyond = || format!("a view of {len} bytes reaches beyond leaf {leaf} of {} bytes", lease.len());
+    Ok(offset.ok_or_else(|| Error::corrupt(beyond()))?)
 }
 
 #[inline]
@@ -146,7 +187,16 @@ fn sequence<'py>(
     if set == len { Ok(made) } else { Err(PyRuntimeError::new_err("unbalanced batch")) }
 }
 
-impl<S: Source> Decoder<'_, '_, S> {
+impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
+    fn new(py: Python<'py>, bridge: Option<&'a Bridge>, source: &'a mut S) -> Self {
+        Self { py, bridge, source, stack: Vec::new(), kept: Vec::new(), storages: Vec::new() }
+    }
+
+    fn bridge(&self) -> PyResult<&'a Bridge> {
+        let what = "an index batch holds a tensor or an array";
+        Ok(self.bridge.ok_or_else(|| Error::corrupt(what))?)
+    }
+
     fn finish(mut self) -> PyResult<Py<PyAny>> {
         match (self.stack.pop(), self.stack.is_empty()) {
             (Some(batch), true) => Ok(batch.unbind()),
@@ -156,9 +206,7 @@ impl<S: Source> Decoder<'_, '_, S> {
 
     fn leaf(&mut self, leaf: &Leaf<'_>) -> PyResult<Py<PyAny>> {
         let py = self.py;
-        let Some(bridge) = self.bridge else {
-            return Err(Error::corrupt("an index batch holds a tensor or an array").into());
-        };
+        let bridge = self.bridge()?;
         let Leaf { kind, dtype, shape, strides, extent, place } = leaf;
         match *place {
             Place::Inline(bytes) => match kind {
@@ -167,21 +215,17 @@ impl<S: Source> Decoder<'_, '_, S> {
             },
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
-                let offset = usize::try_from(offset).ok().filter(|offset| {
-                    offset.checked_add(*extent).is_some_and(|end| end <= lease.len())
-                        && (lease.ptr() as usize).wrapping_add(*offset).is_multiple_of(dtype.align())
-                });
-                let Some(offset) = offset else {
-                    let what = format!(
-                        "a view of {extent} bytes reaches beyond leaf {leaf} of {} bytes",
-                        lease.len()
-                    );
-                    return Err(Error::corrupt(what).into());
-                };
+                let offset = within(&lease, leaf, offset, *extent, dtype.align())?;
                 match kind {
                     Kind::Tensor => bridge.tensor(py, lease, offset, *dtype, shape, strides),
                     Kind::Array => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
                 }
+            }
+            Place::Shared { storage, offset } => {
+                let found = self.storages.get(storage).zip(usize::try_from(offset).ok());
+                let missing = || Error::corrupt(format!("a tensor at byte {offset} of storage {storage}"));
+                let (storage, offset) = found.ok_or_else(missing)?;
+                bridge.tensor_shared(py, storage, offset, *dtype, shape, strides)
             }
         }
     }

@@ -4,23 +4,25 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyComplexMethods, PyFloat, PyList, PyString, PyTuple};
 
-use super::seen::Seen;
+use super::knit::knit;
+use super::seen::{Again, Met, Seen};
 use super::{DETACH_FROM, INLINE_LIMIT, Sink};
 use crate::python::tensor::Bridge;
 use crate::tree::dtype::Dtype;
-use crate::tree::layout::{Plan, Style};
+use crate::tree::layout::{Dims, Plan, Style, extent, numel};
 use crate::tree::{Group, Kind, MAX_DEPTH, Slot, Writer};
 
 /// Why an encoder stops before the end: the batch is no plain tree.
-struct NotPlain;
+pub struct NotPlain;
 
-type Plain = Result<(), NotPlain>;
+pub type Plain = Result<(), NotPlain>;
 
 /// A leaf that is copied when the whole batch is known to be plain.
-struct Job<'py> {
+pub struct Job<'py> {
     /// Keeps the memory alive while the GIL is released.
     _owner: Bound<'py, PyAny>,
-    slot: Slot,
+    /// Where its number goes.
+    pub slot: Slot,
     first: *const u8,
     plan: Plan,
 }
@@ -29,7 +31,9 @@ struct Encoder<'a, 'py> {
     /// None: tensors and arrays are not plain.
     bridge: Option<&'a Bridge>,
     out: Writer<'a>,
-    seen: Seen,
+    seen: Seen<'py>,
+    /// Addresses of the containers around the value that is being written.
+    open: Vec<usize>,
     jobs: Vec<Job<'py>>,
 }
 
@@ -46,13 +50,11 @@ pub fn encode<S: Sink>(
     sink: &mut S,
 ) -> PyResult<bool> {
     let before = out.len();
-    let mut encoder =
-        Encoder { bridge: Some(bridge), out: Writer::new(out), seen: Seen::new(), jobs: Vec::new() };
-    if encoder.value(batch, 0).is_err() || encoder.seen.overlaps() {
-        encoder.out.truncate(before);
+    let Ok(jobs) = plain(Some(bridge), batch, out) else {
+        out.truncate(before);
         return Ok(false);
-    }
-    let Encoder { mut out, jobs, .. } = encoder;
+    };
+    let mut out = Writer::new(out);
     for job in jobs {
         if let Err(error) = job.run(py, &mut out, sink) {
             out.truncate(before);
@@ -65,15 +67,36 @@ pub fn encode<S: Sink>(
 /// Appends an index batch to `out`. False: it is to be pickled, and `out` is as it was.
 pub fn encode_indices(_py: Python<'_>, index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    let mut encoder = Encoder { bridge: None, out: Writer::new(out), seen: Seen::new(), jobs: Vec::new() };
-    let plain = encoder.value(index, 0).is_ok();
+    let plain = plain(None, index, out).is_ok();
     if !plain {
-        encoder.out.truncate(before);
+        out.truncate(before);
     }
     plain
 }
 
-impl Job<'_> {
+/// Writes a plain tree; the copies that are still to be made. Where it is none, `out` is left with a part.
+fn plain<'py>(
+    bridge: Option<&Bridge>,
+    value: &Bound<'py, PyAny>,
+    out: &mut Vec<u8>,
+) -> Result<Vec<Job<'py>>, NotPlain> {
+    let from = out.len();
+    let (seen, writer) = (Seen::new(), Writer::new(out));
+    let mut encoder = Encoder { bridge, out: writer, seen, open: Vec::new(), jobs: Vec::new() };
+    encoder.value(value, 0)?;
+    let Encoder { seen, jobs, .. } = encoder;
+    match seen.tangled() {
+        Some(extents) => knit(bridge, &seen, &extents, out, from, jobs),
+        None => Ok(jobs),
+    }
+}
+
+impl<'py> Job<'py> {
+    /// The copy of `len` bytes from `first` on, which `owner` keeps alive.
+    pub fn of_bytes(owner: Bound<'py, PyAny>, slot: Slot, first: *const u8, len: usize) -> Self {
+        Self { _owner: owner, slot, first, plan: Plan::bytes(len) }
+    }
+
     fn run<S: Sink>(self, py: Python<'_>, out: &mut Writer<'_>, sink: &mut S) -> PyResult<()> {
         let Self { slot, first, plan, .. } = &self;
         if plan.gather.is_none()
@@ -150,16 +173,28 @@ impl<'py> Encoder<'_, 'py> {
         Ok(())
     }
 
-    fn object(&mut self, value: &Bound<'py, PyAny>) -> Plain {
-        if self.seen.object(value.as_ptr() as usize) { Ok(()) } else { Err(NotPlain) }
+    /// Notes an object. False: it came before, and what stands for it has been written.
+    fn is_new(&mut self, value: &Bound<'py, PyAny>) -> Result<bool, NotPlain> {
+        let (address, at) = (value.as_ptr() as usize, self.out.len());
+        let Some(first) = self.seen.object(address, at) else { return Ok(true) };
+        if self.open.contains(&address) {
+            return Err(NotPlain);
+        }
+        self.seen.again.push(Again { at, first });
+        self.out.gap();
+        Ok(false)
     }
 
-    /// Notes a container that lies `depth` deep.
-    fn enter(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Plain {
+    /// Notes a container that lies `depth` deep; false as for [`Self::is_new`].
+    fn enter(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Result<bool, NotPlain> {
         if depth >= MAX_DEPTH {
             return Err(NotPlain);
         }
-        self.object(value)
+        let new = self.is_new(value)?;
+        if new {
+            self.open.push(value.as_ptr() as usize);
+        }
+        Ok(new)
     }
 
     fn sequence(
@@ -171,9 +206,24 @@ impl<'py> Encoder<'_, 'py> {
         depth: usize,
     ) -> Plain {
         // Python has one empty tuple only.
-        if group == Group::List || len > 0 {
-            self.enter(value, depth)?;
+        let has_identity = group == Group::List || len > 0;
+        if has_identity && !self.enter(value, depth)? {
+            return Ok(());
         }
+        self.items(group, len, get, depth)?;
+        if has_identity {
+            self.open.pop();
+        }
+        Ok(())
+    }
+
+    fn items(
+        &mut self,
+        group: Group,
+        len: usize,
+        get: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+        depth: usize,
+    ) -> Plain {
         let item = |i| get(i).map_err(|_| NotPlain);
         let start = self.out.len();
         let mut first = 0;
@@ -200,7 +250,9 @@ impl<'py> Encoder<'_, 'py> {
     }
 
     fn dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Plain {
-        self.enter(value, depth)?;
+        if !self.enter(value, depth)? {
+            return Ok(());
+        }
         // SAFETY: an exact dict (the caller looked at its type); the GIL is held.
         let len = unsafe { ffi::PyDict_Size(value.as_ptr()) };
         let len = usize::try_from(len).map_err(|_| NotPlain)?;
@@ -223,6 +275,7 @@ impl<'py> Encoder<'_, 'py> {
             self.value(&key, depth + 1)?;
             self.value(&item, depth + 1)?;
         }
+        self.open.pop();
         if found == len { Ok(()) } else { Err(NotPlain) }
     }
 
@@ -251,12 +304,13 @@ impl<'py> Encoder<'_, 'py> {
         first: *const u8,
     ) -> Plain {
         let style = if kind == Kind::Tensor { Style::Tensor } else { Style::Array };
-        let plan = Plan::new(shape, byte_strides, dtype.itemsize(), style).ok_or(NotPlain)?;
-        if plan.span == 0 {
-            // Without memory that would show it, the same object may come twice.
-            self.object(value)?;
-        } else {
-            self.seen.memory(first.wrapping_offset(plan.low) as usize, plan.span);
+        let at = self.out.len();
+        let Some(plan) = Plan::new(shape, byte_strides, dtype.itemsize(), style) else {
+            return self.window(value, kind, dtype, shape, byte_strides, first);
+        };
+        // Without memory the object alone shows that it came before.
+        if plan.span == 0 && !self.is_new(value)? {
+            return Ok(());
         }
         if plan.bytes < INLINE_LIMIT {
             // SAFETY: torch or NumPy described this view just now; the batch keeps it alive.
@@ -265,6 +319,37 @@ impl<'py> Encoder<'_, 'py> {
             let slot = self.out.outside(kind, dtype, shape, &plan);
             self.jobs.push(Job { _owner: value.clone(), slot, first, plan });
         }
+        if plan.span > 0 {
+            let start = first.wrapping_offset(plan.low) as usize;
+            let end = start.saturating_add(plan.span);
+            let written = (at, self.out.len());
+            self.seen.leaf(Met { object: value.clone(), kind, window: false, written, start, end });
+        }
+        Ok(())
+    }
+
+    /// Notes a tensor whose elements share memory; what it becomes is written when all others are known.
+    fn window(
+        &mut self,
+        value: &Bound<'py, PyAny>,
+        kind: Kind,
+        dtype: Dtype,
+        shape: &[i64],
+        byte_strides: &[i64],
+        first: *const u8,
+    ) -> Plain {
+        let item = dtype.itemsize() as i64;
+        let mut strides = Dims::new(byte_strides).ok_or(NotPlain)?;
+        strides.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
+        let count = numel(shape).filter(|count| count.checked_mul(item).is_some());
+        let span = extent(shape, &strides, dtype.itemsize()).filter(|&span| span > 0);
+        let (Kind::Tensor, Some(_), Some(span)) = (kind, count, span) else { return Err(NotPlain) };
+        let at = self.out.len();
+        self.out.gap();
+        self.seen.windows = true;
+        let (start, end) = (first as usize, (first as usize).saturating_add(span));
+        let written = (at, self.out.len());
+        self.seen.leaf(Met { object: value.clone(), kind, window: true, written, start, end });
         Ok(())
     }
 }

@@ -1,12 +1,14 @@
 //! The codec: a batch that is a plain tree of Python values, tensors and arrays becomes bytes and memory
 //! leaves, and comes back.
 //!
-//! [`crate::tree`] defines the bytes. What is not plain (subclasses, an object or memory met twice, ...) is
-//! left to pickle as a whole, so a batch that comes back has just the identities and the aliasing that it
-//! had.
+//! [`crate::tree`] defines the bytes. What is not plain (subclasses, cycles, ...) is left to pickle as a
+//! whole. A batch that comes back has the identities of its containers, tensors and arrays, and tensors that
+//! shared an element share it again. The first pass writes as if nothing came twice; only where something
+//! did, `knit` goes over it.
 
 mod decode;
 mod encode;
+mod knit;
 pub mod roundtrip;
 mod seen;
 

@@ -1,0 +1,162 @@
+//! Which views overlap, and whether two of them share an element.
+
+/// Where a strided view lies; its strides are not negative.
+#[derive(Clone, Copy, Debug)]
+pub struct Lattice<'a> {
+    /// The address of the first element.
+    pub start: usize,
+    /// Bytes from the first to the last element.
+    pub extent: usize,
+    /// The sizes.
+    pub shape: &'a [i64],
+    /// The strides, in elements.
+    pub strides: &'a [i64],
+    /// Bytes of an element.
+    pub itemsize: usize,
+}
+
+/// Calls `each` with every connected run of overlapping extents. `extents` is sorted by where they start;
+/// `bounds` gives start and end.
+pub fn components<'a, T>(
+    extents: &'a [T],
+    bounds: impl Fn(&T) -> (usize, usize),
+    mut each: impl FnMut(&'a [T]),
+) {
+    let mut rest = extents;
+    while let Some(first) = rest.first() {
+        let mut end = bounds(first).1;
+        let mut len = 1;
+        while let Some((next_start, next_end)) = rest.get(len).map(&bounds)
+            && next_start < end
+        {
+            end = end.max(next_end);
+            len += 1;
+        }
+        let (component, after) = rest.split_at(len);
+        each(component);
+        rest = after;
+    }
+}
+
+/// Whether some two of the views (sorted by their start) share a byte of an element. True also where finding
+/// out would take more than `budget` steps.
+pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
+    for (at, first) in views.iter().enumerate() {
+        let end = first.start.saturating_add(first.extent);
+        for second in views[at + 1..].iter().take_while(|second| second.start < end) {
+            if shares(first, second, &mut budget) {
+                return true;
+            }
+        }
+    }
+    false
+}
+
+/// One dimension of the difference of two views: its stride in bytes, and the range of its coefficient.
+#[derive(Clone, Copy)]
+struct Level {
+    stride: i128,
+    low: i128,
+    high: i128,
+    /// The range of what the levels behind this one add up to.
+    behind: (i128, i128),
+}
+
+/// Whether an element of `first` and one of `second` share a byte.
+///
+/// The difference of their addresses is a sum of coefficients times strides, one for each dimension of
+/// either; it is searched for one closer to 0 than an element is wide, the widest stride first. With nested
+/// strides hardly more than one coefficient a level is in reach.
+fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
+    let mut levels: Vec<Level> = Vec::new();
+    for (view, sign) in [(first, 1), (second, -1)] {
+        for (&size, &stride) in view.shape.iter().zip(view.strides).filter(|&(&size, &s)| size > 1 && s > 0) {
+            let stride = i128::from(stride) * view.itemsize as i128;
+            let far = sign * i128::from(size - 1);
+            let (low, high) = (far.min(0), far.max(0));
+            match levels.iter_mut().find(|level| level.stride == stride) {
+                Some(level) => (level.low, level.high) = (level.low + low, level.high + high),
+                None => levels.push(Level { stride, low, high, behind: (0, 0) }),
+            }
+        }
+    }
+    levels.sort_unstable_by_key(|level| std::cmp::Reverse(level.stride));
+    let mut behind = (0, 0);
+    for level in levels.iter_mut().rev() {
+        level.behind = behind;
+        behind = (behind.0 + level.low * level.stride, behind.1 + level.high * level.stride);
+    }
+    let near = (1 - first.itemsize as i128, second.itemsize as i128 - 1);
+    search(&levels, first.start as i128 - second.start as i128, near, budget)
+}
+
+fn search(levels: &[Level], at: i128, near: (i128, i128), budget: &mut u32) -> bool {
+    let Some(left) = budget.checked_sub(1) else { return true };
+    *budget = left;
+    let Some((level, rest)) = levels.split_first() else { return (near.0..=near.1).contains(&at) };
+    let Level { stride, low, high, behind } = *level;
+    let low = low.max(-(at + behind.1 - near.0).div_euclid(stride));
+    let high = high.min((near.1 - at - behind.0).div_euclid(stride));
+    (low..=high).any(|coefficient| search(rest, at + coefficient * stride, near, budget))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Lattice, any_shared, components};
+    use crate::tree::layout::extent;
+    use proptest::prelude::*;
+
+    fn lattice<'a>(start: usize, shape: &'a [i64], strides: &'a [i64], itemsize: usize) -> Lattice<'a> {
+        let extent = extent(shape, strides, itemsize).unwrap();
+        Lattice { start, extent, shape, strides, itemsize }
+    }
+
+    /// The bytes that a view's elements take.
+    fn bytes(view: &Lattice<'_>) -> std::collections::HashSet<usize> {
+        let mut all = vec![view.start];
+        for (&size, &stride) in view.shape.iter().zip(view.strides) {
+            let step = stride as usize * view.itemsize;
+            all = all.iter().flat_map(|&at| (0..size as usize).map(move |i| at + i * step)).collect();
+        }
+        all.iter().flat_map(|&at| at..at + view.itemsize).collect()
+    }
+
+    #[test]
+    fn extents_are_grouped() {
+        let mut found = Vec::new();
+        let extents = [(0, 4), (4, 8), (6, 7), (7, 9), (9, 9), (20, 30), (21, 22), (29, 31)];
+        components(&extents, |&extent| extent, |component| found.push(component.len()));
+        assert_eq!(found, [1, 3, 1, 3]);
+    }
+
+    #[test]
+    fn columns_and_grids_share_nothing() {
+        let shares = |views: &[Lattice<'_>]| any_shared(views, 1 << 12);
+        let column = |at| lattice(at, &[1000], &[100], 4);
+        assert!(!shares(&[column(0), column(4), column(8)]));
+        assert!(shares(&[column(0), column(4), column(400)]));
+        assert!(shares(&[column(0), column(2)]), "half an element");
+        let grid = |at| lattice(at, &[500, 50], &[200, 2], 8);
+        assert!(!shares(&[grid(0), grid(8), grid(808)]));
+        assert!(shares(&[lattice(0, &[1000], &[100], 8), lattice(2400, &[100], &[1], 8)]), "row and column");
+        assert!(!shares(&[lattice(0, &[1000], &[100], 8), lattice(2408, &[99], &[1], 8)]), "the rest of it");
+        assert!(any_shared(&[column(0), column(4), column(8)], 2), "too dear to find out");
+    }
+
+    proptest! {
+        #[test]
+        fn two_views_share_what_their_bytes_share(
+            a in (0usize..60, proptest::collection::vec((1i64..5, 0i64..9), 0..4), 0u32..3),
+            b in (0usize..60, proptest::collection::vec((1i64..5, 0i64..9), 0..4), 0u32..3),
+        ) {
+            let split = |dims: &[(i64, i64)]| -> (Vec<i64>, Vec<i64>) { dims.iter().copied().unzip() };
+            let (a_dims, b_dims) = (split(&a.1), split(&b.1));
+            let first = lattice(a.0, &a_dims.0, &a_dims.1, 1 << a.2);
+            let second = lattice(b.0, &b_dims.0, &b_dims.1, 1 << b.2);
+            let mut views = [first, second];
+            views.sort_by_key(|view| view.start);
+            let want = !bytes(&first).is_disjoint(&bytes(&second));
+            prop_assert_eq!(any_shared(&views, 1 << 20), want);
+        }
+    }
+}
