@@ -30,7 +30,7 @@ help: ## Say what can be done (this text)
 	@echo '  TORCH=$(TORCH)   the torch that .venv gets, as pip takes it, for instance TORCH=torch==2.6.0'
 	@echo '  ARGS=$(ARGS)   further arguments for demo, compare, bench and test-python, for instance ARGS=--help'
 	@echo
-	@echo 'All of them set up .venv first (about 5 GB with torch) and keep it until PYTHON or TORCH changes.'
+	@echo 'All that use Python set up .venv first (about 5 GB with torch) and keep it until PYTHON or TORCH changes.'
 
 demo: build ## Train a net on image files through torch and through rustloader; compare the two
 	$(BIN)/python examples/train_digits.py $(ARGS)

@@ -184,7 +184,9 @@ impl Plan {
             expected = expected.wrapping_mul(shape[dim]);
             fits
         });
-        if dense && !(expanded && style == Style::Array) {
+        // Of arrays NumPy's pickles, and so torch's loader, keep C and F order alone.
+        let kept = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
+        if dense && kept && !(expanded && style == Style::Array) {
             let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
             if style == Style::Array {
                 // A dimension of size 1 has no stride that matters; NumPy's may be anything.

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import enum
 import fractions
+import pickle
 
 import numpy as np
 import pytest
@@ -254,3 +255,15 @@ def test_p25_a_large_batch_among_small_ones():
     tensors = [torch.full((n,), n, dtype=torch.int32) for n in (1, 3_000_000, 2, 10_000_000, 5, 1_000_000)]
     for sent, got in zip(tensors, send(*tensors, workers=2), strict=True):
         assert torch.equal(sent, got)
+
+
+@pytest.mark.parametrize("size", [5, 40])
+def test_numpy_orders_other_than_c_and_f_arrive_in_c_order_as_from_torch(size):
+    base = np.arange(size**3).reshape(size, size, size)
+    arrays = [base.transpose(1, 0, 2), base.T, base[::2], np.asfortranarray(base)]
+    loader = DataLoader([arrays], num_workers=1, batch_size=None, collate_fn=lambda x: x)
+    (got,) = loader
+    for ours, sent in zip(got, arrays, strict=True):
+        theirs = pickle.loads(pickle.dumps(sent, protocol=4))
+        assert ours.strides == theirs.strides
+        assert np.array_equal(ours, sent)
