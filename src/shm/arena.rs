@@ -150,6 +150,7 @@ impl Arena {
     }
 
     /// A reference to `len` `T`s at `offset`. All `T`s of the layout are atomics and for those alone is this used.
+    #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
         assert!(offset.is_multiple_of(align_of::<T>() as u64) && offset + bytes <= self.map.len() as u64);
@@ -195,6 +196,7 @@ impl Arena {
     }
 
     /// A region's block table.
+    #[inline]
     pub fn table(&self, region: u32) -> &[Block] {
         assert!(region < self.geometry.regions());
         self.slice(self.geometry.table(region), self.geometry.table_len)
