@@ -461,12 +461,11 @@ impl PyEngine {
     }
 
     /// Gives everything back after the workers have ended; while a `next` holds the turn, as soon as it gives that back.
-    fn finish(&self, py: Python<'_>) {
+    fn finish(&self) {
         self.finish_wanted.store(true, Ordering::Release);
         if self.turn.try_take() {
             drop(InTurn { engine: self, state: self.state.try_lock().ok() });
         }
-        let _ = py;
     }
 
     /// Bytes of the arena that have pages, and those of them that somebody holds. Without the turn.
