@@ -60,6 +60,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 _in_torch: Callable[..., Any] = types.FunctionType(
     _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
 )
+# Whether the warning about a length points to the caller of `next`; in older versions it points into torch's file.
+_WARNS_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _IterType(type):
@@ -216,7 +218,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         # Still no call: see `_next_data`.
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            warnings.warn(_LENGTH_WARNING.format(self._dataset, length, self._num_yielded), stacklevel=3)
+            text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
+            if _WARNS_CALLER:
+                warnings.warn(text, stacklevel=3)
+            else:
+                _in_torch(warnings.warn, text, None, 1)
         return data
 
     def _next_data(self) -> Any:
