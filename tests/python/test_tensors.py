@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Given, Images, Labelled, Record
-from support import DataLoader, epoch, outcomes, raw_storage, same
+from support import DataLoader, epoch, outcomes, raw_storage, same, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def send(*samples, workers=1):
-    return epoch(DataLoader(Given(list(samples)), num_workers=workers, batch_size=None, collate_fn=lambda x: x))
 
 
 def labelled(n):
