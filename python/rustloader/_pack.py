@@ -56,7 +56,7 @@ def leaves_are_ours() -> bool:
 def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
     """Whether what a reducer makes may last no longer than its process, for all that we know."""
     package = str(getattr(reducer, "__module__", None)).partition(".")[0]
-    return package not in _SELF_CONTAINED or reducer is reductions._reduce_event  # type: ignore[attr-defined]
+    return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
 
 
 # Reducers that were looked at already.
@@ -118,6 +118,31 @@ def _rebuild_leaf(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch
     if cls is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
+    layout = content._typed_storage(), content.storage_offset(), content.size(), content.stride()
+    return torch._utils._rebuild_tensor_v2(*layout, *rest)
+
+
+def _reduce_subclass(tensor: torch.Tensor) -> Any:
+    """torch's reduction of a subclass's instance, but where that holds a whole storage this holds the view of it."""
+    reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    match reduced:
+        case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
+            content = torch._utils._rebuild_tensor(storage, *rest[:3])
+            if is_plain_leaf(content):
+                return reduced[0], (_rebuild_view, cls, (content, *rest[3:]), state)
+    return reduced
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """The reducers of types; torch's subclasses are known by what they inherit."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+            return _reduce_subclass
+        raise KeyError(kind)
 
 
 class _Beside:
@@ -198,7 +223,7 @@ class _Beside:
         return self._token(_beside, array) if is_plain_leaf(array) else _reduce_array(array)
 
 
-def _table(reducers: _Reducers) -> dict[type, Callable[[Any], Any]]:
+def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_extra_reducers}
     ours = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
     if torch.UntypedStorage not in ours:
@@ -209,11 +234,7 @@ def _table(reducers: _Reducers) -> dict[type, Callable[[Any], Any]]:
     return table
 
 
-def _pickle(
-    value: Any,
-    table: dict[type, Callable[[Any], Any]],
-    callback: Callable[[pickle.PickleBuffer], Any] | None = None,
-) -> bytes:
+def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5, buffer_callback=callback)
     pickler.dispatch_table = table
@@ -222,8 +243,7 @@ def _pickle(
 
 
 def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
-    """The pickle of a batch, the tensors and arrays that travel beside it, and whether it has to be unpickled while this
-    process lives.
+    """The pickle of a batch, what travels beside it, and whether it has to be unpickled while this process lives.
 
     Args:
         value: the batch.
@@ -231,6 +251,8 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
     """
     beside = _Beside(views)
     table = _table(beside.reducers())
+    if views and table.get(torch.Tensor) == beside._reduce_tensor:
+        table = _Table(table)
     if _extra_reducers != _known:
         for kind, reducer in _extra_reducers.items():
             if _known.get(kind) is not reducer and _is_foreign(reducer):

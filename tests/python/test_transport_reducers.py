@@ -213,7 +213,7 @@ def reducers_with_descriptors():
 
 
 class OneLeavesEarly(IterableDataset):
-    """Worker 0 yields `n` samples and is exhausted; worker 1 yields one, but not before worker 0's process has ended."""
+    """Worker 0 yields `n` samples and is exhausted; worker 1 yields one, after worker 0's process has ended."""
 
     def __init__(self, make, n, note):
         self.make, self.n, self.note = make, n, note
@@ -236,9 +236,7 @@ class OneLeavesEarly(IterableDataset):
 
 @CARRIER
 @pytest.mark.parametrize("n", [2, 20])
-def test_t27_descriptors_that_wait_for_their_turn_outlive_their_worker(
-    carrier, n, reducers_with_descriptors, tmp_path
-):
+def test_t27_descriptors_that_wait_for_their_turn_outlive_their_worker(carrier, n, reducers_with_descriptors, tmp_path):
     make, read = CARRIERS[carrier]
     dataset = OneLeavesEarly(make, n, tmp_path / "pid")
     iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, prefetch_factor=n + 1, collate_fn=untouched))
