@@ -77,7 +77,15 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     return reductions.reduce_tensor(tensor)
 
 
+def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return numbers.view(dtype)
+
+
 def _reduce_array(array: np.ndarray) -> Any:
+    if array.dtype.kind in "mM":
+        # NumPy exports no buffer of these.
+        numbers = array.view(np.dtype(np.int64).newbyteorder(array.dtype.byteorder))
+        return _rebuild_times, (numbers, array.dtype)
     # A read-only buffer would arrive read-only; torch's loader delivers arrays that can be written to.
     return (array if array.flags.writeable else array.copy(order="K")).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
