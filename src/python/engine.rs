@@ -51,8 +51,11 @@ struct Pickled {
     is_batch: bool,
 }
 
+/// What became of a result that had to be unpickled when it came.
+type Opened = PyResult<Py<PyAny>>;
+
 struct State {
-    engine: Engine<Py<PyAny>>,
+    engine: Engine<Py<PyAny>, Opened>,
     /// Errors of the sampler that are to be raised by the next calls.
     held_back: VecDeque<PyErr>,
     /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
@@ -109,6 +112,30 @@ impl Drop for InTurn<'_> {
             Python::attach(|py| py.detach(|| ending.carry_out()));
         }
     }
+}
+
+/// A result, as far as it can be read without Python code.
+enum Read {
+    Batch(Py<PyAny>),
+    Pickled(Pickled),
+}
+
+fn read_message(py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<Read> {
+    let buffer = std::mem::take(&mut state.buffer);
+    let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
+    let (payload, objects) = if incoming.entry.kind == ResultKind::Error {
+        (PyBytes::new(py, message.payload()).unbind(), PyList::empty(py).unbind())
+    } else {
+        let (payload, leaves) = message.parts();
+        let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
+        if incoming.entry.kind == ResultKind::Plain {
+            state.buffer = message.into_buffer();
+            return Ok(Read::Batch(object));
+        }
+        object.extract(py)?
+    };
+    state.buffer = message.into_buffer();
+    Ok(Read::Pickled(Pickled { payload, objects, is_batch: incoming.is_batch() }))
 }
 
 /// Puts a code and its value where the caller finds them.
@@ -181,22 +208,33 @@ impl PyEngine {
         hand: &Bound<'_, PyList>,
         incoming: &Incoming,
     ) -> PyResult<()> {
-        let buffer = std::mem::take(&mut state.buffer);
-        let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
-        let (payload, objects) = if incoming.entry.kind == ResultKind::Error {
-            (PyBytes::new(py, message.payload()).unbind(), PyList::empty(py).unbind())
-        } else {
-            let (payload, leaves) = message.parts();
-            let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
-            if incoming.entry.kind == ResultKind::Plain {
-                state.buffer = message.into_buffer();
-                return self.deliver(hand, code::BATCH, object);
-            }
-            object.extract(py)?
+        match read_message(py, state, incoming)? {
+            Read::Batch(object) => self.deliver(hand, code::BATCH, object),
+            Read::Pickled(pickle) => self.read_pickle(py, state, hand, pickle),
+        }
+    }
+
+    /// Unpickles a result that asks something of its worker, which may leave afterwards. An error stands in the batch's place; an
+    /// interrupt comes at once, and the batch is read once more, as far as it can be.
+    fn open(&self, py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<()> {
+        let mut interrupt = Ok(());
+        let opened = match read_message(py, state, incoming) {
+            Ok(Read::Batch(object)) => Ok(object),
+            Ok(Read::Pickled(pickle)) => match self.load(py, &pickle) {
+                Err(error) if !error.is_instance_of::<PyException>(py) => {
+                    interrupt = Err(error);
+                    self.load(py, &pickle)
+                }
+                loaded => loaded,
+            },
+            Err(error) => Err(error),
         };
-        state.buffer = message.into_buffer();
-        let pickle = Pickled { payload, objects, is_batch: incoming.is_batch() };
-        self.read_pickle(py, state, hand, pickle)
+        state.engine.opened(opened)?;
+        interrupt
+    }
+
+    fn load(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
+        self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects)).map(Bound::unbind)
     }
 
     /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but
@@ -209,13 +247,12 @@ impl PyEngine {
         pickle: Pickled,
     ) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
-        let load = || self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects));
-        let error = match load() {
-            Ok(object) => return self.deliver(hand, code, object.unbind()),
+        let error = match self.load(py, &pickle) {
+            Ok(object) => return self.deliver(hand, code, object),
             Err(error) => error,
         };
-        if let Some(object) = (0..RELOADS).find_map(|_| load().ok()) {
-            state.unread = Some((code, object.unbind()));
+        if let Some(object) = (0..RELOADS).find_map(|_| self.load(py, &pickle).ok()) {
+            state.unread = Some((code, object));
         }
         Err(error)
     }
@@ -315,7 +352,8 @@ impl PyEngine {
                     Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                     Step::Closed => return Err(closed(py, &self.hands)),
                     Step::Wait(deadline) => self.wait(py, state, deadline)?,
-                    Step::Deliver { .. } | Step::Submit | Step::End => {}
+                    Step::Open(incoming) => self.open(py, state, &incoming)?,
+                    Step::Deliver { .. } | Step::DeliverOpened { .. } | Step::Submit | Step::End => {}
                 }
             }
         }
@@ -354,6 +392,11 @@ impl PyEngine {
                     drop(tag);
                     return self.read(py, state, hand, &incoming);
                 }
+                Step::DeliverOpened { tag, opened } => {
+                    drop(tag);
+                    return self.deliver(hand, code::BATCH, opened?);
+                }
+                Step::Open(incoming) => self.open(py, state, &incoming)?,
                 Step::Submit => {
                     if let Err(error) = self.refill(py, state, next_index) {
                         // An interrupt may be behind it, which the sampler would survive: it is asked once more later.

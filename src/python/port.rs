@@ -287,22 +287,31 @@ impl PyPort {
         self.port.stopping()
     }
 
-    /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled.
-    fn send(&self, py: Python<'_>, task: u64, batch: Bound<'_, PyAny>) -> PyResult<bool> {
+    /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled: always where users have
+    /// reducers of their own for tensors or arrays.
+    fn send(
+        &self,
+        py: Python<'_>,
+        task: u64,
+        batch: Bound<'_, PyAny>,
+        leaves_are_ours: bool,
+    ) -> PyResult<bool> {
         self.after_fetch(WorkerState::Pack);
-        self.encode(py, task, ResultKind::Plain, &batch)
+        Ok(leaves_are_ours && self.encode(py, task, ResultKind::Plain, &batch)?)
     }
 
     /// Sends a batch as a pickle and the tensors and arrays that stand beside it; False, and nothing sent, when
-    /// they are no plain ones.
+    /// they are no plain ones. `tied`: unpickling it asks something of this process.
     fn send_pickle(
         &self,
         py: Python<'_>,
         task: u64,
         pickle: Bound<'_, PyBytes>,
         objects: Bound<'_, PyList>,
+        tied: bool,
     ) -> PyResult<bool> {
-        self.encode(py, task, ResultKind::Pickle, (pickle, objects).into_pyobject(py)?.as_any())
+        let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
+        self.encode(py, task, kind, (pickle, objects).into_pyobject(py)?.as_any())
     }
 
     /// Sends an error as a pickle.

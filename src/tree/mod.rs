@@ -7,8 +7,9 @@
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
 //! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
 //! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6), or in a
-//!           storage (bit 7)
-//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint
+//!           storage (bit 7), or has no elements and yet an offset (both)
+//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint, or offset:varint in
+//!           elements
 //!
 //! Before a value:
 //! Mark     -                      the value is kept; it gets the next number, from 0

@@ -203,6 +203,12 @@ impl<'a> Writer<'a> {
         self.varint(offset as u64);
     }
 
+    /// A tensor without elements that begins `offset` elements behind its storage's begin.
+    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &Plan, offset: u64) {
+        self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
+        self.varint(offset);
+    }
+
     /// Bytes that a writer has written, slots among them.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);

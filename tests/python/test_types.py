@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Array, Given, Numbers, Pair, Record
-from support import DataLoader, TorchDataLoader, epoch, raw, raw_storage, same
+from support import DataLoader, TorchDataLoader, epoch, raw, raw_storage, same, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def send(*samples, workers=1, **kw):
-    """The samples through a worker, one by one, untouched by any collation."""
-    kw.setdefault("batch_size", None)
-    return epoch(DataLoader(Given(list(samples)), num_workers=workers, collate_fn=lambda x: x, **kw))
 
 
 def clonable_dtypes():

@@ -130,7 +130,9 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
                 let offset = within(&lease, leaf, offset, storage.len, 1)?;
                 bridge.storage(py, lease, offset, storage.len)?
             }
-            Place::Shared { .. } => return Err(Error::corrupt("a storage that lies in a storage").into()),
+            Place::Shared { .. } | Place::Empty { .. } => {
+                return Err(Error::corrupt("a storage that lies in a storage").into());
+            }
         };
         self.storages.push(made);
         Ok(())
@@ -227,6 +229,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                 let (storage, offset) = found.ok_or_else(missing)?;
                 bridge.tensor_shared(py, storage, offset, *dtype, shape, strides)
             }
+            Place::Empty { offset } => bridge.tensor_empty(py, offset, *dtype, shape, strides),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A batch becomes bytes and leaves.
 
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyComplexMethods, PyFloat, PyList, PyString, PyTuple};
 
@@ -127,6 +128,16 @@ fn as_i64(value: &Bound<'_, PyAny>) -> Result<i64, NotPlain> {
     // SAFETY: an int (the callers look at its type); the GIL is held.
     let number = unsafe { ffi::PyLong_AsLongLongAndOverflow(value.as_ptr(), &mut overflow) };
     if overflow == 0 { Ok(number) } else { Err(NotPlain) }
+}
+
+/// Where in its storage a tensor begins, if not at its first element.
+fn storage_offset(value: &Bound<'_, PyAny>, kind: Kind) -> Result<Option<u64>, NotPlain> {
+    if kind == Kind::Array {
+        return Ok(None);
+    }
+    let offset = value.call_method0(intern!(value.py(), "storage_offset"));
+    let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
+    Ok((offset > 0).then_some(offset))
 }
 
 #[inline]
@@ -308,9 +319,15 @@ impl<'py> Encoder<'_, 'py> {
         let Some(plan) = Plan::new(shape, byte_strides, dtype.itemsize(), style) else {
             return self.window(value, kind, dtype, shape, byte_strides, first);
         };
-        // Without memory the object alone shows that it came before.
-        if plan.span == 0 && !self.is_new(value)? {
-            return Ok(());
+        if plan.span == 0 {
+            // Without memory the object alone shows that it came before.
+            if !self.is_new(value)? {
+                return Ok(());
+            }
+            if let Some(offset) = storage_offset(value, kind)? {
+                self.out.empty(dtype, shape, &plan, offset);
+                return Ok(());
+            }
         }
         if plan.bytes < INLINE_LIMIT {
             // SAFETY: torch or NumPy described this view just now; the batch keeps it alive.
