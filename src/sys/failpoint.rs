@@ -37,12 +37,14 @@ mod seam {
     }
 
     /// Every kind of call that has a failpoint.
-    static KINDS: &[&str] = &[
+    const KINDS: &[&str] = &[
         "memfd_create",
+        "getrlimit",
         "ftruncate",
         "seal",
         "dup",
         "mmap",
+        "dontdump",
         "populate",
         "remove",
         "hugepage",
@@ -61,9 +63,14 @@ mod seam {
         "epoll_ctl",
         "epoll_wait",
         "fstat",
+        "fdinfo",
         "pipe2",
+        "pipe_poll",
         "atfork",
         "kill",
+        "thread",
+        "sysinfo",
+        "proc",
     ];
 
     /// The state of one kind.
@@ -80,7 +87,7 @@ mod seam {
         value: AtomicI32,
     }
 
-    static POINTS: [Point; 26] = [const {
+    static POINTS: [Point; KINDS.len()] = [const {
         Point {
             calls: AtomicU64::new(0),
             first: AtomicU64::new(0),
@@ -88,7 +95,7 @@ mod seam {
             effect: AtomicI32::new(0),
             value: AtomicI32::new(0),
         }
-    }; 26];
+    }; KINDS.len()];
 
     /// The process that has read the environment last. A forked child reads it again.
     static READ_BY: AtomicI32 = AtomicI32::new(0);
@@ -175,14 +182,16 @@ mod seam {
     /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
     /// "from there on"; an effect is an errno's name or number, `exit=code` or `kill`.
     ///
-    /// Each process reads it at its first call and counts from there. So a variable that is set after main's first
-    /// call and before a fork drives the children alone.
+    /// Each process reads it at its first call and counts from there; what its parent had armed does not count. So a
+    /// variable that is set after main's first call and before a fork drives the children alone, and one that is
+    /// taken away there main alone.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
         if READ_BY.swap(me, Ordering::AcqRel) == me {
             return;
         }
+        clear();
         // Not std::env: that takes a lock, which a fork may have left held.
         // SAFETY: the name is a C string; tests do not change the environment while others read it.
         let text = unsafe { libc::getenv(c"RUSTLOADER_FAILPOINT".as_ptr()) };
@@ -227,6 +236,7 @@ mod seam {
             "EINVAL" => libc::EINVAL,
             "EMFILE" => libc::EMFILE,
             "ENFILE" => libc::ENFILE,
+            "ENOENT" => libc::ENOENT,
             "ENOMEM" => libc::ENOMEM,
             "ENOSPC" => libc::ENOSPC,
             "ENOSYS" => libc::ENOSYS,
@@ -240,11 +250,6 @@ mod seam {
     #[cfg(test)]
     mod tests {
         use super::*;
-
-        #[test]
-        fn every_kind_has_a_point() {
-            assert_eq!(KINDS.len(), POINTS.len());
-        }
 
         #[test]
         fn the_environment_is_read_as_written() {

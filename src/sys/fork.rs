@@ -24,7 +24,8 @@ pub fn generation() -> u64 {
     if !COUNTING.load(Ordering::Acquire) {
         // Two threads that come here at once install it twice, and a fork then counts two, which is as good.
         // SAFETY: the handler touches one atomic only and stays as long as the process (the library is not unloaded).
-        let answer = unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) };
+        let call = || unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) };
+        let answer = failpoint!("atfork", libc::ENOMEM, call());
         COUNTING.store(answer == 0, Ordering::Release);
     }
     GENERATION.load(Ordering::Relaxed)
@@ -66,7 +67,7 @@ pub fn pipe_cloexec() -> Result<(OwnedFd, OwnedFd)> {
 pub fn reads_eof(fd: BorrowedFd<'_>) -> bool {
     let mut entry = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: `entry` is one entry, as said.
-    let answer = retry(|| unsafe { libc::poll(&mut entry, 1, 0) });
+    let answer = retry(|| failpoint!("pipe_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
     answer == 1 && entry.revents & libc::POLLHUP != 0
 }
 

@@ -72,7 +72,8 @@ impl Mapping {
         let mapping = Self { start, len, page: page_size() };
         // A kernel that refuses only makes core dumps larger.
         // SAFETY: the range is the mapping just made.
-        unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
+        let call = || unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
+        failpoint!("dontdump", -1, call());
         Ok(mapping)
     }
 

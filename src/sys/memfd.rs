@@ -42,7 +42,8 @@ fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let Ok(wanted) = libc::off64_t::try_from(len) else { return Err(refused(libc::EFBIG, "")) };
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a struct of ours for the kernel to fill.
-    let known = unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) } == 0;
+    let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
+    let known = failpoint!("getrlimit", -1, call()) == 0;
     if known && limit.rlim_cur != libc::RLIM64_INFINITY && len > limit.rlim_cur {
         return Err(refused(libc::EFBIG, too_long));
     }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
 use super::owned::HomeFd;
-use super::{descriptor_hint, errno, retry};
+use super::{descriptor_hint, errno, read_file, retry};
 use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
@@ -134,7 +134,7 @@ impl PidFd {
 /// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
-    let text = std::fs::read(&path).map_err(|error| Error::Os {
+    let text = read_file(path.as_ref()).map_err(|error| Error::Os {
         call: "read(/proc/PID/stat)",
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         hint: format!("process {pid} is gone, or /proc is not mounted"),
@@ -149,13 +149,12 @@ pub fn start_time(pid: i32) -> Result<u64> {
 /// Whether the process `pid` that was started at `start_time` (0: whenever) still runs: a zombie does not. Where /proc cannot
 /// be read a signal's answer has to do, which takes a zombie for alive.
 pub fn runs(pid: i32, start_time: u64) -> bool {
-    let stat = match std::fs::read(format!("/proc/{pid}/stat")) {
+    let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
         // A process whose file is not there is gone if others' files are; what else fails (no descriptor left, say)
         // says nothing of it.
         Err(error)
-            if error.kind() == std::io::ErrorKind::NotFound
-                && std::path::Path::new("/proc/self").exists() =>
+            if error.kind() == std::io::ErrorKind::NotFound && read_file("/proc/self/stat".as_ref()).is_ok() =>
         {
             return false;
         }
@@ -170,7 +169,7 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
 /// Whether there is a process `pid`, be it a zombie.
 fn exists(pid: i32) -> bool {
     // SAFETY: signal 0 is none; nothing happens but the check.
-    let answer = unsafe { libc::kill(pid, 0) };
+    let answer = failpoint!("kill", -1, unsafe { libc::kill(pid, 0) });
     answer == 0 || errno() != libc::ESRCH
 }
 

@@ -47,7 +47,7 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
         std::thread::sleep(GRACE);
         sys::signal::exit_now(1);
     };
-    std::thread::Builder::new().name("rl_watchdog".into()).stack_size(64 << 10).spawn(watch).map(drop)
+    sys::thread::spawn("rl_watchdog", 64 << 10, watch)
 }
 
 fn wait_for_the_end(parent: Parent) {
