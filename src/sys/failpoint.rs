@@ -16,7 +16,7 @@ macro_rules! failpoint {
 pub(super) use failpoint;
 
 #[cfg(feature = "failpoints")]
-pub use seam::{Effect, calls, clear, hit, kinds, set, set_from};
+pub use seam::{Effect, calls, clear, environment, hit, kinds, set, set_from};
 
 #[cfg(feature = "failpoints")]
 mod seam {
@@ -42,7 +42,6 @@ mod seam {
         "getrlimit",
         "ftruncate",
         "seal",
-        "dup",
         "mmap",
         "dontdump",
         "populate",
@@ -75,7 +74,7 @@ mod seam {
 
     /// The state of one kind.
     struct Point {
-        /// Calls so far in this process, those before a fork included.
+        /// Calls so far in this process.
         calls: AtomicU64,
         /// The number of the first call that is hit; 0 for none.
         first: AtomicU64,
@@ -105,7 +104,7 @@ mod seam {
         KINDS
     }
 
-    /// How many calls of `kind` this process has made, those of its parent before the fork included.
+    /// How many calls of `kind` this process has made.
     pub fn calls(kind: &str) -> u64 {
         read_environment();
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
@@ -182,9 +181,9 @@ mod seam {
     /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
     /// "from there on"; an effect is an errno's name or number, `exit=code` or `kill`.
     ///
-    /// Each process reads it at its first call and counts from there; what its parent had armed does not count. So a
-    /// variable that is set after main's first call and before a fork drives the children alone, and one that is
-    /// taken away there main alone.
+    /// Each process reads it at its first call and counts from there; of what its parent had armed and counted a child
+    /// keeps nothing. So a variable that is set after main's first call and before a fork drives the children alone, and
+    /// one that is taken away there drives main alone.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
@@ -192,14 +191,10 @@ mod seam {
             return;
         }
         clear();
-        // Not std::env: that takes a lock, which a fork may have left held.
-        // SAFETY: the name is a C string; tests do not change the environment while others read it.
-        let text = unsafe { libc::getenv(c"RUSTLOADER_FAILPOINT".as_ptr()) };
-        if text.is_null() {
-            return;
+        for point in &POINTS {
+            point.calls.store(0, Ordering::Release);
         }
-        // SAFETY: getenv answered a C string, which stays until the variable is changed.
-        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        let Some(text) = environment(c"RUSTLOADER_FAILPOINT") else { return };
         for item in text.split(',').filter(|item| !item.is_empty()) {
             let Some((kind, nth, onwards, effect)) = parse(item) else {
                 panic!("RUSTLOADER_FAILPOINT: {item:?} is not kind:nth:effect");
@@ -208,6 +203,17 @@ mod seam {
                 panic!("RUSTLOADER_FAILPOINT: {error}");
             }
         }
+    }
+
+    /// A variable of the environment. Not by std::env: that takes a lock, which a fork may have left held.
+    pub fn environment(name: &CStr) -> Option<String> {
+        // SAFETY: the name is a C string; tests do not change the environment while others read it.
+        let text = unsafe { libc::getenv(name.as_ptr()) };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: getenv answered a C string, which stays until the variable is changed.
+        Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
     fn parse(item: &str) -> Option<(&str, u64, bool, Effect)> {

@@ -114,7 +114,7 @@ mod tests {
         assert!(!identity.still_is(two.as_fd().as_raw_fd()));
         one.ring().unwrap();
         assert!(identity.still_is(one.as_fd().as_raw_fd()));
-        let twin = memfd::dup_cloexec(one.as_fd()).unwrap();
+        let twin = one.as_fd().try_clone_to_owned().unwrap();
         assert!(identity.still_is(twin.as_raw_fd()));
     }
 

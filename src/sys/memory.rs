@@ -15,7 +15,13 @@ pub struct MemoryRoots {
 }
 
 impl Default for MemoryRoots {
+    /// The kernel's own; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
+        #[cfg(feature = "failpoints")]
+        if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
+            let root = PathBuf::from(root);
+            return Self { proc_: root.join("proc"), cgroup: root.join("cgroup") };
+        }
         Self { proc_: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
     }
 }

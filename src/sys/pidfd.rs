@@ -78,22 +78,9 @@ impl PidFd {
     /// How the process ended, without reaping it. `None` while it lives, and where the kernel does not tell: for
     /// children of others, or reaped by others, it tells since Linux 6.15 only (and not before they are reaped).
     pub fn status(&self) -> Option<ExitStatus> {
-        // SAFETY: a siginfo_t of zeroes is a valid one.
-        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        let (id, flags) =
-            (self.0.as_fd().as_raw_fd() as libc::id_t, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT);
-        // SAFETY: `info` is a struct of ours for the kernel to fill.
-        let mut call = || unsafe { libc::waitid(libc::P_PIDFD, id, &mut info, flags) };
-        if retry(|| failpoint!("waitid", -1, call())) == -1 {
-            return self.recorded_status();
-        }
-        // SAFETY: waitid has filled in a child's fields, or left the zeroes.
-        let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
-        match info.si_code {
-            _ if pid == 0 => None,
-            libc::CLD_EXITED => Some(ExitStatus::Code(status)),
-            libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
-            _ => None,
+        match wait_status(libc::P_PIDFD, self.0.as_fd().as_raw_fd() as libc::id_t) {
+            Ok(status) => status,
+            Err(()) => self.recorded_status(),
         }
     }
 
@@ -131,6 +118,32 @@ impl PidFd {
     }
 }
 
+/// How the child `pid` of this process ended, without reaping it, for where there are no pidfds. `None` while it lives, and for
+/// what is no child or has been reaped.
+pub fn child_status(pid: i32) -> Option<ExitStatus> {
+    wait_status(libc::P_PID, libc::id_t::try_from(pid).ok()?).ok().flatten()
+}
+
+/// What waitid says of a process without reaping it; an error where it cannot tell.
+fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Option<ExitStatus>, ()> {
+    // SAFETY: a siginfo_t of zeroes is a valid one.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is a struct of ours for the kernel to fill.
+    let mut call = || unsafe { libc::waitid(kind, id, &mut info, flags) };
+    if retry(|| failpoint!("waitid", -1, call())) == -1 {
+        return Err(());
+    }
+    // SAFETY: waitid has filled in a child's fields, or left the zeroes.
+    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    Ok(match info.si_code {
+        _ if pid == 0 => None,
+        libc::CLD_EXITED => Some(ExitStatus::Code(status)),
+        libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
+        _ => None,
+    })
+}
+
 /// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
@@ -154,7 +167,8 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
         // A process whose file is not there is gone if others' files are; what else fails (no descriptor left, say)
         // says nothing of it.
         Err(error)
-            if error.kind() == std::io::ErrorKind::NotFound && read_file("/proc/self/stat".as_ref()).is_ok() =>
+            if error.kind() == std::io::ErrorKind::NotFound
+                && read_file("/proc/self/stat".as_ref()).is_ok() =>
         {
             return false;
         }
