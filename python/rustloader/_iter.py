@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import multiprocessing.process
 import os
@@ -147,6 +148,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
                         process.start()
                     except (TypeError, AttributeError, PicklingError):
                         _in_torch(warnings.warn, _PICKLE_WARNING, None, 1)
+                        raise
+                    except OSError as error:
+                        if error.errno in _REFUSED_STARTS:
+                            what = f"worker {worker_id} of a DataLoader with {self._num_workers} cannot be started"
+                            error.strerror = f"{error.strerror}: {what}; {_REFUSED_STARTS[error.errno]}"
                         raise
                     self._workers.append(process)
                     core.started(worker_id, process.pid)
@@ -465,6 +471,13 @@ def _signal_name(number: int) -> str:
     return signal.strsignal(number) or f"Unknown signal {number}"
 
 
+# The way out where the system has no process, or no descriptor, for a worker.
+_REFUSED_STARTS = {
+    errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
+    errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for one more process",
+    errno.EMFILE: "raise `ulimit -n` (RLIMIT_NOFILE), or close files that are no longer needed",
+    errno.ENFILE: "raise the sysctl fs.file-max",
+}
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "

@@ -36,6 +36,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// For so long a waiting `next` lets others run before it goes to sleep.
 const YIELD_FOR: Duration = Duration::from_micros(20);
 
+/// Bytes of an index batch that is sent whatever the machine's headroom is.
+const SMALL_INDEX: u64 = 64 << 10;
+
 /// What `next` has to do now.
 #[derive(Debug)]
 pub enum Step<T, O = ()> {
@@ -190,6 +193,9 @@ impl<T, O> Engine<T, O> {
             Some(entry) => entry,
             None => {
                 let len = payload.len() as u64;
+                if len <= SMALL_INDEX {
+                    self.allocator.trust(SMALL_INDEX);
+                }
                 let block = self.allocator.allocate(len, CONSUMER)?;
                 let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
                 // SAFETY: the block has `len` bytes and is ours until it is published.
@@ -239,7 +245,9 @@ impl<T, O> Engine<T, O> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let result = self.look_for_deaths().and_then(|()| self.take_in());
+        let looked = self.look_for_deaths()?;
+        let result = if looked { self.take_notice() } else { Ok(()) };
+        let result = result.and_then(|()| self.take_in());
         self.sticky(result)?;
         if let Some(incoming) = self.tied {
             return Ok(Step::Open(incoming));
@@ -271,16 +279,16 @@ impl<T, O> Engine<T, O> {
         result.inspect_err(|error| self.broken = Some(error.clone()))
     }
 
-    /// Looks for ended workers now and then also when results come so fast that nobody ever waits.
-    fn look_for_deaths(&mut self) -> Result<()> {
+    /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
+    fn look_for_deaths(&mut self) -> Result<bool> {
         let now = sys::clock::monotonic();
         if now - self.looked < LOOK_EVERY {
-            return Ok(());
+            return Ok(false);
         }
         self.looked = now;
         self.ready.clear();
         self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
-        self.take_notice()
+        Ok(true)
     }
 
     /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.

@@ -60,6 +60,8 @@ struct State {
     held_back: VecDeque<PyErr>,
     /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
     owed: u32,
+    /// An index batch for which there was no memory: it is sent before the sampler is asked again.
+    unsent: Option<Py<PyAny>>,
     /// A result whose unpickling was interrupted at first.
     unread: Option<(u8, Py<PyAny>)>,
     /// Reused for each message.
@@ -180,7 +182,11 @@ impl PyEngine {
 
     /// Takes one more index of the sampler, if there is one, and sends it.
     fn refill(&self, py: Python<'_>, state: &mut State, next_index: &Bound<'_, PyAny>) -> PyResult<()> {
-        match draw(next_index)? {
+        let index = match state.unsent.take() {
+            Some(index) => Some(index.into_bound(py)),
+            None => draw(next_index)?,
+        };
+        match index {
             Some(index) => self.submit(py, state, index),
             None => Ok(()),
         }
@@ -188,15 +194,20 @@ impl PyEngine {
 
     /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
     fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
-        let State { engine, payload, .. } = state;
+        let State { engine, payload, unsent, .. } = state;
         payload.clear();
-        if codec::encode_indices(py, &index, payload) {
-            engine.submit(index.unbind(), TaskKind::Plain, payload)?;
+        let tag = index.clone().unbind();
+        let sent = if codec::encode_indices(py, &index, payload) {
+            engine.submit(tag, TaskKind::Plain, payload)
         } else {
             let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
             let pickle = pickle.cast::<PyBytes>()?;
-            engine.submit(index.unbind(), TaskKind::Pickle, pickle.as_bytes())?;
+            engine.submit(tag, TaskKind::Pickle, pickle.as_bytes())
+        };
+        if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
+            *unsent = Some(index.unbind());
         }
+        sent?;
         Ok(())
     }
 
@@ -299,6 +310,7 @@ impl PyEngine {
             engine,
             held_back: VecDeque::new(),
             owed: 0,
+            unsent: None,
             unread: None,
             buffer: Vec::new(),
             payload: Vec::new(),
@@ -343,6 +355,7 @@ impl PyEngine {
         let state = turn.state();
         state.held_back.clear();
         state.owed = 0;
+        state.unsent = None;
         state.unread = None;
         if !is_first {
             state.engine.reset()?;
@@ -378,9 +391,16 @@ impl PyEngine {
             if refilled.as_ref().is_err_and(|error| !error.is_instance_of::<PyException>(py)) {
                 return refilled;
             }
-            state.owed -= 1;
+            // Without memory for an index the next call tries again: the epoch must not end before it is sent.
+            let unsent = state.unsent.is_some();
+            if !unsent {
+                state.owed -= 1;
+            }
             if let Err(error) = refilled {
                 hold_back(py, state, error)?;
+            }
+            if unsent {
+                break;
             }
         }
         if let Some((code, object)) = state.unread.take() {
@@ -460,7 +480,8 @@ impl PyEngine {
         if exiting {
             self.hands.exit();
         }
-        Ok(self.hands.close()?)
+        self.hands.close();
+        Ok(())
     }
 
     /// True once `close` was called. Without the turn.

@@ -1,8 +1,8 @@
 //! The worker's side: one `Port` a worker process.
 
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -18,7 +18,6 @@ use super::tensor::Bridge;
 use crate::error::Error;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
-use crate::sys;
 use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
 use crate::worker::port::{Keep, Port, Received};
 use crate::worker::watchdog::{self, Parent};
@@ -62,12 +61,19 @@ pub struct WorkerLease {
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
-    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
-    fn new(py: Python<'_>, port: &PyPort, len: usize) -> Option<Self> {
-        port.collect_garbage(py, len as u64)?;
-        let (block, memory) = port.port.allocate(len as u64).ok()?;
+    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory. When the machine or
+    /// the memory cgroup has none that is an error: ordinary memory would bring the OOM killer.
+    fn new(py: Python<'_>, port: &PyPort, len: usize) -> PyResult<Option<Self>> {
+        if port.collect_garbage(py, len as u64).is_none() {
+            return Ok(None);
+        }
+        let (block, memory) = match port.port.allocate(len as u64) {
+            Ok(allocated) => allocated,
+            Err(error @ Error::NoMemory { .. }) => return Err(error.into()),
+            Err(_) => return Ok(None),
+        };
         port.held.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len })
+        Ok(Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len }))
     }
 }
 
@@ -139,6 +145,8 @@ pub struct PyPort {
     held: Arc<Held>,
     fetch_us: AtomicU32,
     collate_us: AtomicU32,
+    /// The main process, where no watchdog looks after it.
+    unguarded: OnceLock<Parent>,
 }
 
 impl PyPort {
@@ -196,6 +204,7 @@ impl PyPort {
             held: Arc::default(),
             fetch_us: AtomicU32::new(0),
             collate_us: AtomicU32::new(0),
+            unguarded: OnceLock::new(),
         })
     }
 
@@ -244,14 +253,19 @@ impl PyPort {
     /// Opens worker `worker`'s port in a forked child, over what it has inherited of the main process's engine.
     #[staticmethod]
     fn inherit(py: Python<'_>, engine: &PyEngine, worker: u32) -> PyResult<Self> {
-        let doorbell = sys::memfd::dup_cloexec(engine.hands.doorbell.as_fd())?;
+        // In a child the engine lets its descriptors be.
+        // SAFETY: the number is the doorbell's, and nobody else in this process closes it.
+        let doorbell = unsafe { OwnedFd::from_raw_fd(engine.hands.doorbell.as_fd().as_raw_fd()) };
         Self::over(py, engine.hands.arena.inherited(), doorbell, worker)
     }
 
-    /// Starts the thread that ends this process after the main process `(pid, start time)` has ended.
-    fn watch(&self, parent: (i32, u64)) -> PyResult<()> {
-        let parent = Parent { pid: parent.0, start_time: parent.1 };
-        Ok(watchdog::start(self.port.clone(), parent)?)
+    /// Starts the thread that ends this process after the main process `(pid, start time)` has ended. Where no thread can be
+    /// had (RLIMIT_NPROC), the worker looks by itself when it is idle.
+    fn watch(&self, parent: (i32, u64)) {
+        let parent = Parent::told(parent.0, parent.1);
+        if watchdog::start(self.port.clone(), parent).is_err() {
+            let _ = self.unguarded.set(parent);
+        }
     }
 
     /// The next thing to do: `(code, task, index)`. Waits without the GIL.
@@ -261,7 +275,12 @@ impl PyPort {
             match py.detach(|| self.port.receive())? {
                 Received::Task(entry) => break entry,
                 Received::Stop => return Ok((code::LEAVE, 0, None)),
-                Received::Nothing => py.check_signals()?,
+                Received::Nothing => {
+                    py.check_signals()?;
+                    if self.unguarded.get().is_some_and(|parent| !parent.is_alive()) {
+                        return Ok((code::LEAVE, 0, None));
+                    }
+                }
             }
         };
         let held;
@@ -350,7 +369,7 @@ impl PyPort {
         if nbytes < INLINE_LIMIT {
             return Ok(None);
         }
-        let Some(lease) = WorkerLease::new(py, self, nbytes) else { return Ok(None) };
+        let Some(lease) = WorkerLease::new(py, self, nbytes)? else { return Ok(None) };
         LeaseBuffer::new(lease).storage(py).map(Some)
     }
 

@@ -9,6 +9,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::arena::Arena;
 use super::block::{self, Left, WORKER};
@@ -27,6 +28,8 @@ const PATIENCE: u8 = 2;
 const LOOK_EVERY: u64 = 8 << 20;
 /// Headroom that a reservation leaves to everybody else.
 const MARGIN: u64 = 32 << 20;
+/// For so long a reservation waits for those of other workers to be done when they seem to take too much.
+const SETTLE: Duration = Duration::from_secs(2);
 /// Small blocks are reserved this much at a time, one system call for many.
 const SLAB: u64 = 64 << 10;
 
@@ -207,7 +210,7 @@ impl Allocator {
             self.look(capacity)?;
             if offset + capacity > self.slab_end {
                 let end = (offset + SLAB).min(region_len);
-                self.arena.populate(self.region, offset, end)?;
+                self.populate(offset, end)?;
                 self.slab_end = end;
             }
         }
@@ -239,7 +242,7 @@ impl Allocator {
             self.look(len - warm)?;
         }
         if len > warm || len >= SLAB {
-            self.arena.populate(self.region, offset + mapped, offset + len)?;
+            self.populate(offset + mapped, offset + len)?;
         }
         self.mapped[id as usize] = len;
         if len > warm {
@@ -249,18 +252,50 @@ impl Allocator {
         Ok(())
     }
 
-    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes.
+    /// Lets the next `bytes` be reserved without a look at the headroom: what is small, comes back soon and has to
+    /// get through, so that the error itself can be told.
+    pub fn trust(&mut self, bytes: u64) {
+        self.credit = self.credit.max(bytes);
+    }
+
+    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes at the most.
     fn look(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
             return Ok(());
         }
-        let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-        if room.bytes < fresh.saturating_add(MARGIN) {
-            return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom: room.bytes });
+        let start = sys::clock::monotonic();
+        let mut trimmed = false;
+        loop {
+            // Who looks at the same time sees this before the pages are there.
+            let others = self.arena.promise(self.region, fresh);
+            let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+            let free = room.bytes.saturating_sub(MARGIN);
+            let headroom = free.saturating_sub(others);
+            if fresh <= headroom {
+                // All workers' credits together are less than the margin.
+                self.credit = LOOK_EVERY.min(MARGIN / u64::from(self.arena.geometry().workers));
+                return Ok(());
+            }
+            self.arena.promise(self.region, 0);
+            if !trimmed {
+                // Idle blocks of other sizes may be what is in the way.
+                trimmed = true;
+                self.trim(0)?;
+            } else if fresh > free || sys::clock::monotonic() - start > SETTLE {
+                return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom });
+            } else {
+                // What others have reserved by half counts twice.
+                std::thread::sleep(Duration::from_millis(1 + u64::from(self.region % 8)));
+            }
         }
-        self.credit = LOOK_EVERY.min((room.bytes - fresh - MARGIN) / 4);
-        Ok(())
+    }
+
+    /// Fills in pages that [`Allocator::look`] has granted.
+    fn populate(&self, from: u64, to: u64) -> Result<()> {
+        let populated = self.arena.populate(self.region, from, to);
+        self.arena.promise(self.region, 0);
+        populated
     }
 
     /// Puts a block that has become free in the owner's own hands back into its list.
@@ -335,11 +370,7 @@ impl Allocator {
 
     fn full(&self, len: u64) -> Error {
         let size = self.arena.geometry().region_len;
-        Error::NoMemory {
-            wanted: len,
-            limit: format!("each worker's region of the shared memory has {size} bytes"),
-            headroom: size - self.fresh.min(size),
-        }
+        Error::RegionFull { wanted: len, size, headroom: size - self.fresh.min(size) }
     }
 }
 
@@ -419,7 +450,7 @@ mod tests {
         let mut a = allocator();
         let region = a.arena.geometry().region_len;
         let error = a.allocate(region + 1, WORKER).unwrap_err();
-        assert!(matches!(error, Error::NoMemory { wanted, .. } if wanted == region + 1));
+        assert!(matches!(error, Error::RegionFull { wanted, .. } if wanted == region + 1));
     }
 
     #[test]

@@ -96,6 +96,8 @@ pub struct StatusPage {
     pub spent_ns: [AtomicU64; WorkerState::COUNT],
     /// Bytes of the largest batch so far, its message included.
     pub largest: AtomicU64,
+    /// Bytes that the worker has looked for in the machine's headroom and is reserving now.
+    pub promised: AtomicU64,
 }
 
 /// What a worker is doing.

@@ -46,7 +46,8 @@ struct Ends {
 #[derive(Debug)]
 struct Doorbell {
     event: sys::event::EventFd,
-    identity: sys::identity::FdIdentity,
+    /// `None` where it cannot be told; then it is not rung, and the main process looks every 250 ms.
+    identity: Option<sys::identity::FdIdentity>,
 }
 
 /// A worker's connection to the main process.
@@ -74,12 +75,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Port {
     /// The port of worker `worker` in an arena that the main process has made.
     pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
-        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd())?;
+        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd()).ok();
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
             results: Producer::new(arena.result_ring(worker)),
         };
         let mut allocator = Allocator::new(arena.clone(), worker);
+        allocator.trust(RESERVE);
         let reserve = allocator.allocate(RESERVE, WORKER).ok();
         forks::watch(&arena, Some(worker));
         let status = &arena.control(worker).status;
@@ -155,8 +157,13 @@ impl Port {
         if matches!(found, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(SLICE));
             sleeper.awake();
-            if woken? == sys::futex::Wake::TimedOut {
-                lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+            match woken {
+                Ok(sys::futex::Wake::TimedOut) => {
+                    lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+                }
+                Ok(_) => {}
+                // A sandbox that refuses futexes: look again soon.
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
             }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
@@ -266,9 +273,12 @@ impl Port {
     fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);
+        if len <= RESERVE {
+            allocator.trust(RESERVE);
+        }
         let block = allocator.allocate(len, CONSUMER);
         match (&block, *reserve) {
-            (Err(Error::NoMemory { .. }), Some(kept)) if len <= RESERVE => {
+            (Err(_), Some(kept)) if len <= RESERVE => {
                 *reserve = None;
                 allocator.release(kept);
                 return allocator.allocate(RESERVE, CONSUMER);
@@ -308,7 +318,7 @@ impl Port {
     /// the rings every 250 ms.
     fn ring(&self) {
         let fd = self.doorbell.event.as_fd().as_raw_fd();
-        if self.doorbell.identity.same_inode(fd) {
+        if self.doorbell.identity.is_some_and(|identity| identity.same_inode(fd)) {
             let _ = self.doorbell.event.ring();
         }
     }
@@ -335,7 +345,7 @@ mod tests {
     fn port(bytes: u64) -> Port {
         let arena = Arena::create_sized(bytes, 1, 8).unwrap();
         let doorbell = sys::event::EventFd::new().unwrap();
-        let doorbell = sys::memfd::dup_cloexec(doorbell.as_fd()).unwrap();
+        let doorbell = doorbell.as_fd().try_clone_to_owned().unwrap();
         Port::open(arena, 0, doorbell).unwrap()
     }
 
