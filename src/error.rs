@@ -28,6 +28,11 @@ pub enum Error {
         /// How many bytes are left below that limit.
         headroom: u64,
     },
+    /// A forked child used what belongs to the process that it came from.
+    Child {
+        /// What it used, and the way out.
+        what: &'static str,
+    },
     /// The caller broke a rule of the interface (a bug in rustloader, not of its user).
     Usage {
         /// Which rule.
@@ -69,6 +74,7 @@ impl fmt::Display for Error {
                 "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
                  use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
             ),
+            Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {
                 write!(f, "rustloader was used wrongly by itself (please report this): {what}")
             }

@@ -158,6 +158,8 @@ impl<T> Engine<T> {
     /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
     /// tag is dropped, as in torch.
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
+        // A sampler, or a signal handler, may have forked in the midst of `next`.
+        self.hands.check_ours()?;
         // The block first: after the scheduler has counted the task nothing may fail any more.
         let mut entry = match TaskEntry::inline(0, kind, payload) {
             Some(entry) => entry,
@@ -206,6 +208,7 @@ impl<T> Engine<T> {
 
     /// Looks what has come, and says what to do now.
     pub fn step(&mut self) -> Result<Step<T>> {
+        self.hands.check_ours()?;
         if self.hands.closing() {
             return Ok(Step::Closed);
         }

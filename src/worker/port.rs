@@ -104,12 +104,22 @@ impl Port {
         &self.arena
     }
 
+    /// An error in a child that the dataset has forked: rings, status page and region are its parent's.
+    fn check_ours(&self) -> Result<()> {
+        let what = "a process that was forked in a DataLoader worker came back into the worker's loop; it has to end by \
+                    os._exit()";
+        if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+    }
+
     fn status(&self) -> &StatusPage {
         &self.arena.control(self.worker).status
     }
 
     /// Says on the status page what the worker does from now on; returns the microseconds of what it did before.
     pub fn enter(&self, state: WorkerState) -> u32 {
+        if !self.arena.is_ours() {
+            return 0;
+        }
         let now = sys::clock::monotonic_ns();
         let mut clock = lock(&self.clock);
         let spent = now.saturating_sub(clock.1);
@@ -139,6 +149,7 @@ impl Port {
 
     /// The next task, waiting for at most a slice. A payload in a block is copied out to `payload`.
     pub fn receive(&self) -> Result<Received> {
+        self.check_ours()?;
         if let Some(entry) = self.poll()? {
             return Ok(Received::Task(entry));
         }
@@ -188,9 +199,7 @@ impl Port {
 
     /// A block of `len` bytes, held by this worker.
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
-        if !self.arena.is_ours() {
-            return Err(Error::usage("a child of a worker asked for shared memory"));
-        }
+        self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
         Ok((id, self.arena.block_memory(self.worker, id, len)?.as_ptr()))
     }
@@ -230,6 +239,7 @@ impl Port {
         payload: &[u8],
         timings: Timings,
     ) -> Result<()> {
+        self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
         let block = self.allocate_message(len)?;
         let largest = &self.status().largest;
@@ -281,6 +291,7 @@ impl Port {
 
     /// Publishes an answer without a message.
     pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
+        self.check_ours()?;
         self.publish(&ResultEntry {
             task,
             kind,
