@@ -107,6 +107,12 @@ impl Drop for InTurn<'_> {
     }
 }
 
+/// Keeps a message's buffer for the next one.
+fn keep(buffer: &mut Vec<u8>, message: Message) {
+    *buffer = message.into_buffer();
+    codec::shrink(buffer);
+}
+
 /// Puts a code and its value where the caller finds them.
 fn give<'py>(hand: &Bound<'py, PyList>, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
     hand.set_item(1, value)?;
@@ -166,6 +172,7 @@ impl PyEngine {
             let pickle = pickle.cast::<PyBytes>()?;
             engine.submit(index.unbind(), TaskKind::Pickle, pickle.as_bytes())?;
         }
+        codec::shrink(payload);
         Ok(())
     }
 
@@ -185,12 +192,16 @@ impl PyEngine {
             let (payload, leaves) = message.parts();
             let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
             if incoming.entry.kind == ResultKind::Plain {
-                state.buffer = message.into_buffer();
+                keep(&mut state.buffer, message);
                 return self.deliver(hand, code::BATCH, object);
             }
-            object.extract(py)?
+            let (pickle, objects, sum): (Bound<'_, PyBytes>, Py<PyList>, i64) = object.extract(py)?;
+            if codec::pickle_sum(&pickle) != sum {
+                return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+            }
+            (pickle.unbind(), objects)
         };
-        state.buffer = message.into_buffer();
+        keep(&mut state.buffer, message);
         let pickle = Pickled { payload, objects, is_batch: incoming.is_batch() };
         self.read_pickle(py, state, hand, pickle)
     }
