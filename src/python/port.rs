@@ -265,9 +265,7 @@ impl PyPort {
                 Received::Nothing => py.check_signals()?,
             }
         };
-        let held = entry
-            .block
-            .map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
+        let held = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
         let bytes = held.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {

@@ -21,6 +21,8 @@ const YIELD_FOR: Duration = Duration::from_micros(20);
 /// The longest sleep in one go; then the caller looks for signals.
 const SLICE: Duration = Duration::from_secs(1);
 
+/// The pages of the largest of so many batches are kept warm.
+const FEW: u64 = 16;
 /// Bytes of the block that is kept for errors.
 const RESERVE: u64 = 64 << 10;
 
@@ -65,6 +67,8 @@ pub struct Port {
     pub payload: Mutex<Vec<u8>>,
     /// The status page's last change, and the state that began there.
     clock: Mutex<(WorkerState, u64)>,
+    /// Bytes of the largest batch: of the last few, and of the few before them.
+    largest: Mutex<[u64; 2]>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -95,6 +99,7 @@ impl Port {
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             clock: Mutex::new((WorkerState::Starting, now)),
+            largest: Mutex::new([0; 2]),
             arena,
         })
     }
@@ -242,9 +247,7 @@ impl Port {
         self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
         let block = self.allocate_message(len)?;
-        let largest = &self.status().largest;
-        let batch = len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>();
-        largest.store(batch.max(largest.load(Ordering::Relaxed)), Ordering::Relaxed);
+        self.note_size(len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>());
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         let mut head = Vec::with_capacity(len as usize - payload.len());
         let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
@@ -269,6 +272,17 @@ impl Port {
         drop(allocator);
         let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
         self.publish(&ResultEntry { task, kind, block: Some(block), len, checksum, timings })
+    }
+
+    /// Notes the size of a batch on the status page, which tells the largest of the last few.
+    fn note_size(&self, bytes: u64) {
+        let status = self.status();
+        let mut largest = lock(&self.largest);
+        if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(FEW) {
+            *largest = [0, largest[0]];
+        }
+        largest[0] = largest[0].max(bytes);
+        status.largest.store(largest[0].max(largest[1]), Ordering::Relaxed);
     }
 
     /// A block for a message. When there is no memory left the reserve is used up for it, so that the error itself can be

@@ -219,7 +219,11 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         let from = lease.ptr() as usize + offset;
         // SAFETY: `within` has checked the source, which the lease keeps; nobody else has the object yet.
         let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
-        if len >= DETACH_FROM { py.detach(copy) } else { copy() }
+        if len >= DETACH_FROM {
+            py.detach(copy)
+        } else {
+            copy()
+        }
         Ok(made)
     }
 
