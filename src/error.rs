@@ -37,6 +37,11 @@ pub enum Error {
         /// How many bytes of it have never been used.
         headroom: u64,
     },
+    /// A forked child used what belongs to the process that it came from.
+    Child {
+        /// What it used, and the way out.
+        what: &'static str,
+    },
     /// The caller broke a rule of the interface (a bug in rustloader, not of its user).
     Usage {
         /// Which rule.
@@ -78,6 +83,7 @@ impl fmt::Display for Error {
                 let limit = format!("each worker's region of the shared memory has {size} bytes");
                 no_memory(f, *wanted, &limit, *headroom)
             }
+            Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {
                 write!(f, "rustloader was used wrongly by itself (please report this): {what}")
             }

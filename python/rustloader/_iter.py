@@ -15,6 +15,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pickle import PicklingError
 from typing import Any, cast
 
@@ -126,6 +127,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             raise
 
     def _start_processes(self, core: Engine) -> None:
+        _start_helpers(self._context)
         with _sigint_blocked() as was_open:
             job = _worker.Job(
                 dataset_kind=self._dataset_kind,
@@ -454,6 +456,16 @@ def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
     except (OSError, MemoryError) as error:
         return None, f"no shared memory can be had: {error}"
     return engine, None
+
+
+def _start_helpers(context: Any) -> None:
+    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to every
+    process that the user starts later."""
+    method = context.get_start_method()
+    if method == "forkserver":
+        forkserver.ensure_running()
+    elif method == "spawn":
+        resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager

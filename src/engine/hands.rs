@@ -108,6 +108,13 @@ impl Hands {
         self.arena.is_ours()
     }
 
+    /// An error in a forked child.
+    pub fn check_ours(&self) -> Result<()> {
+        let what =
+            "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
+        if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+    }
+
     /// True once somebody has begun to stop the iterator.
     pub fn closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)

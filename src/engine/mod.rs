@@ -86,6 +86,19 @@ enum Arrived<O> {
     Opened(O),
 }
 
+/// Where an epoch stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Tasks sent.
+    pub sent: u64,
+    /// Tasks without a result.
+    pub outstanding: usize,
+    /// Tasks not delivered, by worker.
+    pub loads: Vec<usize>,
+    /// The number in the epoch and the worker of each task that was not delivered, in the order of their numbers.
+    pub undelivered: Vec<(u64, u32)>,
+}
+
 /// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `O` what it makes of a
 /// result that has to be opened on receipt.
 #[derive(Debug)]
@@ -159,8 +172,21 @@ impl<T, O> Engine<T, O> {
     }
 
     /// Where the epoch stands.
-    pub fn scheduler(&self) -> &Scheduler<T, Incoming> {
-        &self.scheduler
+    pub fn progress(&self) -> Progress {
+        let scheduler = &self.scheduler;
+        let first = scheduler.first_task().0;
+        Progress {
+            sent: scheduler.dispatched(),
+            outstanding: scheduler.outstanding(),
+            loads: (0..self.arena().geometry().workers)
+                .map(|worker| scheduler.load_of(WorkerId(worker)))
+                .collect(),
+            undelivered: scheduler
+                .undelivered()
+                .into_iter()
+                .map(|(task, worker)| (task.0 - first, worker.0))
+                .collect(),
+        }
     }
 
     /// Whether each worker takes tasks in this epoch.
@@ -188,6 +214,8 @@ impl<T, O> Engine<T, O> {
     /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
     /// tag is dropped, as in torch.
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
+        // A sampler, or a signal handler, may have forked in the midst of `next`.
+        self.hands.check_ours()?;
         // The block first: after the scheduler has counted the task nothing may fail any more.
         let mut entry = match TaskEntry::inline(0, kind, payload) {
             Some(entry) => entry,
@@ -239,6 +267,7 @@ impl<T, O> Engine<T, O> {
 
     /// Looks what has come, and says what to do now.
     pub fn step(&mut self) -> Result<Step<T, O>> {
+        self.hands.check_ours()?;
         if self.hands.closing() {
             return Ok(Step::Closed);
         }

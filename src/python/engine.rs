@@ -17,7 +17,6 @@ use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
 use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
-use crate::id::WorkerId;
 use crate::scheduler::Settings;
 use crate::shm::forks;
 use crate::shm::layout::WorkerState;
@@ -41,7 +40,7 @@ mod code {
 const RELOADS: usize = 4;
 
 /// What `progress` answers.
-type Progress = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
 
 /// A result that has to be unpickled.
 struct Pickled {
@@ -116,6 +115,12 @@ impl Drop for InTurn<'_> {
     }
 }
 
+/// Keeps a message's buffer for the next one.
+fn keep(buffer: &mut Vec<u8>, message: Message) {
+    *buffer = message.into_buffer();
+    codec::shrink(buffer);
+}
+
 /// A result, as far as it can be read without Python code.
 enum Read {
     Batch(Py<PyAny>),
@@ -131,12 +136,16 @@ fn read_message(py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyRes
         let (payload, leaves) = message.parts();
         let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
         if incoming.entry.kind == ResultKind::Plain {
-            state.buffer = message.into_buffer();
+            keep(&mut state.buffer, message);
             return Ok(Read::Batch(object));
         }
-        object.extract(py)?
+        let (pickle, objects, sum): (Bound<'_, PyBytes>, Py<PyList>, i64) = object.extract(py)?;
+        if codec::pickle_sum(&pickle) != sum {
+            return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+        }
+        (pickle.unbind(), objects)
     };
-    state.buffer = message.into_buffer();
+    keep(&mut state.buffer, message);
     Ok(Read::Pickled(Pickled { payload, objects, is_batch: incoming.is_batch() }))
 }
 
@@ -207,6 +216,7 @@ impl PyEngine {
         if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
             *unsent = Some(index.unbind());
         }
+        codec::shrink(payload);
         sent?;
         Ok(())
     }
@@ -450,18 +460,9 @@ impl PyEngine {
 
     /// Tasks sent in this epoch, tasks without a result, tasks not delivered of each worker, and (number, worker) of each task that was not
     /// delivered. None while another thread is in `next`.
-    fn progress(&self) -> Option<Progress> {
-        let state = self.state.try_lock().ok()?;
-        let scheduler = state.engine.scheduler();
-        let workers = self.hands.arena.geometry().workers;
-        let first = scheduler.first_task().0;
-        let tasks = scheduler.undelivered();
-        Some((
-            scheduler.dispatched(),
-            scheduler.outstanding(),
-            (0..workers).map(|worker| scheduler.load_of(WorkerId(worker))).collect(),
-            tasks.into_iter().map(|(task, worker)| (task.0 - first, worker.0)).collect(),
-        ))
+    fn progress(&self) -> Option<Counters> {
+        let progress = self.state.try_lock().ok()?.engine.progress();
+        Some((progress.sent, progress.outstanding, progress.loads, progress.undelivered))
     }
 
     /// Batches handed out so far. Without the turn.

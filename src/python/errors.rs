@@ -12,7 +12,9 @@ impl From<Error> for PyErr {
             Error::NoMemory { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
             Error::Os { errno, .. } => PyOSError::new_err((errno, text)),
-            Error::Corrupt { .. } | Error::Usage { .. } => PyRuntimeError::new_err(text),
+            Error::Corrupt { .. } | Error::Child { .. } | Error::Usage { .. } => {
+                PyRuntimeError::new_err(text)
+            }
         }
     }
 }

@@ -193,6 +193,7 @@ impl PyPort {
         if plain {
             self.publish(&mut outgoing, task, kind, &payload)?;
         }
+        codec::shrink(&mut payload);
         Ok(plain)
     }
 
@@ -283,19 +284,18 @@ impl PyPort {
                 }
             }
         };
-        let held;
-        let bytes = if entry.block.is_some() {
-            held = self.port.payload.lock().unwrap_or_else(PoisonError::into_inner);
-            &held[..]
-        } else {
-            &entry.inline[..entry.len as usize]
-        };
+        let held = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
+        let bytes = held.as_deref().map_or(&entry.inline[..], |payload| payload);
+        let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {
             TaskKind::Plain => codec::decode_indices(py, bytes)?,
             TaskKind::Pickle => self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),))?.unbind(),
             TaskKind::Resume => return Ok((code::RESUME, 0, None)),
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
+        if let Some(mut payload) = held {
+            codec::shrink(&mut payload);
+        }
         self.port.enter(WorkerState::Fetch);
         Ok((code::FETCH, entry.task, Some(index)))
     }
@@ -330,7 +330,8 @@ impl PyPort {
         tied: bool,
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
-        self.encode(py, task, kind, (pickle, objects).into_pyobject(py)?.as_any())
+        let sum = codec::pickle_sum(&pickle);
+        self.encode(py, task, kind, (pickle, objects, sum).into_pyobject(py)?.as_any())
     }
 
     /// Sends an error as a pickle.

@@ -24,6 +24,15 @@ pub enum Atom<'a> {
     Str(&'a str),
     /// A bytes object.
     Bytes(&'a [u8]),
+    /// A bytes object whose bytes lie in a memory leaf; still to be checked against its length.
+    BytesOutside {
+        /// Number of bytes.
+        len: usize,
+        /// The number of the memory leaf.
+        leaf: u32,
+        /// The byte at which they begin.
+        offset: u64,
+    },
     /// A list or tuple of ints: their bytes, 8 for each.
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
@@ -340,6 +349,11 @@ impl<'a> Reader<'a> {
                 let len = self.count(1)?;
                 Atom::Bytes(self.take(len)?)
             }
+            tag::BYTES_OUTSIDE => Atom::BytesOutside {
+                len: self.number()?,
+                leaf: u32::from_le_bytes(self.array()?),
+                offset: u64::from_le_bytes(self.array()?),
+            },
             tag::INTS => {
                 let group = match self.byte()? {
                     tag::LIST => Group::List,

@@ -97,6 +97,13 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(value);
     }
 
+    /// A bytes object of `len` bytes that lie elsewhere; [`Self::fill`] says where.
+    pub fn bytes_outside(&mut self, len: usize) -> Slot {
+        self.out.push(tag::BYTES_OUTSIDE);
+        self.varint(len as u64);
+        self.slot()
+    }
+
     /// A container; its `count` values (pairs, for a dict) follow.
     pub fn open(&mut self, group: Group, count: usize) {
         self.out.push(match group {

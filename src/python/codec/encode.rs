@@ -172,7 +172,7 @@ impl<'py> Encoder<'_, 'py> {
         } else if kind == &raw mut ffi::PyBool_Type {
             self.out.bool(value.is_truthy().map_err(|_| NotPlain)?);
         } else if kind == &raw mut ffi::PyBytes_Type {
-            self.out.bytes(value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes());
+            self.bytes(value)?;
         } else if kind == &raw mut ffi::PyComplex_Type {
             let number = value.cast_exact::<PyComplex>().map_err(|_| NotPlain)?;
             self.out.complex(number.real(), number.imag());
@@ -180,6 +180,17 @@ impl<'py> Encoder<'_, 'py> {
             return self.array(value);
         } else {
             return Err(NotPlain);
+        }
+        Ok(())
+    }
+
+    fn bytes(&mut self, value: &Bound<'py, PyAny>) -> Plain {
+        let bytes = value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes();
+        if self.bridge.is_none() || bytes.len() < INLINE_LIMIT {
+            self.out.bytes(bytes);
+        } else if self.is_new(value)? {
+            let slot = self.out.bytes_outside(bytes.len());
+            self.jobs.push(Job::of_bytes(value.clone(), slot, bytes.as_ptr(), bytes.len()));
         }
         Ok(())
     }
