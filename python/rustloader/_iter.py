@@ -46,6 +46,9 @@ _KILL_AFTER = 0.5
 _EXIT_GRACE = 0.5
 _EXIT_KILL_AFTER = 0.2
 
+# Seconds from a worker's end to the fork server's word on how it ended.
+_STATUS_AFTER = 1.0
+
 # Every iterator with workers, for the interpreter's exit.
 _live: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
 
@@ -306,8 +309,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def _describe_death(self, worker_id: int) -> str:
         process = self._workers[worker_id]
         status = self._engine().exit_status(worker_id)
+        if status is None:
+            # Under forkserver the main process is not the parent: the fork server alone knows, and tells it a little later.
+            process.join(_STATUS_AFTER)
         if status is None and process.exitcode:
-            # Under forkserver the main process is not the parent, and the fork server alone knows.
             code = process.exitcode
             status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
         if status is None or status[:2] == ("code", 0):
