@@ -1,18 +1,19 @@
 //! The engine: turns the scheduler's actions into effects, and what happens outside into its events.
 //!
 //! Without pinning no thread of its own runs in the main process: whoever calls `next` drains the completion rings, and
-//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. The
-//! consumer's ends ([`Completions`]) are a value of their own, so that a pin thread can own them instead.
+//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. With pinning
+//! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
 
 pub mod completions;
 pub mod hands;
+pub mod pin;
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::completions::Completions;
 pub use self::completions::Incoming;
+use self::completions::{Arrival, Completions};
 pub use self::hands::{Hands, SLICE};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
@@ -38,13 +39,15 @@ const YIELD_FOR: Duration = Duration::from_micros(20);
 
 /// What `next` has to do now.
 #[derive(Debug)]
-pub enum Step<T> {
+pub enum Step<T, B = ()> {
     /// Hand out a batch, or raise the error that stands in its place.
     Deliver {
         /// The task's tag.
         tag: T,
         /// The result.
         incoming: Incoming,
+        /// The batch, if the pin thread has made it ready.
+        ready: Option<B>,
     },
     /// Submit one more index, and ask again.
     Submit,
@@ -63,15 +66,30 @@ pub enum Step<T> {
     Wait(Option<Duration>),
     /// Somebody has shut the iterator down.
     Closed,
+    /// The pin thread has ended, and why; what it had handed on was delivered.
+    NoPinThread(String),
 }
 
-/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered.
+/// Where results come from.
 #[derive(Debug)]
-pub struct Engine<T> {
+enum Intake<B> {
+    /// Out of the rings.
+    Rings(Completions),
+    /// From the pin thread.
+    Thread(pin::Link<B>),
+}
+
+/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that a pin
+/// thread has made ready.
+#[derive(Debug)]
+pub struct Engine<T, B: Send + 'static = ()> {
     hands: Arc<Hands>,
-    scheduler: Scheduler<T, Incoming>,
+    scheduler: Scheduler<T, Arrival<B>>,
     tasks: Vec<Producer<ArenaRing>>,
-    completions: Completions,
+    /// Empty only while it is changed, and in a forked child.
+    intake: Option<Intake<B>>,
+    /// Why the pin thread has ended.
+    pin_thread_gone: Option<String>,
     /// The main process's region, which index batches travel in.
     allocator: Allocator,
     poll: sys::poll::PollSet,
@@ -87,7 +105,7 @@ pub struct Engine<T> {
     finished: bool,
 }
 
-impl<T> Engine<T> {
+impl<T, B: Send + 'static> Engine<T, B> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
@@ -106,7 +124,8 @@ impl<T> Engine<T> {
             hands,
             scheduler: Scheduler::new(settings)?,
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
-            completions: Completions::new(&arena),
+            intake: Some(Intake::Rings(Completions::new(&arena))),
+            pin_thread_gone: None,
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
             poll,
             ready: Vec::new(),
@@ -133,8 +152,25 @@ impl<T> Engine<T> {
         self.scheduler.max_tasks()
     }
 
+    /// Has a thread take the results in and make the batches ready, from now on. To be called once all workers have been
+    /// started. `around` gets the thread's body and runs it.
+    pub fn start_pinning<P: pin::Prepare<Ready = B>>(
+        &mut self,
+        prepare: P,
+        around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
+    ) -> Result<()> {
+        let Some(Intake::Rings(completions)) = self.intake.take() else {
+            return Err(Error::usage("a second pin thread"));
+        };
+        let link = pin::start(prepare, &self.hands, completions, self.max_tasks(), around)?;
+        self.poll.remove(DOORBELL)?;
+        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
+        self.intake = Some(Intake::Thread(link));
+        Ok(())
+    }
+
     /// Where the epoch stands.
-    pub fn scheduler(&self) -> &Scheduler<T, Incoming> {
+    pub fn scheduler(&self) -> &Scheduler<T, Arrival<B>> {
         &self.scheduler
     }
 
@@ -205,12 +241,12 @@ impl<T> Engine<T> {
         self.scheduler.resuming()
     }
 
-    fn event(&mut self, event: Event<Incoming>) -> Result<()> {
+    fn event(&mut self, event: Event<Arrival<B>>) -> Result<()> {
         self.scheduler.on_event(sys::clock::monotonic(), event)
     }
 
     /// Looks what has come, and says what to do now.
-    pub fn step(&mut self) -> Result<Step<T>> {
+    pub fn step(&mut self) -> Result<Step<T, B>> {
         if self.hands.closing() {
             return Ok(Step::Closed);
         }
@@ -222,13 +258,16 @@ impl<T> Engine<T> {
         self.event(Event::Time)?;
         let step = match self.scheduler.next() {
             Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
-                Step::Deliver { tag, incoming: result }
+                Step::Deliver { tag, incoming: result.incoming, ready: result.ready }
             }
             Decision::Submit => Step::Submit,
             Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
             Decision::End => Step::End,
             Decision::TimedOut => Step::TimedOut,
             Decision::Shutdown => Step::Closed,
+            Decision::Wait { .. } if self.pin_thread_gone.is_some() => {
+                Step::NoPinThread(self.pin_thread_gone.clone().unwrap_or_default())
+            }
             Decision::Wait { deadline } if self.waiting => return Ok(Step::Wait(deadline)),
             Decision::Wait { .. } => {
                 self.waiting = true;
@@ -262,20 +301,47 @@ impl<T> Engine<T> {
         self.waiting = false;
     }
 
-    /// Drains the marked rings into the scheduler and carries out what it wants.
+    /// Takes what has come into the scheduler and carries out what that wants.
     fn take_in(&mut self) -> Result<()> {
-        while let Some((worker, entry)) = self.completions.next(&self.hands.arena)? {
-            self.completed(worker, entry)?;
+        loop {
+            match &mut self.intake {
+                Some(Intake::Rings(completions)) => match completions.next(&self.hands.arena)? {
+                    Some((_, incoming)) => self.completed(incoming, None)?,
+                    None => break,
+                },
+                Some(Intake::Thread(link)) => match link.parcels.try_recv() {
+                    Ok(parcel) => self.unpack(parcel)?,
+                    Err(crossbeam_channel::TryRecvError::Empty) => break,
+                    Err(crossbeam_channel::TryRecvError::Disconnected) => {
+                        self.pin_thread_gone.get_or_insert_with(String::new);
+                        break;
+                    }
+                },
+                None => break,
+            }
         }
         self.effects()
     }
 
-    fn completed(&mut self, worker: u32, incoming: Incoming) -> Result<()> {
+    fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
+        match parcel {
+            pin::Parcel::Result(incoming, ready) => self.completed(incoming, ready),
+            pin::Parcel::Drained(worker) => self.died(worker),
+            pin::Parcel::Broken(error) => Err(error),
+            pin::Parcel::Gone(cause) => {
+                self.pin_thread_gone = Some(cause);
+                Ok(())
+            }
+        }
+    }
+
+    fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
         let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
-        let worker = WorkerId(worker);
+        let worker = WorkerId(incoming.worker);
+        let result = Arrival { incoming, ready };
         self.event(match kind {
-            ResultKind::Plain | ResultKind::Pickle => Event::Completed { worker, task, result: incoming },
-            ResultKind::Error => Event::Failed { worker, task, result: incoming },
+            ResultKind::Plain | ResultKind::Pickle => Event::Completed { worker, task, result },
+            ResultKind::Error => Event::Failed { worker, task, result },
             ResultKind::Exhausted => Event::Exhausted { worker, task },
             ResultKind::Resumed => Event::Resumed { worker },
         })
@@ -286,10 +352,10 @@ impl<T> Engine<T> {
             match action {
                 Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
-                Action::Discard { result: Some(result), .. } => {
-                    self.completions.discard(&self.hands.arena, &result);
+                Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
+                    completions::discard(&self.hands.arena, &incoming);
                 }
-                Action::Discard { result: None, .. } => {}
+                Action::Discard { .. } => {}
             }
         }
         Ok(())
@@ -309,16 +375,19 @@ impl<T> Engine<T> {
         let start = sys::clock::monotonic();
         loop {
             sys::clock::yield_now();
-            if self.completions.marked(&self.hands.arena) {
+            if self.has_news() {
                 return Ok(());
             }
             if sys::clock::monotonic() - start > YIELD_FOR {
                 break;
             }
         }
-        let sleeper = &self.hands.arena.header().doorbell.0;
+        let sleeper = match &self.intake {
+            Some(Intake::Thread(link)) => &link.control.sleeper,
+            _ => &self.hands.arena.header().doorbell.0,
+        };
         sleeper.announce();
-        if self.completions.marked(&self.hands.arena) || self.hands.closing() {
+        if self.has_news() || self.hands.closing() {
             sleeper.awake();
             return Ok(());
         }
@@ -333,6 +402,15 @@ impl<T> Engine<T> {
         Ok(())
     }
 
+    /// Whether there is something to take in.
+    fn has_news(&self) -> bool {
+        match &self.intake {
+            Some(Intake::Rings(completions)) => completions.marked(&self.hands.arena),
+            Some(Intake::Thread(link)) => !link.parcels.is_empty(),
+            None => false,
+        }
+    }
+
     /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
     /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
     pub fn after_wait(&mut self) -> Result<()> {
@@ -345,7 +423,10 @@ impl<T> Engine<T> {
         let ready = std::mem::take(&mut self.ready);
         for &token in &ready {
             if token == DOORBELL {
-                self.hands.doorbell.drain()?;
+                match &self.intake {
+                    Some(Intake::Thread(link)) => link.control.pickup.drain()?,
+                    _ => self.hands.doorbell.drain()?,
+                }
             } else {
                 self.poll.remove(token)?;
                 self.ended(token as u32)?;
@@ -359,9 +440,21 @@ impl<T> Engine<T> {
 
     /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
     fn ended(&mut self, worker: u32) -> Result<()> {
-        while let Some(incoming) = self.completions.pop(worker)? {
-            self.completed(worker, incoming)?;
+        if let Some(Intake::Thread(link)) = &self.intake {
+            if self.pin_thread_gone.is_some() || link.drain.try_send(worker).is_err() {
+                return self.died(worker);
+            }
+            return self.hands.doorbell.ring();
         }
+        while let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some(incoming) = completions.pop(worker)?
+        {
+            self.completed(incoming, None)?;
+        }
+        self.died(worker)
+    }
+
+    fn died(&mut self, worker: u32) -> Result<()> {
         self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
         self.effects()
     }
@@ -376,10 +469,22 @@ impl<T> Engine<T> {
         if self.broken.is_some() || !self.hands.all_left() {
             return Ending::Retire(arena);
         }
+        if let Some(Intake::Thread(link)) = &self.intake {
+            if link.control.is_alive() {
+                return Ending::Retire(arena);
+            }
+            while let Ok(parcel) = link.parcels.try_recv() {
+                if let pin::Parcel::Result(incoming, None) = parcel {
+                    completions::discard(&arena, &incoming);
+                }
+            }
+        }
+        // Where a thread had the rings, its ends have gone with it.
+        let mut rings = Completions::new(&arena);
         for worker in 0..arena.geometry().workers {
             loop {
-                match self.completions.pop(worker) {
-                    Ok(Some(incoming)) => self.completions.discard(&arena, &incoming),
+                match rings.pop(worker) {
+                    Ok(Some(incoming)) => completions::discard(&arena, &incoming),
                     Ok(None) => break,
                     Err(_) => return Ending::Retire(arena),
                 }
@@ -414,9 +519,18 @@ impl Ending {
     }
 }
 
-impl<T> Drop for Engine<T> {
+impl<T, B: Send + 'static> Drop for Engine<T, B> {
     fn drop(&mut self) {
-        if self.hands.is_ours() && !self.finished {
+        if !self.hands.is_ours() {
+            // The pin thread of the parent may have held the channel's locks at the fork.
+            std::mem::forget(self.intake.take());
+            return;
+        }
+        if let Some(control) = self.hands.pinning() {
+            control.stop();
+            let _ = self.hands.doorbell.ring();
+        }
+        if !self.finished {
             // The workers, if there are any, have been told to leave; their results are nobody's.
             self.hands.arena.header().stop.0.store(1, Ordering::Release);
             self.arena().retire();

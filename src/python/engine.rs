@@ -11,10 +11,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use super::codec;
+use super::pin::{self, Pinner, Ready};
 use super::runtime::Runtime;
 use super::tensor::Bridge;
 use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
+use crate::engine::pin::Control;
 use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
 use crate::id::WorkerId;
@@ -35,6 +37,7 @@ mod code {
     pub const DEAD: u8 = 2;
     pub const END: u8 = 3;
     pub const TIMED_OUT: u8 = 4;
+    pub const NO_PIN_THREAD: u8 = 5;
 }
 
 /// So often an unpickling that has failed is tried again.
@@ -52,7 +55,7 @@ struct Pickled {
 }
 
 struct State {
-    engine: Engine<Py<PyAny>>,
+    engine: Engine<Py<PyAny>, Ready>,
     /// Errors of the sampler that are to be raised by the next calls.
     held_back: VecDeque<PyErr>,
     /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
@@ -314,6 +317,7 @@ impl PyEngine {
                     Step::Dead { worker, .. } => return give(hand, code::DEAD, worker),
                     Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                     Step::Closed => return Err(closed(py, &self.hands)),
+                    Step::NoPinThread(cause) => return give(hand, code::NO_PIN_THREAD, cause),
                     Step::Wait(deadline) => self.wait(py, state, deadline)?,
                     Step::Deliver { .. } | Step::Submit | Step::End => {}
                 }
@@ -350,9 +354,13 @@ impl PyEngine {
         }
         loop {
             match state.engine.step()? {
-                Step::Deliver { tag, incoming } => {
+                Step::Deliver { tag, incoming, ready } => {
                     drop(tag);
-                    return self.read(py, state, hand, &incoming);
+                    return match ready {
+                        None => self.read(py, state, hand, &incoming),
+                        Some(Ready::Batch(batch)) => self.deliver(hand, code::BATCH, batch),
+                        Some(Ready::Error(wrapper)) => self.deliver(hand, code::ERROR, wrapper),
+                    };
                 }
                 Step::Submit => {
                     if let Err(error) = self.refill(py, state, next_index) {
@@ -368,8 +376,51 @@ impl PyEngine {
                 },
                 Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                 Step::Closed => return Err(closed(py, &self.hands)),
+                Step::NoPinThread(cause) => return give(hand, code::NO_PIN_THREAD, cause),
                 Step::Wait(deadline) => self.wait(py, state, deadline)?,
             }
+        }
+    }
+
+    /// Starts the pin thread, after the workers. `pinner` is a `_pin.Pinner`.
+    fn start_pinning(&self, py: Python<'_>, pinner: Py<PyAny>) -> PyResult<()> {
+        let pinner = Pinner::new(py, pinner)?;
+        Ok(self.enter(py)?.state().engine.start_pinning(pinner, pin::run)?)
+    }
+
+    /// Whether a pin thread runs. Without the turn.
+    fn pinning(&self) -> bool {
+        self.hands.is_ours() && self.hands.pinning().is_some_and(Control::is_alive)
+    }
+
+    /// Tells the pin thread to end. Without the turn.
+    fn stop_pinning(&self) -> PyResult<()> {
+        if self.hands.is_ours() {
+            self.hands.stop_pinning()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the pin thread's end, at most `seconds`; says whether it has ended. Without the turn and without the GIL.
+    #[pyo3(signature = (seconds = None))]
+    fn join_pinning(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
+        if !self.hands.is_ours() {
+            return Ok(true);
+        }
+        let Some(control) = self.hands.pinning() else { return Ok(true) };
+        let limit = seconds.map_or(Duration::MAX, |seconds| {
+            Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+        });
+        let start = crate::sys::clock::monotonic();
+        loop {
+            let left = limit.saturating_sub(crate::sys::clock::monotonic() - start);
+            if py.detach(|| control.join(left)) {
+                return Ok(true);
+            }
+            if left.is_zero() {
+                return Ok(false);
+            }
+            py.check_signals()?;
         }
     }
 

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod indices;
 mod leaves;
+mod pin;
 mod port;
 mod profiler;
 mod runtime;

@@ -9,6 +9,7 @@
 mod decode;
 mod encode;
 mod knit;
+mod pinned;
 pub mod roundtrip;
 mod seen;
 
@@ -16,8 +17,9 @@ use super::dlpack::Lease;
 use crate::error::Error;
 
 pub use crate::tree::INLINE_LIMIT;
-pub use decode::{decode, decode_indices};
+pub use decode::{decode, decode_indices, decode_pinned};
 pub use encode::{encode, encode_indices};
+pub use pinned::{Copies, Pinned};
 
 /// Copies of at least this many bytes run without the GIL.
 pub const DETACH_FROM: usize = 256 * 1024;
