@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DoneEvent", "Pinner", "Thread", "allocate"]
 
-_torchs_pin_memory = _utils.pin_memory.pin_memory
+# torch's function and method, for as long as nobody has replaced them; None where somebody was there before us.
+_pin_memory: Any = _utils.pin_memory.pin_memory
+if getattr(_pin_memory, "__globals__", None) is not vars(_utils.pin_memory):
+    _pin_memory = None
+_tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.Tensor.pin_memory
 
-# torch's function gave lists for tuples until some version after 2.6.
-_TUPLES_BECOME_LISTS = isinstance(_torchs_pin_memory(()), list)
+# In 2.6 torch's function makes lists of tuples, in 2.15 tuples.
+_TUPLES_BECOME_LISTS = _pin_memory is not None and isinstance(_pin_memory(()), list)
 
 
 def allocate(nbytes: int) -> torch.Tensor:
@@ -29,7 +34,8 @@ def allocate(nbytes: int) -> torch.Tensor:
     Returns:
         A ``uint8`` tensor of shape ``(nbytes,)`` with whatever was there before.
     """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    # The device is named because the default type of tensors may be another device's.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Pinner:
@@ -39,6 +45,10 @@ class Pinner:
         self.device = device
         # Each thread has a current device of its own, and the first one is not that of every rank.
         self.device_index = torch.accelerator.current_device_index()
+        # What the allocator sets up at its first use is set up here: under way in the thread, some of it would hold locks
+        # of the C library, and a process forked just then could not exit. An error will come again at each batch.
+        with contextlib.suppress(Exception):
+            allocate(1)
 
     def begin(self) -> None:
         """The thread's first act."""
@@ -48,10 +58,10 @@ class Pinner:
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
         """For batches of plain containers and tensors: what allocates, and whether tuples become lists. None where
-        torch's function has been replaced, which then has to be called."""
-        if _utils.pin_memory.pin_memory is not _torchs_pin_memory:
-            return None
-        return allocate, _TUPLES_BECOME_LISTS
+        torch's function or method has been replaced, which then has to be called."""
+        if _utils.pin_memory.pin_memory is _pin_memory and torch.Tensor.pin_memory is _tensor_pin_memory:
+            return allocate, _TUPLES_BECOME_LISTS
+        return None
 
     def pin(self, data: Any) -> Any:
         """Any batch, pinned as torch does it."""
@@ -86,11 +96,13 @@ class DoneEvent:
 
     def __init__(self, core: Engine) -> None:
         self._core = core
+        self._set = False
 
     def set(self) -> None:
         """Tells the thread to end."""
+        self._set = True
         self._core.stop_pinning()
 
     def is_set(self) -> bool:
         """Whether it was told to, or has ended by itself."""
-        return not self._core.pinning() or self._core.closing
+        return self._set or self._core.closing or not self._core.pinning()

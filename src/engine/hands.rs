@@ -160,10 +160,8 @@ impl Hands {
             sleeper.ring_always();
             sys::futex::wake(&sleeper.bell, u32::MAX)?;
         }
-        if let Some(control) = self.pinning() {
-            control.pickup.ring()?;
-        }
-        self.doorbell.ring()
+        let pickup = self.pinning().map_or(Ok(()), |control| control.pickup.ring());
+        self.doorbell.ring().and(pickup)
     }
 
     fn running(&self) -> impl Iterator<Item = (u32, &Process)> {

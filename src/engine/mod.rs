@@ -12,6 +12,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::TryRecvError;
+
 pub use self::completions::Incoming;
 use self::completions::{Arrival, Completions};
 pub use self::hands::{Hands, SLICE};
@@ -303,24 +305,27 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// Takes what has come into the scheduler and carries out what that wants.
     fn take_in(&mut self) -> Result<()> {
-        loop {
-            match &mut self.intake {
-                Some(Intake::Rings(completions)) => match completions.next(&self.hands.arena)? {
-                    Some((_, incoming)) => self.completed(incoming, None)?,
-                    None => break,
-                },
-                Some(Intake::Thread(link)) => match link.parcels.try_recv() {
-                    Ok(parcel) => self.unpack(parcel)?,
-                    Err(crossbeam_channel::TryRecvError::Empty) => break,
-                    Err(crossbeam_channel::TryRecvError::Disconnected) => {
-                        self.pin_thread_gone.get_or_insert_with(String::new);
-                        break;
-                    }
-                },
-                None => break,
+        while let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some((_, incoming)) = completions.next(&self.hands.arena)?
+        {
+            self.completed(incoming, None)?;
+        }
+        self.take_parcels()?;
+        self.effects()
+    }
+
+    fn take_parcels(&mut self) -> Result<()> {
+        while let Some(Intake::Thread(link)) = &self.intake {
+            match link.parcels.try_recv() {
+                Ok(parcel) => self.unpack(parcel)?,
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => {
+                    self.pin_thread_gone.get_or_insert_with(String::new);
+                    break;
+                }
             }
         }
-        self.effects()
+        Ok(())
     }
 
     fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
@@ -441,10 +446,12 @@ impl<T, B: Send + 'static> Engine<T, B> {
     /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
     fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(Intake::Thread(link)) = &self.intake {
-            if self.pin_thread_gone.is_some() || link.drain.try_send(worker).is_err() {
-                return self.died(worker);
+            if link.drain.try_send(worker).is_ok() {
+                return self.hands.doorbell.ring();
             }
-            return self.hands.doorbell.ring();
+            // The thread has ended. What it had handed on came before.
+            self.take_parcels()?;
+            return self.died(worker);
         }
         while let Some(Intake::Rings(completions)) = &mut self.intake
             && let Some(incoming) = completions.pop(worker)?

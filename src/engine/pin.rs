@@ -11,16 +11,17 @@
 //! A worker's end is reported to the scheduler only after the thread has drained that worker's ring, which
 //! [`Parcel::Drained`] says in the same channel: so whatever the worker had published comes first.
 //!
-//! No lock of this module is held across a fork by a thread that the child would wait for: in a child the
-//! engine forgets the link, receiver and all.
+//! A fork may copy a lock of the channel or of [`Control`] while the thread holds it. In the child nobody asks for one:
+//! the engine forgets the link, receiver and all, and callers look first whether the process is theirs.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, bounded};
 
 use super::completions::{self, Completions, Incoming};
 use super::hands::{Hands, SLICE};
@@ -28,6 +29,9 @@ use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
 use crate::sys;
+
+/// As the threads that Python starts have it on most systems: users' code runs on this one too.
+const STACK: usize = 8 << 20;
 
 /// Makes a finished batch ready for the one who asks for it. Called on the pin thread.
 pub trait Prepare: Send + 'static {
@@ -64,6 +68,8 @@ pub struct Control {
     stop: AtomicBool,
     ended: Mutex<bool>,
     has_ended: Condvar,
+    /// The thread, once it runs.
+    thread: OnceLock<ThreadId>,
     /// Rung when the thread has handed something on and `next` sleeps.
     pub pickup: sys::event::EventFd,
     /// Whether `next` sleeps.
@@ -77,6 +83,7 @@ impl Control {
             stop: AtomicBool::new(false),
             ended: Mutex::new(false),
             has_ended: Condvar::new(),
+            thread: OnceLock::new(),
             pickup: sys::event::EventFd::new()?,
             sleeper: Sleeper::default(),
         })
@@ -90,6 +97,16 @@ impl Control {
     /// Whether the thread runs.
     pub fn is_alive(&self) -> bool {
         !*self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the caller is the thread: the collector may end an iterator there, which then cannot wait for it.
+    pub fn is_current(&self) -> bool {
+        self.thread.get() == Some(&thread::current().id())
+    }
+
+    fn end(&self) {
+        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.has_ended.notify_all();
     }
 
     /// Waits for the thread's end, at most `limit` and at most one slice; says whether it has ended.
@@ -149,7 +166,9 @@ pub fn start<P: Prepare>(
         parcels,
         drain: to_drain,
     };
+    let failed = control.clone();
     let thread = move || {
+        let _ = last_control.thread.set(thread::current().id());
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_pin");
         let outcome = catch_unwind(AssertUnwindSafe(|| around(body)));
@@ -161,35 +180,40 @@ pub fn start<P: Prepare>(
         if let Some(cause) = cause {
             hand_on(&last_word, Parcel::Gone(cause), &last_control, &last_hands);
         }
-        *last_control.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        last_control.has_ended.notify_all();
+        last_control.end();
     };
-    std::thread::Builder::new().name("rl_pin".into()).spawn(thread).map_err(|error| Error::Os {
-        call: "pthread_create",
-        errno: error.raw_os_error().unwrap_or(libc::EAGAIN),
-        hint: "the pin thread could not be started; raise the limit of processes (ulimit -u)".into(),
+    let builder = thread::Builder::new().name("rl_pin".into()).stack_size(STACK);
+    builder.spawn(thread).map_err(|error| {
+        failed.end();
+        let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
+        Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
     })?;
     Ok(Link { parcels: received, drain, control })
 }
 
-/// Puts a parcel into the channel and wakes `next`. False: nobody will ask for it any more.
-fn hand_on<B>(to: &Sender<Parcel<B>>, parcel: Parcel<B>, control: &Control, hands: &Hands) -> bool {
+/// Puts a parcel into the channel and wakes `next`; gives back one that nobody will ask for any more.
+fn hand_on<B>(
+    to: &Sender<Parcel<B>>,
+    parcel: Parcel<B>,
+    control: &Control,
+    hands: &Hands,
+) -> Option<Parcel<B>> {
     let mut parcel = parcel;
     loop {
         match to.send_timeout(parcel, SLICE) {
             Ok(()) => break,
-            Err(crossbeam_channel::SendTimeoutError::Disconnected(_)) => return false,
-            Err(crossbeam_channel::SendTimeoutError::Timeout(back)) => parcel = back,
+            Err(SendTimeoutError::Disconnected(back)) => return Some(back),
+            Err(SendTimeoutError::Timeout(back)) => parcel = back,
         }
         if control.stop.load(Ordering::Acquire) || hands.closing() {
-            return false;
+            return Some(parcel);
         }
     }
     if control.sleeper.must_ring() {
         // A descriptor that somebody has closed: `next` looks again after its slice.
         let _ = control.pickup.ring();
     }
-    true
+    None
 }
 
 fn text_of(panic: &(dyn Any + Send)) -> String {
@@ -225,8 +249,11 @@ impl<P: Prepare> Body<P> {
         self.control.stop.load(Ordering::Acquire) || self.hands.closing()
     }
 
-    fn hand_on(&self, parcel: Parcel<P::Ready>) -> bool {
-        hand_on(&self.parcels, parcel, &self.control, &self.hands)
+    fn hand_on(&self, parcel: Parcel<P::Ready>) {
+        let back = hand_on(&self.parcels, parcel, &self.control, &self.hands);
+        if let Some(Parcel::Result(incoming, None)) = back {
+            completions::discard(&self.arena, &incoming);
+        }
     }
 
     /// Hands on all that lies in the rings. The outer error ends the thread; the inner one is damage.

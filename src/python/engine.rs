@@ -223,7 +223,7 @@ impl PyEngine {
         Err(error)
     }
 
-    fn deliver(&self, hand: &Bound<'_, PyList>, code: u8, object: Py<PyAny>) -> PyResult<()> {
+    fn deliver<'py>(&self, hand: &Bound<'py, PyList>, code: u8, object: impl IntoPyObject<'py>) -> PyResult<()> {
         if code == code::BATCH {
             BATCHES.fetch_add(1, Ordering::Relaxed);
             self.batches.fetch_add(1, Ordering::Relaxed);
@@ -358,8 +358,8 @@ impl PyEngine {
                     drop(tag);
                     return match ready {
                         None => self.read(py, state, hand, &incoming),
-                        Some(Ready::Batch(batch)) => self.deliver(hand, code::BATCH, batch),
-                        Some(Ready::Error(wrapper)) => self.deliver(hand, code::ERROR, wrapper),
+                        Some(Ready::Batch(batch)) => self.deliver(hand, code::BATCH, batch.take()),
+                        Some(Ready::Error(wrapper)) => self.deliver(hand, code::ERROR, wrapper.take()),
                     };
                 }
                 Step::Submit => {
@@ -408,6 +408,9 @@ impl PyEngine {
             return Ok(true);
         }
         let Some(control) = self.hands.pinning() else { return Ok(true) };
+        if control.is_current() {
+            return Ok(false);
+        }
         let limit = seconds.map_or(Duration::MAX, |seconds| {
             Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
         });

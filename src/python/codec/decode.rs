@@ -129,6 +129,10 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
             }
+            // A value that is replaced here would be let go of before its memory has been filled.
+            if dict.len() != count {
+                return Err(Error::corrupt("a dict with a key that comes twice").into());
+            }
             dict.into_any()
         } else {
             let group = self.pinned.as_ref().map_or(group, |pinned| pinned.group(group));
@@ -150,17 +154,11 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
     fn storage(&mut self, storage: &Storage<'_>) -> PyResult<()> {
         let (py, bridge) = (self.py, self.bridge()?);
         let made = match storage.place {
-            Place::Inline(bytes) => match &self.pinned {
-                Some(pinned) => pinned.filled(bytes)?,
-                None => bridge.storage_copied(py, bytes)?,
-            },
+            Place::Inline(bytes) => bridge.storage_copied(py, bytes)?,
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
                 let offset = within(&lease, leaf, offset, storage.len, 1)?;
-                match &mut self.pinned {
-                    Some(pinned) => pinned.large(lease, offset, storage.len)?,
-                    None => bridge.storage(py, lease, offset, storage.len)?,
-                }
+                bridge.storage(py, lease, offset, storage.len)?
             }
             Place::Shared { .. } => return Err(Error::corrupt("a storage that lies in a storage").into()),
         };

@@ -16,7 +16,7 @@ const ALIGN: usize = 64;
 pub struct Pinned<'py, L> {
     /// A function of Python's: a pinned `uint8` tensor of so many bytes.
     allocate: Bound<'py, PyAny>,
-    /// Whether tuples become lists, as torch's function did before 2.9 or so.
+    /// Whether tuples become lists, as older versions of torch's function make them.
     tuples_become_lists: bool,
     /// What all small tensors share, and how much of it is in use.
     slab: Option<(Memory, usize)>,
@@ -57,7 +57,8 @@ impl<L: Lease> Copies<L> {
 }
 
 impl<'py, L: Lease> Pinned<'py, L> {
-    /// For one payload.
+    /// For one payload. None for one that torch's function has to see: it copies what came twice twice, and leaves the
+    /// keys of dicts alone.
     ///
     /// # Errors
     /// [`Error::Corrupt`] for a damaged payload.
@@ -65,10 +66,12 @@ impl<'py, L: Lease> Pinned<'py, L> {
         payload: &[u8],
         allocate: Bound<'py, PyAny>,
         tuples_become_lists: bool,
-    ) -> Result<Self, Error> {
-        let mut slab = SlabLen(0);
-        walk(payload, &mut slab)?;
-        Ok(Self { allocate, tuples_become_lists, slab: None, slab_len: slab.0, copies: Vec::new() })
+    ) -> Result<Option<Self>, Error> {
+        let mut scan = Scan { tuples_become_lists, ..Scan::default() };
+        walk(payload, &mut scan)?;
+        let slab_len = scan.slab_len;
+        let pinned = Self { allocate, tuples_become_lists, slab: None, slab_len, copies: Vec::new() };
+        Ok(scan.simple().then_some(pinned))
     }
 
     /// The type of the list or tuple that is delivered.
@@ -111,41 +114,62 @@ impl<'py, L: Lease> Pinned<'py, L> {
         self.copies.push(Copy { from, offset, len, to: ptr });
         Ok(storage)
     }
+}
 
-    /// A storage of its own that holds these bytes.
-    pub fn filled(&self, bytes: &[u8]) -> PyResult<SharedStorage> {
-        let Memory { storage, ptr } = self.memory(bytes.len())?;
-        // SAFETY: just as many bytes were allocated, and nobody else has them yet.
-        unsafe { ptr.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        Ok(storage)
+/// What has to be known of a payload beforehand.
+#[derive(Default)]
+struct Scan {
+    tuples_become_lists: bool,
+    /// Bytes that the small tensors need.
+    slab_len: usize,
+    /// Something came twice, or lies in the key of a dict and would change there.
+    odd: bool,
+    /// For each value of the stack, whether pinning changes it.
+    changes: Vec<bool>,
+}
+
+impl Scan {
+    fn simple(&self) -> bool {
+        !self.odd
     }
 }
 
-/// Counts what the small tensors of a payload need.
-struct SlabLen(usize);
-
-impl Build for SlabLen {
+impl Build for Scan {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<(), Error> {
-        if let Atom::Leaf(leaf) = atom
-            && leaf.kind == Kind::Tensor
-            && let Place::Inline(bytes) = leaf.place
-        {
-            self.0 += bytes.len().next_multiple_of(ALIGN);
-        }
+        self.changes.push(match atom {
+            Atom::Leaf(leaf) if leaf.kind == Kind::Tensor => {
+                if let Place::Inline(bytes) = leaf.place {
+                    self.slab_len += bytes.len().next_multiple_of(ALIGN);
+                }
+                true
+            }
+            Atom::Ints(Group::Tuple, _) => self.tuples_become_lists,
+            _ => false,
+        });
         Ok(())
     }
 
-    fn close(&mut self, _: Group, _: usize) -> Result<(), Error> {
+    fn close(&mut self, group: Group, count: usize) -> Result<(), Error> {
+        let values = if group == Group::Dict { count * 2 } else { count };
+        let start = self.changes.len().checked_sub(values);
+        let start = start.ok_or_else(|| Error::corrupt("an unbalanced batch"))?;
+        let inside = &self.changes[start..];
+        self.odd |= group == Group::Dict && inside.iter().step_by(2).any(|&key| key);
+        let changes = inside.iter().any(|&it| it) || group == Group::Tuple && self.tuples_become_lists;
+        self.changes.truncate(start);
+        self.changes.push(changes);
         Ok(())
     }
 
     fn keep(&mut self, _: usize) -> Result<(), Error> {
+        self.odd = true;
         Ok(())
     }
 
     fn storage(&mut self, _: &Storage<'_>) -> Result<(), Error> {
+        self.odd = true;
         Ok(())
     }
 }
