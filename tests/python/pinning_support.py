@@ -6,7 +6,6 @@ out again, most recently freed first, but not while a recorded use of it is unde
 """
 
 import contextlib
-import itertools
 import threading
 import time
 import weakref
@@ -40,12 +39,13 @@ class Use:
 
 
 class FakeHost:
-    """Nothing here takes a lock: blocks end on any thread, in the middle of anything."""
+    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one. It is then
+    held as torch's allocators hold theirs, without the GIL and across a fork."""
 
-    def __init__(self, delay=0.0):
+    def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes
-        self.fail = {}  # what the n-th allocation raises, from 0
-        self.numbers = itertools.count()
+        self.lock = threading.RLock() if locked else contextlib.nullcontext()
+        self.fail = {}  # number of bytes: what allocating so many raises
         self.allocated = 0
         self.sizes = []
         self.reused = 0
@@ -56,12 +56,11 @@ class FakeHost:
         self.uses = {}
 
     def allocate(self, nbytes):
-        number = next(self.numbers)
         self.threads.add(thread_name())
-        if self.delay:
+        with self.lock:
             time.sleep(self.delay)
-        if number in self.fail:
-            raise self.fail[number]
+        if nbytes in self.fail:
+            raise self.fail[nbytes]
         idle = self.idle.get(nbytes)
         if idle:
             memory = idle.pop()
@@ -77,8 +76,9 @@ class FakeHost:
         return torch.from_numpy(block)
 
     def freed(self, address):
-        self.waiting[address] = self.live.pop(address)[1]
-        self.offer(address)
+        with self.lock:
+            self.waiting[address] = self.live.pop(address)[1]
+            self.offer(address)
 
     def offer(self, address):
         """Makes a block ready to be handed out again, once nobody has it or reads it."""
