@@ -45,8 +45,8 @@ class Pinner:
         self.device = device
         # Each thread has a current device of its own, and the first one is not that of every rank.
         self.device_index = torch.accelerator.current_device_index()
-        # What the allocator sets up at its first use is set up here: under way in the thread, some of it would hold locks
-        # of the C library, and a process forked just then could not exit. An error will come again at each batch.
+        # What the allocator sets up at its first use is set up here: under way in the thread, some of it would hold
+        # locks of the C library, and a process forked just then could not exit. An error comes again at each batch.
         with contextlib.suppress(Exception):
             allocate(1)
 

@@ -1,8 +1,8 @@
 """Pinning on machines without an accelerator: a host allocator that is none, and the parts of torch that lead to it.
 
 Inside ``pinning()`` torch believes in an accelerator, and all pinned memory, the loader's and that of torch's own
-``Tensor.pin_memory``, comes from a ``FakeHost``. It behaves as torch's caching host allocator does: what is freed is handed
-out again, most recently freed first, but not while a recorded use of it is under way.
+``Tensor.pin_memory``, comes from a ``FakeHost``. It behaves as torch's caching host allocator does: what is freed is
+handed out again, most recently freed first, but not while a recorded use of it is under way.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class Use:
 
 
 class FakeHost:
-    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one. It is then
-    held as torch's allocators hold theirs, without the GIL and across a fork."""
+    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one. It is
+    then held as torch's allocators hold theirs, without the GIL and across a fork."""
 
     def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes

@@ -1,6 +1,7 @@
-"""pin_memory=True: what arrives, where it lies, and by whose hand (DESIGN 5; PARITY T6-T8). No accelerator is needed."""
+"""pin_memory=True: what arrives, where it lies, and by whose hand (DESIGN 5; PARITY T6-T8)."""
 
 import importlib
+import itertools
 import time
 
 import pytest
@@ -85,7 +86,7 @@ def test_only_small_tensors_share_a_storage(host):
     assert all(storage.nbytes() < 16 * 1024 for storage in small)
     assert len({storage.data_ptr() for storage in large + small}) == (5 if TORCH_MODE else 3)
     ends = sorted((batch[name].data_ptr(), batch[name].nbytes) for name in batch if name != "id")
-    assert all(at + size <= after for (at, size), (after, _) in zip(ends, ends[1:], strict=False)), "tensors overlap"
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(ends)), "tensors overlap"
     kept = batch["label"]
     del batch, large
     assert sum(memory.size for _, memory in host.live.values()) < 16 * 1024, "a label kept images pinned"

@@ -1,4 +1,4 @@
-"""Pinning that fails, is late, or ends: the allocator, users' types, workers, the thread itself (PARITY P17, P19, P20, S6)."""
+"""Pinning that fails, is late, or ends: allocator, users' types, workers, thread (PARITY P17, P19, P20, S6)."""
 
 import gc
 import os
@@ -269,7 +269,7 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
             try:
                 armed[0] = True
                 # Not next(): an interrupt after a call, before the assignment, would be this test's own loss.
-                for batch in iterator:
+                for batch in iterator:  # noqa: B007
                     break
                 else:
                     ended = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pinning_support import pinning
 from sample_data import Given, Labelled, Pair, Record
-from support import DataLoader, epoch, run_script, same_tensor
+from support import DataLoader, epoch, same_tensor
 from torch.utils.data import _utils
 
 BIG = 5000  # elements: more than 16 KiB in every dtype but the smallest
