@@ -39,8 +39,8 @@ class Use:
 
 
 class FakeHost:
-    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one. It is
-    then held as torch's allocators hold theirs, without the GIL and across a fork."""
+    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one.
+    It is then held as torch's allocators hold theirs, without the GIL and across a fork."""
 
     def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes
