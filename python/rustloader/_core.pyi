@@ -62,6 +62,18 @@ class Engine:
         """Tasks sent in this epoch; tasks without a result; tasks not delivered, by worker; (number, worker) of each
         task that was not delivered. None while another thread is in ``next``. Any time."""
 
+    def start_pinning(self, pinner: Any) -> None:
+        """Starts the pin thread, after the workers. ``pinner`` is a ``_pin.Pinner``."""
+
+    def pinning(self) -> bool:
+        """Whether a pin thread runs. Any time."""
+
+    def stop_pinning(self) -> None:
+        """Tells the pin thread to end. Any time."""
+
+    def join_pinning(self, seconds: float | None = None) -> bool:
+        """Waits for the pin thread's end, at most ``seconds``; says whether it has ended. Any time."""
+
     def oldest_index(self, worker: int) -> Any:
         """The index of the oldest task that a worker has not answered, or None. Any time."""
 

@@ -25,7 +25,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import _core, _internals, _worker
+from rustloader import _core, _internals, _pin, _worker
 from rustloader._core import Engine
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
@@ -39,7 +39,7 @@ _TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 _torchs_worker_loop = _utils.worker._worker_loop
 
 # What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
-_BATCH, _ERROR, _DEAD, _END, _TIMED_OUT = range(5)
+_BATCH, _ERROR, _DEAD, _END, _TIMED_OUT, _NO_PIN_THREAD = range(6)
 
 # Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
 _KILL_AFTER = 0.5
@@ -122,8 +122,13 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _start_workers(self) -> None:
         _live.add(self)
+        core = self._engine()
         try:
-            self._start_processes(self._engine())
+            self._start_processes(core)
+            if self._pin_memory:
+                core.start_pinning(_pin.Pinner(self._pin_memory_device))
+                self._pin_memory_thread = _pin.Thread(core)  # type: ignore[assignment]
+                self._pin_memory_thread_done_event = _pin.DoneEvent(core)  # type: ignore[assignment]
         except BaseException:
             # Half of the workers are no use; a further iter() of a persistent loader starts anew.
             self._shutdown_workers()
@@ -262,8 +267,6 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         # From here to the return there is no call, so no signal handler can come between and take the batch away.
         code, value = hand
         if code == _BATCH:
-            if self._pin_memory:
-                value = _utils.pin_memory.pin_memory(value, self._pin_memory_device)
             return value
         if code == _ERROR:
             value.reraise()
@@ -282,11 +285,16 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if self._death is not None:
             raise self._death_error()
 
-    def _died_or_late(self, code: int, worker_id: Any) -> None:
+    def _died_or_late(self, code: int, value: Any) -> None:
         if code == _TIMED_OUT:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         if code == _DEAD:
-            self._note_death(worker_id)
+            self._note_death(value)
+            raise self._death_error()
+        if code == _NO_PIN_THREAD:
+            self._death = "Pin memory thread exited unexpectedly"
+            self._death_note = value or None
+            self._engine().close()
             raise self._death_error()
 
     def _note_death(self, worker_id: int) -> None:
@@ -389,10 +397,16 @@ def _end(iterators: list[_MultiProcessingDataLoaderIter], grace: float, kill_aft
                     return False
         return True
 
+    start = time.monotonic()
     try:
         for core in cores:
+            core.stop_pinning()
+        for core in cores:
             core.close()
-        if not gone(grace):
+        # The pin threads first: they read what the workers write.
+        for core in cores:
+            core.join_pinning(grace - (time.monotonic() - start))
+        if not gone(grace - (time.monotonic() - start)):
             for core in cores:
                 core.signal_all(signal.SIGTERM)
             gone(kill_after)

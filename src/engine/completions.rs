@@ -19,6 +19,15 @@ pub struct Incoming {
     pub entry: ResultEntry,
 }
 
+/// A result as the scheduler keeps it: with the batch, if the pin thread has made it ready.
+#[derive(Debug)]
+pub struct Arrival<B> {
+    /// The result.
+    pub incoming: Incoming,
+    /// The batch.
+    pub ready: Option<B>,
+}
+
 impl Incoming {
     /// Whether it is a batch, not an error.
     pub fn is_batch(&self) -> bool {
@@ -81,12 +90,12 @@ impl Completions {
         let Some(words) = self.rings[worker as usize].pop()? else { return Ok(None) };
         Ok(Some(Incoming { worker, entry: ResultEntry::from_words(&words)? }))
     }
+}
 
-    /// Gives back the blocks of a result that nobody will open.
-    pub fn discard(&self, arena: &Arc<Arena>, incoming: &Incoming) {
-        // Opening lets go of the message's block in any case, dropping of the leaves. A damaged one keeps its leaves.
-        drop(Message::open(arena, incoming, Vec::new()));
-    }
+/// Gives back the blocks of a result that nobody will open.
+pub fn discard(arena: &Arc<Arena>, incoming: &Incoming) {
+    // Opening lets go of the message's block in any case, dropping of the leaves. A damaged one keeps its leaves.
+    drop(Message::open(arena, incoming, Vec::new()));
 }
 
 /// An opened result: its payload, copied out of shared memory before anything in it is believed, and its leaves.

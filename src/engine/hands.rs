@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use super::pin::Control;
 use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
@@ -73,6 +74,8 @@ pub struct Hands {
     /// Rung by workers, and by whoever stops the iterator.
     pub doorbell: sys::event::EventFd,
     processes: Box<[OnceLock<Process>]>,
+    /// The pin thread's, where there is one.
+    pinning: OnceLock<Arc<Control>>,
     closing: AtomicBool,
     exiting: AtomicBool,
 }
@@ -86,6 +89,7 @@ impl Hands {
             arena,
             doorbell: sys::event::EventFd::new()?,
             processes,
+            pinning: OnceLock::new(),
             closing: AtomicBool::new(false),
             exiting: AtomicBool::new(false),
         })
@@ -101,6 +105,26 @@ impl Hands {
     /// The process of a worker, if it has been started.
     pub fn process(&self, worker: u32) -> Option<&Process> {
         self.processes.get(worker as usize)?.get()
+    }
+
+    /// The control of the pin thread that is about to be started.
+    pub(super) fn control_of_pinning(&self) -> Result<Arc<Control>> {
+        let control = Arc::new(Control::new()?);
+        let placed = self.pinning.set(control.clone());
+        placed.map_err(|_| Error::usage("an iterator has one pin thread"))?;
+        Ok(control)
+    }
+
+    /// The pin thread's control, where there is such a thread.
+    pub fn pinning(&self) -> Option<&Control> {
+        self.pinning.get().map(Arc::as_ref)
+    }
+
+    /// Tells the pin thread to end, where there is one.
+    pub fn stop_pinning(&self) -> Result<()> {
+        let Some(control) = self.pinning() else { return Ok(()) };
+        control.stop();
+        self.doorbell.ring()
     }
 
     /// True in the process that made the iterator.
@@ -148,6 +172,9 @@ impl Hands {
             let sleeper = &self.arena.control(worker).sleeper.0;
             sleeper.ring_always();
             let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
+        }
+        if let Some(control) = self.pinning() {
+            let _ = control.pickup.ring();
         }
         let _ = self.doorbell.ring();
     }

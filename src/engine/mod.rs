@@ -1,18 +1,21 @@
 //! The engine: turns the scheduler's actions into effects, and what happens outside into its events.
 //!
 //! Without pinning no thread of its own runs in the main process: whoever calls `next` drains the completion rings, and
-//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. The
-//! consumer's ends ([`Completions`]) are a value of their own, so that a pin thread can own them instead.
+//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. With pinning
+//! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
 
 pub mod completions;
 pub mod hands;
+pub mod pin;
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::completions::Completions;
+use crossbeam_channel::TryRecvError;
+
 pub use self::completions::Incoming;
+use self::completions::{Arrival, Completions};
 pub use self::hands::{Hands, SLICE};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
@@ -41,20 +44,15 @@ const SMALL_INDEX: u64 = 64 << 10;
 
 /// What `next` has to do now.
 #[derive(Debug)]
-pub enum Step<T, O = ()> {
+pub enum Step<T, B = ()> {
     /// Hand out a batch, or raise the error that stands in its place.
     Deliver {
         /// The task's tag.
         tag: T,
         /// The result.
         incoming: Incoming,
-    },
-    /// The same with a result that was opened when it came.
-    DeliverOpened {
-        /// The task's tag.
-        tag: T,
-        /// What [`Engine::opened`] was given.
-        opened: O,
+        /// The batch, if it was made ready when it came.
+        ready: Option<B>,
     },
     /// Open a result that has just come ([`ResultKind::Tied`]), and give it to [`Engine::opened`].
     Open(Incoming),
@@ -75,15 +73,8 @@ pub enum Step<T, O = ()> {
     Wait(Option<Duration>),
     /// Somebody has shut the iterator down.
     Closed,
-}
-
-/// A result that waits for its turn.
-#[derive(Debug)]
-enum Arrived<O> {
-    /// As it came.
-    Closed(Incoming),
-    /// Opened on receipt.
-    Opened(O),
+    /// The pin thread has ended, and why; what it had handed on was delivered.
+    NoPinThread(String),
 }
 
 /// Where an epoch stands.
@@ -99,16 +90,28 @@ pub struct Progress {
     pub undelivered: Vec<(u64, u32)>,
 }
 
-/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `O` what it makes of a
-/// result that has to be opened on receipt.
+/// Where results come from.
 #[derive(Debug)]
-pub struct Engine<T, O = ()> {
+enum Intake<B> {
+    /// Out of the rings.
+    Rings(Completions),
+    /// From the pin thread.
+    Thread(pin::Link<B>),
+}
+
+/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
+/// made ready when it came: by the pin thread, or because it had to be opened on receipt.
+#[derive(Debug)]
+pub struct Engine<T, B: Send + 'static = ()> {
     hands: Arc<Hands>,
-    scheduler: Scheduler<T, Arrived<O>>,
+    scheduler: Scheduler<T, Arrival<B>>,
     /// A result that the caller is to open before any other is taken.
     tied: Option<Incoming>,
     tasks: Vec<Producer<ArenaRing>>,
-    completions: Completions,
+    /// Empty only while it is changed, and in a forked child.
+    intake: Option<Intake<B>>,
+    /// Why the pin thread has ended.
+    pin_thread_gone: Option<String>,
     /// The main process's region, which index batches travel in.
     allocator: Allocator,
     poll: sys::poll::PollSet,
@@ -124,7 +127,7 @@ pub struct Engine<T, O = ()> {
     finished: bool,
 }
 
-impl<T, O> Engine<T, O> {
+impl<T, B: Send + 'static> Engine<T, B> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
@@ -144,7 +147,8 @@ impl<T, O> Engine<T, O> {
             scheduler: Scheduler::new(settings)?,
             tied: None,
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
-            completions: Completions::new(&arena),
+            intake: Some(Intake::Rings(Completions::new(&arena))),
+            pin_thread_gone: None,
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
             poll,
             ready: Vec::new(),
@@ -169,6 +173,23 @@ impl<T, O> Engine<T, O> {
     /// Tasks that may be outstanding, and so the number of submissions that begin an epoch.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
+    }
+
+    /// Has a thread take the results in and make the batches ready, from now on. To be called once all workers have been
+    /// started. `around` gets the thread's body and runs it.
+    pub fn start_pinning<P: pin::Prepare<Ready = B>>(
+        &mut self,
+        prepare: P,
+        around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
+    ) -> Result<()> {
+        let Some(Intake::Rings(completions)) = self.intake.take() else {
+            return Err(Error::usage("a second pin thread"));
+        };
+        let link = pin::start(prepare, &self.hands, completions, self.max_tasks(), around)?;
+        self.poll.remove(DOORBELL)?;
+        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
+        self.intake = Some(Intake::Thread(link));
+        Ok(())
     }
 
     /// Where the epoch stands.
@@ -261,12 +282,12 @@ impl<T, O> Engine<T, O> {
         self.scheduler.resuming()
     }
 
-    fn event(&mut self, event: Event<Arrived<O>>) -> Result<()> {
+    fn event(&mut self, event: Event<Arrival<B>>) -> Result<()> {
         self.scheduler.on_event(sys::clock::monotonic(), event)
     }
 
     /// Looks what has come, and says what to do now.
-    pub fn step(&mut self) -> Result<Step<T, O>> {
+    pub fn step(&mut self) -> Result<Step<T, B>> {
         self.hands.check_ours()?;
         if self.hands.closing() {
             return Ok(Step::Closed);
@@ -283,15 +304,17 @@ impl<T, O> Engine<T, O> {
         }
         self.event(Event::Time)?;
         let step = match self.scheduler.next() {
-            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => match result {
-                Arrived::Closed(incoming) => Step::Deliver { tag, incoming },
-                Arrived::Opened(opened) => Step::DeliverOpened { tag, opened },
-            },
+            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
+                Step::Deliver { tag, incoming: result.incoming, ready: result.ready }
+            }
             Decision::Submit => Step::Submit,
             Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
             Decision::End => Step::End,
             Decision::TimedOut => Step::TimedOut,
             Decision::Shutdown => Step::Closed,
+            Decision::Wait { .. } if self.pin_thread_gone.is_some() => {
+                Step::NoPinThread(self.pin_thread_gone.clone().unwrap_or_default())
+            }
             Decision::Wait { deadline } if self.waiting => return Ok(Step::Wait(deadline)),
             Decision::Wait { .. } => {
                 self.waiting = true;
@@ -325,31 +348,61 @@ impl<T, O> Engine<T, O> {
         self.waiting = false;
     }
 
-    /// Drains the marked rings into the scheduler and carries out what it wants. It stops at a result that is tied to its
+    /// Takes what has come into the scheduler and carries out what that wants. It stops at a result that is tied to its
     /// worker: that the worker may leave stands behind it in the same ring.
     fn take_in(&mut self) -> Result<()> {
         while self.tied.is_none()
-            && let Some((_, incoming)) = self.completions.next(&self.hands.arena)?
+            && let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some((_, incoming)) = completions.next(&self.hands.arena)?
         {
             if incoming.entry.kind == ResultKind::Tied {
                 self.tied = Some(incoming);
             } else {
-                self.completed(&incoming, Arrived::Closed(incoming))?;
+                self.completed(incoming, None)?;
             }
         }
+        self.take_parcels()?;
         self.effects()
     }
 
     /// Takes what the caller has made of the result of [`Step::Open`].
-    pub fn opened(&mut self, opened: O) -> Result<()> {
+    pub fn opened(&mut self, ready: B) -> Result<()> {
         let incoming = self.tied.take().ok_or_else(|| Error::usage("no result was to be opened"))?;
-        let result = self.completed(&incoming, Arrived::Opened(opened)).and_then(|()| self.effects());
+        let result = self.completed(incoming, Some(ready)).and_then(|()| self.effects());
         self.sticky(result)
     }
 
-    fn completed(&mut self, incoming: &Incoming, result: Arrived<O>) -> Result<()> {
-        let (worker, task) = (WorkerId(incoming.worker), TaskId(incoming.entry.task));
-        self.event(match incoming.entry.kind {
+    fn take_parcels(&mut self) -> Result<()> {
+        while let Some(Intake::Thread(link)) = &self.intake {
+            match link.parcels.try_recv() {
+                Ok(parcel) => self.unpack(parcel)?,
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => {
+                    self.pin_thread_gone.get_or_insert_with(String::new);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
+        match parcel {
+            pin::Parcel::Result(incoming, ready) => self.completed(incoming, ready),
+            pin::Parcel::Drained(worker) => self.died(worker),
+            pin::Parcel::Broken(error) => Err(error),
+            pin::Parcel::Gone(cause) => {
+                self.pin_thread_gone = Some(cause);
+                Ok(())
+            }
+        }
+    }
+
+    fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
+        let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
+        let worker = WorkerId(incoming.worker);
+        let result = Arrival { incoming, ready };
+        self.event(match kind {
             ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied => {
                 Event::Completed { worker, task, result }
             }
@@ -364,8 +417,8 @@ impl<T, O> Engine<T, O> {
             match action {
                 Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
-                Action::Discard { result: Some(Arrived::Closed(incoming)), .. } => {
-                    self.completions.discard(&self.hands.arena, &incoming);
+                Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
+                    completions::discard(&self.hands.arena, &incoming);
                 }
                 Action::Discard { .. } => {}
             }
@@ -387,16 +440,19 @@ impl<T, O> Engine<T, O> {
         let start = sys::clock::monotonic();
         loop {
             sys::clock::yield_now();
-            if self.completions.marked(&self.hands.arena) {
+            if self.has_news() {
                 return Ok(());
             }
             if sys::clock::monotonic() - start > YIELD_FOR {
                 break;
             }
         }
-        let sleeper = &self.hands.arena.header().doorbell.0;
+        let sleeper = match &self.intake {
+            Some(Intake::Thread(link)) => &link.control.sleeper,
+            _ => &self.hands.arena.header().doorbell.0,
+        };
         sleeper.announce();
-        if self.completions.marked(&self.hands.arena) || self.hands.closing() {
+        if self.has_news() || self.hands.closing() {
             sleeper.awake();
             return Ok(());
         }
@@ -411,6 +467,15 @@ impl<T, O> Engine<T, O> {
         Ok(())
     }
 
+    /// Whether there is something to take in.
+    fn has_news(&self) -> bool {
+        match &self.intake {
+            Some(Intake::Rings(completions)) => completions.marked(&self.hands.arena),
+            Some(Intake::Thread(link)) => !link.parcels.is_empty(),
+            None => false,
+        }
+    }
+
     /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
     /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
     pub fn after_wait(&mut self) -> Result<()> {
@@ -423,7 +488,10 @@ impl<T, O> Engine<T, O> {
         let ready = std::mem::take(&mut self.ready);
         for &token in &ready {
             if token == DOORBELL {
-                self.hands.doorbell.drain()?;
+                match &self.intake {
+                    Some(Intake::Thread(link)) => link.control.pickup.drain()?,
+                    _ => self.hands.doorbell.drain()?,
+                }
             } else {
                 self.poll.remove(token)?;
                 self.ended(token as u32)?;
@@ -437,12 +505,26 @@ impl<T, O> Engine<T, O> {
 
     /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
     fn ended(&mut self, worker: u32) -> Result<()> {
+        if let Some(Intake::Thread(link)) = &self.intake {
+            if link.drain.try_send(worker).is_ok() {
+                return self.hands.doorbell.ring();
+            }
+            // The thread has ended. What it had handed on came before.
+            self.take_parcels()?;
+            return self.died(worker);
+        }
         if let Some(incoming) = self.tied.take_if(|tied| tied.worker == worker) {
-            self.completed(&incoming, Arrived::Closed(incoming))?;
+            self.completed(incoming, None)?;
         }
-        while let Some(incoming) = self.completions.pop(worker)? {
-            self.completed(&incoming, Arrived::Closed(incoming))?;
+        while let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some(incoming) = completions.pop(worker)?
+        {
+            self.completed(incoming, None)?;
         }
+        self.died(worker)
+    }
+
+    fn died(&mut self, worker: u32) -> Result<()> {
         self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
         self.effects()
     }
@@ -458,12 +540,24 @@ impl<T, O> Engine<T, O> {
             return Ending::Retire(arena);
         }
         if let Some(incoming) = self.tied.take() {
-            self.completions.discard(&arena, &incoming);
+            completions::discard(&arena, &incoming);
         }
+        if let Some(Intake::Thread(link)) = &self.intake {
+            if link.control.is_alive() {
+                return Ending::Retire(arena);
+            }
+            while let Ok(parcel) = link.parcels.try_recv() {
+                if let pin::Parcel::Result(incoming, None) = parcel {
+                    completions::discard(&arena, &incoming);
+                }
+            }
+        }
+        // Where a thread had the rings, its ends have gone with it.
+        let mut rings = Completions::new(&arena);
         for worker in 0..arena.geometry().workers {
             loop {
-                match self.completions.pop(worker) {
-                    Ok(Some(incoming)) => self.completions.discard(&arena, &incoming),
+                match rings.pop(worker) {
+                    Ok(Some(incoming)) => completions::discard(&arena, &incoming),
                     Ok(None) => break,
                     Err(_) => return Ending::Retire(arena),
                 }
@@ -498,9 +592,18 @@ impl Ending {
     }
 }
 
-impl<T, O> Drop for Engine<T, O> {
+impl<T, B: Send + 'static> Drop for Engine<T, B> {
     fn drop(&mut self) {
-        if self.hands.is_ours() && !self.finished {
+        if !self.hands.is_ours() {
+            // The pin thread of the parent may have held the channel's locks at the fork.
+            std::mem::forget(self.intake.take());
+            return;
+        }
+        if let Some(control) = self.hands.pinning() {
+            control.stop();
+            let _ = self.hands.doorbell.ring();
+        }
+        if !self.finished {
             // The workers, if there are any, have been told to leave; their results are nobody's.
             self.hands.arena.header().stop.0.store(1, Ordering::Release);
             self.arena().retire();

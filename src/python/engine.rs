@@ -11,10 +11,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use super::codec;
+use super::pin::{self, Held, Pinner, Ready};
 use super::runtime::Runtime;
 use super::tensor::Bridge;
 use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
+use crate::engine::pin::Control;
 use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
 use crate::scheduler::Settings;
@@ -34,6 +36,7 @@ mod code {
     pub const DEAD: u8 = 2;
     pub const END: u8 = 3;
     pub const TIMED_OUT: u8 = 4;
+    pub const NO_PIN_THREAD: u8 = 5;
 }
 
 /// So often an unpickling that has failed is tried again.
@@ -50,11 +53,8 @@ struct Pickled {
     is_batch: bool,
 }
 
-/// What became of a result that had to be unpickled when it came.
-type Opened = PyResult<Py<PyAny>>;
-
 struct State {
-    engine: Engine<Py<PyAny>, Opened>,
+    engine: Engine<Py<PyAny>, Ready>,
     /// Errors of the sampler that are to be raised by the next calls.
     held_back: VecDeque<PyErr>,
     /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
@@ -139,11 +139,8 @@ fn read_message(py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyRes
             keep(&mut state.buffer, message);
             return Ok(Read::Batch(object));
         }
-        let (pickle, objects, sum): (Bound<'_, PyBytes>, Py<PyList>, i64) = object.extract(py)?;
-        if codec::pickle_sum(&pickle) != sum {
-            return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
-        }
-        (pickle.unbind(), objects)
+        let (pickle, objects) = codec::pickle_of(object.bind(py))?;
+        (pickle.unbind(), objects.unbind())
     };
     keep(&mut state.buffer, message);
     Ok(Read::Pickled(Pickled { payload, objects, is_batch: incoming.is_batch() }))
@@ -250,7 +247,10 @@ impl PyEngine {
             },
             Err(error) => Err(error),
         };
-        state.engine.opened(opened)?;
+        state.engine.opened(match opened {
+            Ok(batch) => Ready::Batch(Held::new(batch)),
+            Err(error) => Ready::Raised(error),
+        })?;
         interrupt
     }
 
@@ -278,7 +278,12 @@ impl PyEngine {
         Err(error)
     }
 
-    fn deliver(&self, hand: &Bound<'_, PyList>, code: u8, object: Py<PyAny>) -> PyResult<()> {
+    fn deliver<'py>(
+        &self,
+        hand: &Bound<'py, PyList>,
+        code: u8,
+        object: impl IntoPyObject<'py>,
+    ) -> PyResult<()> {
         if code == code::BATCH {
             BATCHES.fetch_add(1, Ordering::Relaxed);
             self.batches.fetch_add(1, Ordering::Relaxed);
@@ -374,9 +379,10 @@ impl PyEngine {
                     Step::Dead { worker, .. } => return give(hand, code::DEAD, worker),
                     Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                     Step::Closed => return Err(closed(py, &self.hands)),
+                    Step::NoPinThread(cause) => return give(hand, code::NO_PIN_THREAD, cause),
                     Step::Wait(deadline) => self.wait(py, state, deadline)?,
                     Step::Open(incoming) => self.open(py, state, &incoming)?,
-                    Step::Deliver { .. } | Step::DeliverOpened { .. } | Step::Submit | Step::End => {}
+                    Step::Deliver { .. } | Step::Submit | Step::End => {}
                 }
             }
         }
@@ -418,13 +424,14 @@ impl PyEngine {
         }
         loop {
             match state.engine.step()? {
-                Step::Deliver { tag, incoming } => {
+                Step::Deliver { tag, incoming, ready } => {
                     drop(tag);
-                    return self.read(py, state, hand, &incoming);
-                }
-                Step::DeliverOpened { tag, opened } => {
-                    drop(tag);
-                    return self.deliver(hand, code::BATCH, opened?);
+                    return match ready {
+                        None => self.read(py, state, hand, &incoming),
+                        Some(Ready::Batch(batch)) => self.deliver(hand, code::BATCH, batch.take()),
+                        Some(Ready::Raised(error)) => Err(error),
+                        Some(Ready::Error(wrapper)) => self.deliver(hand, code::ERROR, wrapper.take()),
+                    };
                 }
                 Step::Open(incoming) => self.open(py, state, &incoming)?,
                 Step::Submit => {
@@ -441,8 +448,54 @@ impl PyEngine {
                 },
                 Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                 Step::Closed => return Err(closed(py, &self.hands)),
+                Step::NoPinThread(cause) => return give(hand, code::NO_PIN_THREAD, cause),
                 Step::Wait(deadline) => self.wait(py, state, deadline)?,
             }
+        }
+    }
+
+    /// Starts the pin thread, after the workers. `pinner` is a `_pin.Pinner`.
+    fn start_pinning(&self, py: Python<'_>, pinner: Py<PyAny>) -> PyResult<()> {
+        let pinner = Pinner::new(py, pinner)?;
+        Ok(self.enter(py)?.state().engine.start_pinning(pinner, pin::run)?)
+    }
+
+    /// Whether a pin thread runs. Without the turn.
+    fn pinning(&self) -> bool {
+        self.hands.is_ours() && self.hands.pinning().is_some_and(Control::is_alive)
+    }
+
+    /// Tells the pin thread to end. Without the turn.
+    fn stop_pinning(&self) -> PyResult<()> {
+        if self.hands.is_ours() {
+            self.hands.stop_pinning()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the pin thread's end, at most `seconds`; says whether it has ended. Without the turn and without the GIL.
+    #[pyo3(signature = (seconds = None))]
+    fn join_pinning(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
+        if !self.hands.is_ours() {
+            return Ok(true);
+        }
+        let Some(control) = self.hands.pinning() else { return Ok(true) };
+        if control.is_current() {
+            return Ok(false);
+        }
+        let limit = seconds.map_or(Duration::MAX, |seconds| {
+            Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+        });
+        let start = crate::sys::clock::monotonic();
+        loop {
+            let left = limit.saturating_sub(crate::sys::clock::monotonic() - start);
+            if py.detach(|| control.join(left)) {
+                return Ok(true);
+            }
+            if left.is_zero() {
+                return Ok(false);
+            }
+            py.check_signals()?;
         }
     }
 

@@ -9,6 +9,7 @@ mod errors;
 mod failpoints;
 mod indices;
 mod leaves;
+mod pin;
 mod port;
 mod profiler;
 mod runtime;

@@ -5,6 +5,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 
+use super::pinned::{Copies, Pinned};
 use super::{DETACH_FROM, Source};
 use crate::error::Error;
 use crate::python::dlpack::{Heap, Lease};
@@ -25,6 +26,28 @@ pub fn decode<S: Source>(
     let mut decoder = Decoder::new(py, Some(bridge), source);
     walk(payload, &mut decoder)?;
     decoder.finish()
+}
+
+/// As [`decode`], but the tensors lie in pinned memory. They hold what they should once the copies have been done.
+///
+/// # Errors
+/// As for [`decode`]; what the allocator says.
+pub fn decode_pinned<'py, S: Source>(
+    bridge: &Bridge,
+    payload: &[u8],
+    source: &mut S,
+    pinned: Pinned<'py, S::Lease>,
+    py: Python<'py>,
+) -> PyResult<(Py<PyAny>, Copies<S::Lease>)> {
+    let mut decoder = Decoder::new(py, Some(bridge), source);
+    decoder.pinned = Some(pinned);
+    walk(payload, &mut decoder)?;
+    let pinned = decoder.pinned.take();
+    let batch = decoder.finish()?;
+    match pinned {
+        Some(pinned) => Ok((batch, pinned.into_copies())),
+        None => unreachable!("it was put in above"),
+    }
 }
 
 /// Builds the index batch that [`super::encode_indices`] wrote.
@@ -49,7 +72,7 @@ impl Source for Nothing {
     }
 }
 
-struct Decoder<'a, 'py, S> {
+struct Decoder<'a, 'py, S: Source> {
     py: Python<'py>,
     bridge: Option<&'a Bridge>,
     source: &'a mut S,
@@ -57,6 +80,8 @@ struct Decoder<'a, 'py, S> {
     /// Objects that may come back, by the numbers of their marks; None for those that are not complete.
     kept: Vec<Option<Bound<'py, PyAny>>>,
     storages: Vec<SharedStorage>,
+    /// Where tensors go, if not into ordinary memory.
+    pinned: Option<Pinned<'py, S::Lease>>,
 }
 
 impl<S: Source> Build for Decoder<'_, '_, S> {
@@ -81,7 +106,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             Atom::BytesOutside { len, leaf, offset } => self.bytes(len, leaf, offset)?,
             Atom::Ints(group, values) => sequence(
                 py,
-                group,
+                self.pinned.as_ref().map_or(group, |pinned| pinned.group(group)),
                 values.len(),
                 values.iter().map(|&value| int(py, i64::from_le_bytes(value))),
             )?,
@@ -105,8 +130,13 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
             }
+            // A value that is replaced here would be let go of before its memory has been filled.
+            if dict.len() != count {
+                return Err(Error::corrupt("a dict with a key that comes twice").into());
+            }
             dict.into_any()
         } else {
+            let group = self.pinned.as_ref().map_or(group, |pinned| pinned.group(group));
             sequence(py, group, count, values.by_ref().map(Ok))?
         };
         drop(values);
@@ -192,7 +222,7 @@ fn sequence<'py>(
 
 impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
     fn new(py: Python<'py>, bridge: Option<&'a Bridge>, source: &'a mut S) -> Self {
-        Self { py, bridge, source, stack: Vec::new(), kept: Vec::new(), storages: Vec::new() }
+        Self { py, bridge, source, stack: Vec::new(), kept: Vec::new(), storages: Vec::new(), pinned: None }
     }
 
     fn bridge(&self) -> PyResult<&'a Bridge> {
@@ -234,16 +264,25 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         let bridge = self.bridge()?;
         let Leaf { kind, dtype, shape, strides, extent, place } = leaf;
         match *place {
-            Place::Inline(bytes) => match kind {
-                Kind::Tensor => bridge.tensor_copied(py, bytes, *dtype, shape, strides),
-                Kind::Array => bridge.ndarray_copied(py, bytes, *dtype, shape, strides),
+            Place::Inline(bytes) => match (kind, &mut self.pinned) {
+                // A tensor without elements has no memory that could be pinned.
+                (Kind::Tensor, Some(pinned)) if !bytes.is_empty() => {
+                    let (storage, at) = pinned.small(bytes)?;
+                    bridge.tensor_shared(py, storage, at, *dtype, shape, strides)
+                }
+                (Kind::Tensor, _) => bridge.tensor_copied(py, bytes, *dtype, shape, strides),
+                (Kind::Array, _) => bridge.ndarray_copied(py, bytes, *dtype, shape, strides),
             },
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
                 let offset = within(&lease, leaf, offset, *extent, dtype.align())?;
-                match kind {
-                    Kind::Tensor => bridge.tensor(py, lease, offset, *dtype, shape, strides),
-                    Kind::Array => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
+                match (kind, &mut self.pinned) {
+                    (Kind::Tensor, Some(pinned)) => {
+                        let storage = pinned.large(lease, offset, *extent)?;
+                        bridge.tensor_shared(py, &storage, 0, *dtype, shape, strides)
+                    }
+                    (Kind::Tensor, None) => bridge.tensor(py, lease, offset, *dtype, shape, strides),
+                    (Kind::Array, _) => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
                 }
             }
             Place::Shared { storage, offset } => {

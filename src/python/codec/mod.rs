@@ -9,19 +9,21 @@
 mod decode;
 mod encode;
 mod knit;
+mod pinned;
 pub mod roundtrip;
 mod seen;
 
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 use super::dlpack::Lease;
 use crate::error::Error;
 use crate::wire;
 
 pub use crate::tree::INLINE_LIMIT;
-pub use decode::{decode, decode_indices};
+pub use decode::{decode, decode_indices, decode_pinned};
 pub use encode::{encode, encode_indices};
+pub use pinned::{Copies, Pinned};
 
 /// Copies of at least this many bytes run without the GIL.
 pub const DETACH_FROM: usize = 256 * 1024;
@@ -43,6 +45,15 @@ pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
         return 0;
     }
     pickle.py().detach(|| wire::checksum(bytes)) as i64
+}
+
+/// A pickle and what travels beside it, out of a decoded payload; the checksum is checked.
+pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
+    let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
+    if pickle_sum(&pickle) != sum {
+        return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+    }
+    Ok((pickle, objects))
 }
 
 /// Where an encoder puts what does not fit into the payload. Leaves are numbered from 0 in the order in which

@@ -33,13 +33,13 @@ impl Bridge {
     ) -> PyResult<SharedStorage> {
         let address = (lease.ptr() as usize).wrapping_add(offset);
         let bytes = self.tensor(py, lease, offset, Dtype::UINT8, &[len as i64], &[1])?;
-        SharedStorage::of(py, &bytes, len, address)
+        SharedStorage::of(py, bytes.bind(py), len, address)
     }
 
     /// A storage that owns a copy of `bytes`.
     pub fn storage_copied(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<SharedStorage> {
         let copied = self.tensor_copied(py, bytes, Dtype::UINT8, &[bytes.len() as i64], &[1])?;
-        SharedStorage::of(py, &copied, bytes.len(), 0)
+        SharedStorage::of(py, copied.bind(py), bytes.len(), 0)
     }
 
     /// A tensor on a storage; it is no view. Sizes and strides count elements; the first one lies at
@@ -98,8 +98,9 @@ impl Bridge {
 }
 
 impl SharedStorage {
-    fn of(py: Python<'_>, bytes: &Py<PyAny>, len: usize, address: usize) -> PyResult<Self> {
-        let storage = bytes.bind(py).call_method0(intern!(py, "untyped_storage"))?.unbind();
+    /// The storage of a tensor of `len` bytes that begins with it.
+    pub fn of(py: Python<'_>, bytes: &Bound<'_, PyAny>, len: usize, address: usize) -> PyResult<Self> {
+        let storage = bytes.call_method0(intern!(py, "untyped_storage"))?.unbind();
         Ok(Self { storage, len, address })
     }
 }

@@ -1,0 +1,343 @@
+"""Pinning that fails, is late, or ends: allocator, users' types, workers, thread (PARITY P17, P19, P20, S6)."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from pinning_support import pinning, thread_name
+from sample_data import Dying, DyingOnce, Failing, Given, Numbers, key_error, runtime_error, two_arguments
+from support import (
+    BOTH,
+    DataLoader,
+    gone,
+    outcome,
+    outcomes,
+    outcomes_of,
+    values,
+    wait_until,
+    within,
+    worker_pids,
+)
+from torch.utils.data import _utils
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+GONE = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
+
+
+@pytest.fixture
+def host():
+    with pinning() as host:
+        yield host
+
+
+class Sized(Numbers):
+    """Sample i has 5000 + i elements, so that its allocation is known by its size."""
+
+    def __getitem__(self, i):
+        return torch.full((5000 + i,), i)
+
+    @staticmethod
+    def nbytes(i):
+        return 8 * (5000 + i)
+
+
+class Act:
+    """A sample that does something when it is pinned. What it does it finds in this process."""
+
+    acts = {}  # noqa: RUF012
+
+    def __init__(self, i):
+        self.i = i
+
+    def pin_memory(self):
+        self.acts.get(self.i, lambda: None)()
+        return self.i
+
+
+class Acts(Numbers):
+    def __getitem__(self, i):
+        return Act(i)
+
+
+@pytest.fixture
+def acts():
+    yield Act.acts
+    Act.acts.clear()
+
+
+def loader_of(dataset, cls=DataLoader, **kw):
+    return cls(dataset, **({"batch_size": None, "num_workers": 2, "pin_memory": True} | kw))
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+def test_p17_an_error_of_the_allocator_stands_in_the_place_of_its_batch(host):
+    torch.accelerator.set_device_index(2)
+    host.fail = {Sized.nbytes(3): RuntimeError("no pinned memory"), Sized.nbytes(4): MemoryError()}
+    iterator = iter(loader_of(Sized(7)))
+    found = outcomes(iterator, 8)
+    assert [kind for kind, *_ in found] == ["value"] * 3 + ["error"] * 2 + ["value"] * 2 + ["end"]
+    assert found[3][1:] == (RuntimeError, "Caught RuntimeError in pin memory thread for device 2.")
+    assert found[4][1:] == (MemoryError, "Caught MemoryError in pin memory thread for device 2.")
+    assert not host.live
+
+
+def test_p17_errors_of_users_types_are_those_of_torch(host, acts):
+    errors = [ValueError("two\nlines"), KeyError("key"), two_arguments(), StopIteration(), OSError(2, "x")]
+    acts.update({2 * i + 1: raising(error) for i, error in enumerate(errors)})
+    ours, torchs = (outcomes_of(loader_of(Acts(11), cls), 13) for cls in reversed(BOTH))
+    assert ours == torchs
+    assert [k for k, found in enumerate(ours) if found[0] != "value"] == [1, 3, 5, 7, 9, 11, 12]
+    assert "in pin memory thread for device 0." in ours[1][2]
+
+
+def test_p17_the_traceback_names_the_users_code(host, acts):
+    acts[0] = raising(ValueError("mine"))
+    with pytest.raises(ValueError, match=r"(?s)Original Traceback.*self\.acts\.get.*ValueError: mine"):
+        next(iter(loader_of(Acts(1))))
+
+
+def test_p17_errors_of_workers_pass_through(host):
+    dataset = Failing(6, {1: key_error, 4: runtime_error})
+    ours, torchs = (outcomes_of(loader_of(dataset, cls), 7) for cls in reversed(BOTH))
+    assert ours == torchs
+    assert ours[4] == ("error", RuntimeError, "Caught RuntimeError in DataLoader worker process 0.")
+
+
+class Sour:
+    """Cannot be unpickled in the main process."""
+
+    def __reduce__(self):
+        return sour, (os.getpid(),)
+
+
+def sour(pid):
+    if os.getpid() != pid:
+        raise ValueError("it has gone off")
+
+
+@pytest.mark.ours
+def test_a_batch_that_cannot_be_unpickled_is_an_error_in_its_place(host):
+    """In torch's loader the pin thread dies of it."""
+    found = outcomes(iter(loader_of(Given([1, Sour(), 3]))), 4)
+    text = "Caught ValueError in pin memory thread for device 0."
+    assert found == [("value", 1), ("error", ValueError, text), ("value", 3), ("end",)]
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
+    """torch lets the workers wait for the next batch that nobody will want."""
+    acts[4] = raising(error)
+    loader = loader_of(Acts(20), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    assert outcomes(iterator, 4) == [("value", i) for i in range(4)], "what was ready comes first"
+    assert outcomes(iterator, 3) == [GONE] * 3
+    with pytest.raises(RuntimeError) as caught:
+        next(iterator)
+    assert type(error).__name__ in caught.value.__notes__[0]
+    assert not iterator._pin_memory_thread.is_alive()
+    assert wait_until(lambda: all(map(gone, pids)), 10)
+    acts.clear()
+    assert list(loader) == list(range(20)), "the next epoch has new workers and a new thread"
+    loader._iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+def test_a_thread_that_cannot_begin_is_named(host, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: raising(RuntimeError("no such device"))())
+    iterator = iter(loader_of(Numbers(4)))
+    with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly") as caught:
+        next(iterator)
+    assert "no such device" in caught.value.__notes__[0]
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p20_what_a_dead_worker_had_sent_is_delivered_then_its_death_is_raised(persistent, tmp_path):
+    with pinning(delay=0.05) as host:
+        dataset = DyingOnce(40, 7, signal.SIGKILL, tmp_path / "died")
+        loader = loader_of(dataset, persistent_workers=persistent, prefetch_factor=4)
+        iterator = iter(loader)
+        pids = worker_pids(iterator)
+        assert values([next(iterator) for _ in range(7)]) == list(range(7))
+        expected = ("error", RuntimeError, f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. ")
+        assert outcomes(iterator, 3) == [expected] * 3
+        iterator._pin_memory_thread.join(10)
+        assert wait_until(lambda: all(map(gone, pids)), 10) and not iterator._pin_memory_thread.is_alive()
+        host.delay = 0
+        if persistent:
+            assert values(loader) == list(range(40))
+            loader._iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
+    """The worker dies while the thread pins; what that worker had sent before still comes first."""
+    all_sent, dead = threading.Event(), []
+
+    def act():
+        os.kill(pids[0], signal.SIGKILL)
+        dead.append(wait_until(lambda: gone(pids[0])))
+        time.sleep(0.5)
+
+    acts[0], acts[2] = lambda: all_sent.wait(10), act
+    iterator = iter(loader_of(Acts(30), num_workers=1, prefetch_factor=6))
+    pids = worker_pids(iterator)
+    assert wait_until(lambda: iterator._core.worker_status(0)["tasks_done"] == 6)
+    all_sent.set()
+    *got, last = outcomes(iterator, 12)
+    count = [kind for kind, *_ in got].count("value")
+    assert count >= 6 and got[:count] == [("value", i) for i in range(count)] and dead == [True]
+    assert {x for x in got[count:]} | {last} == {last} and "is killed by signal" in last[2]
+
+
+@pytest.mark.ours
+def test_p20_a_worker_dies_after_the_thread(host, acts):
+    acts[2] = raising(SystemExit())
+    iterator = iter(loader_of(Acts(9), num_workers=1, prefetch_factor=6))
+    assert wait_until(lambda: not iterator._pin_memory_thread.is_alive())
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    time.sleep(0.3)
+    assert outcomes(iterator, 2) == [("value", 0), ("value", 1)]
+    kind, _, text = outcome(next, iterator)
+    assert kind == "error" and ("is killed by signal" in text or "Pin memory thread exited" in text)
+
+
+def test_p19_a_late_thread_is_a_timeout_and_nothing_is_lost(host, acts):
+    acts[1] = lambda: time.sleep(1.5)
+    iterator = iter(loader_of(Acts(4), timeout=0.5))
+    late = ("error", RuntimeError, "DataLoader timed out after 0.5 seconds")
+    assert wait_until(lambda: outcome(next, iterator) == ("value", 0), 10)
+    found = [outcome(next, iterator)]
+    while found[-1] != ("end",):
+        found.append(outcome(next, iterator))
+    assert found[0] == late
+    assert [x for x in found if x != late] == [("value", 1), ("value", 2), ("value", 3), ("end",)]
+
+
+def test_ctrl_c_while_next_waits_for_the_thread_loses_nothing(host, acts):
+    release = threading.Event()
+    acts[1] = lambda: release.wait(30)
+    iterator = iter(loader_of(Acts(4)))
+    assert next(iterator) == 0
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with within(10), pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    timer.join()
+    release.set()
+    assert list(iterator) == [1, 2, 3]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
+    armed = [False]
+
+    def handler(*_):
+        if armed[0]:
+            raise Interrupted
+
+    def disturb():
+        while not over.wait(0.0005):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    over = threading.Event()
+    thread = threading.Thread(target=disturb)
+    got, interrupts, ended = [], 0, False
+    try:
+        iterator = iter(loader_of(Numbers(1000), in_order=in_order, persistent_workers=True))
+        thread.start()
+        while not ended:
+            batch = None
+            try:
+                armed[0] = True
+                # Not next(): an interrupt after a call, before the assignment, would be this test's own loss.
+                for batch in iterator:  # noqa: B007
+                    break
+                else:
+                    ended = True
+                armed[0] = False
+            except Interrupted:
+                armed[0] = False
+                interrupts += 1
+            if batch is not None:
+                got.append(batch.item())
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    iterator._shutdown_workers()
+    assert interrupts > 10, interrupts
+    assert sorted(got) == list(range(1000)) and (got == sorted(got) or not in_order)
+
+
+@pytest.mark.ours
+def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
+    """torch's shutdown joins its thread without limit."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    stuck, release = threading.Event(), threading.Event()
+    acts[0] = lambda: stuck.set() or release.wait()
+    iterator = iter(loader_of(Acts(9)))
+    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
+    assert stuck.wait(10)
+    with within(10):
+        iterator._shutdown_workers()
+    assert all(map(gone, pids)) and thread.is_alive()
+    assert outcome(next, iterator) == ("end",)
+    del iterator
+    release.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.ours
+def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
+    """The collector runs on whichever thread allocates; the thread cannot wait for itself."""
+    dropped, collected = threading.Event(), []
+
+    def act():
+        dropped.wait(10)
+        start = time.monotonic()
+        gc.collect()
+        collected.append((thread_name(), time.monotonic() - start))
+
+    acts[1] = act
+    iterator = iter(loader_of(Acts(9)))
+    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
+    assert next(iterator) == 0
+    holder = [iterator]
+    holder.append(holder)
+    gc.disable()
+    try:
+        del iterator, holder
+        dropped.set()
+        assert wait_until(lambda: collected, 20)
+    finally:
+        gc.enable()
+    assert all(map(gone, pids))
+    assert collected[0][0] == "rl_pin"
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.ours
+def test_a_worker_that_dies_at_once(host):
+    found = outcomes(iter(loader_of(Dying(4, 0, 3), num_workers=1)), 2)
+    assert all("exited unexpectedly with exit code 3" in text for _, _, text in found)
