@@ -153,8 +153,8 @@ _reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__",
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers of types. Subclasses of tensors are found when their first instance comes; that other types are noted
-    as well spares a call for each object."""
+    """The reducers of types. Subclasses of tensors are found when their first instance comes; other types are noted as
+    well, which spares a call for each object."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):
