@@ -4,6 +4,7 @@ import contextlib
 import copyreg
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Given, Labelled, Record, untouched
-from support import DataLoader, epoch, gone, open_files, outcomes, send, wait_until
+from support import DataLoader, epoch, gone, open_files, outcomes, send, wait_until, worker_pids
 from torch.multiprocessing import reductions
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -290,6 +291,26 @@ def test_t27_a_shutdown_with_descriptors_that_nobody_asked_for(reducers_with_des
         time.sleep(0.1)
         assert next(iterator)[0] == 1
         iterator._shutdown_workers()
+
+
+class Dies(Dataset):
+    """The worker sends a descriptor and is killed at the next sample."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        if i == 0:
+            return OpenFile(pipe(b"text"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ours
+def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(reducers_with_descriptors):
+    iterator = iter(DataLoader(Dies(), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert wait_until(lambda: gone(worker_pids(iterator)[0]), 20)
+    (first, kind, _), (second, *_, text) = outcomes(iterator, 2)
+    assert first == second == "error" and issubclass(kind, OSError) and "is killed by signal" in text
 
 
 class Special:
