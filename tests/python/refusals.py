@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 
 CORE = os.path.join(os.path.dirname(__file__), "..", "..", "target", "failpoints", "librustloader.so")
 # A case that takes longer hangs.
@@ -37,7 +38,9 @@ def main():
     import torch
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     import programs  # noqa: F401
+
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(in_child(json.loads(line))), flush=True)
@@ -94,7 +97,7 @@ def session(sid):
 
 
 def run(program, points, where):
-    """What a program does while failpoints are armed `where`: in "main" or in each "worker"."""
+    """What a program does while failpoints are armed in "main" or in each "worker"."""
     import programs
     from conftest import left, state
     from rustloader import _core
@@ -106,6 +109,7 @@ def run(program, points, where):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("rustloader").addHandler(handler)
+    reader, programs.CALLS = os.pipe2(os.O_NONBLOCK)
     before = state()
     if where == "worker":
         _core._failpoint_calls()
@@ -113,16 +117,17 @@ def run(program, points, where):
     if where == "main":
         _core._failpoint_calls()
         del os.environ["RUSTLOADER_FAILPOINT"]
-    calls = [_core._failpoint_calls()]
-    outcome = getattr(programs, program)()
-    calls.append(_core._failpoint_calls())
+    errors = getattr(programs, program)()
+    called = {kind for kind, calls in _core._failpoint_calls().items() if calls} if where == "main" else set()
     trim_pool()
     end = time.monotonic() + 2
     while (over := left(before, state())) and time.monotonic() < end:
         time.sleep(0.02)
         trim_pool()
-    called = sorted(kind for kind in calls[1] if calls[1][kind] > calls[0][kind])
-    return {"outcome": outcome, "log": lines, "left": over, "called": called, "engine": _core.engine_batches()}
+    if where == "worker":
+        with contextlib.suppress(BlockingIOError):
+            called.update(*map(json.loads, os.read(reader, 1 << 16).splitlines()))
+    return {"errors": errors, "log": lines, "left": over, "called": sorted(called), "engine": _core.engine_batches()}
 
 
 if __name__ == "__main__":
