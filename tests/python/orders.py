@@ -140,3 +140,17 @@ class PickledOnce(Numbers):
         if self.pickled > 1:
             raise TypeError("no second time")
         return self.__dict__
+
+
+class Characters(Holds):
+    """Sample i is character i of a file."""
+
+    def __getitem__(self, i):
+        return os.pread(self.thing.fileno(), 1, i).decode()
+
+
+class Calls(Holds):
+    """Sample i is what a function gives for i."""
+
+    def __getitem__(self, i):
+        return self.thing(i)
