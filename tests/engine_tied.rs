@@ -7,7 +7,6 @@ use rustloader::engine::completions::Message;
 use rustloader::engine::{Ending, Engine, Step};
 use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
-use rustloader::sys::memfd::dup_cloexec;
 use rustloader::wire::{ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
@@ -24,7 +23,7 @@ fn start(workers: u32) -> (Arc<Arena>, Opened, Vec<Port>) {
     };
     let mut engine = Opened::over(arena.clone(), settings).unwrap();
     let port = |worker| {
-        let doorbell = dup_cloexec(engine.hands().doorbell.as_fd()).unwrap();
+        let doorbell = engine.hands().doorbell.as_fd().try_clone_to_owned().unwrap();
         Port::open(arena.clone(), worker, doorbell).unwrap()
     };
     let ports = (0..workers).map(port).collect();

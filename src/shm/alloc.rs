@@ -219,7 +219,8 @@ impl Allocator {
     pub fn collect(&mut self) -> Result<()> {
         let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
-        let count = arena.block_count(*region);
+        // Our own count: what stands in shared memory may be nonsense.
+        let count = idle_since.len() as u32;
         block::take_returned(
             &arena.region_head(*region).returned,
             count,
