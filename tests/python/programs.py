@@ -1,4 +1,4 @@
-"""Short programs around a loader, run under failpoints by refusals.py. Each answers with the errors that it saw, as texts."""
+"""Short programs around a loader, run under failpoints by refusals.py. Each answers with the texts of its errors."""
 
 import json
 import multiprocessing.util
@@ -41,8 +41,8 @@ def text_of(error):
 
 
 def walk(loader, expected, keep=True):
-    """One epoch: (errors, batches). An error that a worker caught stands in its batch's place. A batch that is wrong, lost
-    or doubled is an error as well."""
+    """One epoch: (errors, batches). An error that a worker caught stands in its batch's place. A batch that is wrong,
+    lost or doubled is an error as well."""
     errors, batches, place = [], [], 0
     try:
         iterator = iter(loader)

@@ -5,26 +5,23 @@ short program (programs.py) in a fresh process. It must end in time, with the ba
 with a known error, and leave no process, descriptor, mapping or output behind.
 """
 
-import json
 import os
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import refusals
-from support import HERE
+from programs import FOR_GOOD
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(1300)]
 
-HANDED_OVER = "a DataLoader runs on torch's own iterator: no shared memory can be had: "
+HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"
 LATE = r"RuntimeError: DataLoader timed out after 0\.5 seconds"
-NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?cannot get \d+ bytes of shared memory"
-NO_MEMORY += r" for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
+NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
+NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
 # How many batches of a program come from the engine.
 BATCHES = {"plain": 6, "twice": 12, "doomed": 7, "late": 0, "stubborn": 0, "many": 68, "burst": 240, "forking": 8}
@@ -141,37 +138,9 @@ CASES = cases()
 
 @pytest.fixture(scope="module")
 def reports():
-    """The reports of all cases, made by two processes that share the work."""
-    if not os.path.exists(refusals.CORE):
-        reason = "the extension with failpoints is not built: make failpoints"
-        if os.environ.get("RUSTLOADER_REQUIRE_ALL"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    names = list(CASES)
-    scripts = [start(names[at::2]) for at in range(2)]
-    found = {}
-    for at, script in enumerate(scripts):
-        out, err = script.communicate(timeout=1200)
-        assert script.returncode == 0 and not err, err
-        found.update(zip(names[at::2], map(json.loads, out.splitlines()), strict=True))
-    return found
-
-
-def start(names):
-    lines = [{"program": CASES[n][0].program, "points": CASES[n][1], "where": CASES[n][0].where} for n in names]
-    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    script = subprocess.Popen(
-        [sys.executable, refusals.__file__],
-        env=dict(os.environ, PYTHONPATH=path),
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    script.stdin.write("".join(json.dumps(line) + "\n" for line in lines))
-    script.stdin.close()
-    script.stdin = None
-    return script
+    """The reports of all cases."""
+    made = refusals.reports_of([(row.program, points, row.where) for row, points in CASES.values()])
+    return dict(zip(CASES, made, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,22 +159,20 @@ def test_a_refused_call_is_done_without_or_named(name, reports):
     if row in TABLE:
         assert any(row.kind in reports[n]["called"] for n, case in CASES.items() if case[0] is row), "never called"
 
-    usual = USUAL.get(row.program)
-    patterns = [pattern for pattern in (row.error, usual) if pattern]
-    errors = [text for text in report["errors"] if text != "again, for good"]
-    assert all(any(re.fullmatch(p, text, re.DOTALL) for p in patterns) for text in errors), report
-    if row.handover and not report["errors"]:
-        assert all(line.startswith(HANDED_OVER) and line.count("\n") == 0 for line in report["log"]), report
-        if row.handover == "any" or ":1+:" in points:
-            assert report["engine"] == BATCHES[row.program] - 6 * len(report["log"]), report
-    else:
-        assert report["log"] == [], report
-    if not errors and not report["log"] or errors and not row.error:
-        assert report["engine"] == BATCHES[row.program], report
-        assert bool(errors) == bool(usual)
+    usual = USUAL.get(row.program, "")
+    errors = [text for text in report["value"] if text != FOR_GOOD]
+    assert all(any(re.fullmatch(p, text, re.DOTALL) for p in (row.error, usual) if p) for text in errors), report
+    if row.handover == "any" or (row.handover == "all" and ":1+:" in points):
+        lines = report["log"]
+        assert lines and all(line.startswith(HANDED_OVER) and "\n" not in line for line in lines), report
+        assert errors == [] and report["engine"] == BATCHES[row.program] - 6 * len(lines), report
+        return
+    assert report["log"] == [], report
+    if not row.error or not errors:
+        assert report["engine"] == BATCHES[row.program] and bool(errors) == bool(usual), report
 
 
 def test_each_kind_of_call_is_refused():
-    with open(os.path.join(HERE, "..", "..", "src", "sys", "failpoint.rs")) as file:
+    with open(os.path.join(refusals.HERE, "..", "..", "src", "sys", "failpoint.rs")) as file:
         kinds = set(re.findall(r'"(\w+)"', file.read().split("const KINDS")[1].split("];")[0]))
     assert {row.kind for row in TABLE} | UNUSED == kinds
