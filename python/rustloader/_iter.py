@@ -36,7 +36,6 @@ logger = logging.getLogger("rustloader")
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
 _TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
-_torchs_worker_loop = _utils.worker._worker_loop
 
 # What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
 _BATCH, _ERROR, _DEAD, _END, _TIMED_OUT = range(5)
@@ -81,8 +80,9 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
     transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
-    replaced ``_worker_loop``, a subclass with hooks that the engine has no place for, a system without memfd)
-    the iterator is torch's own in every method, and the logger ``rustloader`` says so once.
+    ``_worker_loop`` or a method of torch's iterator that a program has replaced, a subclass with hooks that the engine
+    has no place for, a system without memfd) the iterator is torch's own in every method, and the logger ``rustloader``
+    says so once.
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
@@ -98,12 +98,13 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def __init__(self, loader: Any) -> None:
         reason = _why_not(type(self), loader)
         core = None
-        if reason is None and loader.num_workers > 0 and loader.prefetch_factor > 0:
+        # Compared as in torch, whose TypeError says how.
+        if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
             core, reason = _make_engine(loader)
         if reason is not None:
-            logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+            _tell_handover(reason)
             self._passthrough = True
-            super().__init__(loader)
+            _in_torch(super().__init__, loader)
             return
         _in_torch(_BaseDataLoaderIter.__init__, self, loader)
         self._prefetch_factor = loader.prefetch_factor
@@ -209,7 +210,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _draw(self) -> Callable[[], Any]:
         """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
-        if type(self)._next_index is _BaseDataLoaderIter._next_index:
+        if _internals.is_torchs(type(self)._next_index, torch_dataloader):
             return cast("Callable[[], Any]", self._sampler_iter.__next__)
         return self._next_index
 
@@ -439,9 +440,21 @@ def _why_not(cls: type, loader: Any) -> str | None:
         return f"the engine needs Linux, and this is {sys.platform}"
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
-    if _utils.worker._worker_loop is not _torchs_worker_loop:
-        return "torch.utils.data._utils.worker._worker_loop was replaced"
-    return _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
+    return _internals.replaced_part(_TorchIter) or _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
+
+
+def _tell_handover(reason: str) -> None:
+    logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+
+
+def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
+    """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
+    if not _internals.is_torchs(get_iterator, torch_dataloader):
+        return "DataLoader._get_iterator of torch was replaced"
+    iterator = torch_dataloader._MultiProcessingDataLoaderIter
+    if iterator is not _TorchIter and not issubclass(iterator, _MultiProcessingDataLoaderIter):
+        return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"
+    return None
 
 
 def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
