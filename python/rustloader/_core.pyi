@@ -58,6 +58,10 @@ class Engine:
     def active(self) -> list[bool] | None:
         """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Any time."""
 
+    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int]]] | None:
+        """Tasks sent in this epoch; tasks without a result; tasks not delivered, by worker; (number, worker) of each
+        task that was not delivered. None while another thread is in ``next``. Any time."""
+
     def oldest_index(self, worker: int) -> Any:
         """The index of the oldest task that a worker has not answered, or None. Any time."""
 

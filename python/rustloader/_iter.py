@@ -23,7 +23,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import _core, _worker
+from rustloader import _core, _internals, _worker
 from rustloader._core import Engine
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
@@ -38,9 +38,6 @@ _torchs_worker_loop = _utils.worker._worker_loop
 
 # What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
 _BATCH, _ERROR, _DEAD, _END, _TIMED_OUT = range(5)
-
-# Hooks of torch's iterator that have no counterpart in the engine: a subclass that overrides one runs on torch's.
-_FOREIGN_HOOKS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
 
 # Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
 _KILL_AFTER = 0.5
@@ -331,10 +328,29 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if core is None or self._shutdown or not core.is_ours or _exiting():
             return
         self._shutdown = True
+        self._workers_status = [False] * self._num_workers
         _end([self], _utils.MP_STATUS_CHECK_INTERVAL, _KILL_AFTER)
 
     def __del__(self) -> None:
         self._shutdown_workers()
+
+    # --- what copied code reaches for --------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # What stands in no __dict__: see `_internals`. With torch's iterator all of it does.
+        return _internals.attribute(self, name)
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        if self._passthrough:
+            super()._mark_worker_as_unavailable(worker_id, shutdown)
+        else:
+            self._dismiss(worker_id)
+
+    def _dismiss(self, worker_id: int) -> None:
+        """A copied shutdown routine tells a worker to leave; when it has told them all, they do."""
+        self._workers_status[worker_id] = False
+        if not any(self._workers_status):
+            self._engine().close()
 
 
 def _exiting() -> bool:
@@ -406,10 +422,7 @@ def _why_not(cls: type, loader: Any) -> str | None:
         return "its dataset is a DataPipe"
     if _utils.worker._worker_loop is not _torchs_worker_loop:
         return "torch.utils.data._utils.worker._worker_loop was replaced"
-    for hook in _FOREIGN_HOOKS:
-        if getattr(cls, hook) is not getattr(_TorchIter, hook):
-            return f"{cls.__qualname__} overrides {hook}"
-    return None
+    return _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
 
 
 def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:

@@ -133,6 +133,11 @@ impl<T> Engine<T> {
         self.scheduler.max_tasks()
     }
 
+    /// Where the epoch stands.
+    pub fn scheduler(&self) -> &Scheduler<T, Incoming> {
+        &self.scheduler
+    }
+
     /// Whether each worker takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers)

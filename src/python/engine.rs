@@ -17,6 +17,7 @@ use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
 use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
+use crate::id::WorkerId;
 use crate::scheduler::Settings;
 use crate::shm::forks;
 use crate::shm::layout::WorkerState;
@@ -38,6 +39,9 @@ mod code {
 
 /// So often an unpickling that has failed is tried again.
 const RELOADS: usize = 4;
+
+/// What `progress` answers.
+type Progress = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
 
 /// A result that has to be unpickled.
 struct Pickled {
@@ -379,6 +383,22 @@ impl PyEngine {
     /// None while another thread is in `next`.
     fn active(&self) -> Option<Vec<bool>> {
         Some(self.state.try_lock().ok()?.engine.active())
+    }
+
+    /// Tasks sent in this epoch, tasks without a result, tasks not delivered of each worker, and (number, worker) of each task that was not
+    /// delivered. None while another thread is in `next`.
+    fn progress(&self) -> Option<Progress> {
+        let state = self.state.try_lock().ok()?;
+        let scheduler = state.engine.scheduler();
+        let workers = self.hands.arena.geometry().workers;
+        let first = scheduler.first_task().0;
+        let tasks = scheduler.undelivered();
+        Some((
+            scheduler.dispatched(),
+            scheduler.outstanding(),
+            (0..workers).map(|worker| scheduler.load_of(WorkerId(worker))).collect(),
+            tasks.into_iter().map(|(task, worker)| (task.0 - first, worker.0)).collect(),
+        ))
     }
 
     /// Batches handed out so far. Without the turn.

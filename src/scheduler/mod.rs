@@ -300,9 +300,22 @@ impl<T, R> Scheduler<T, R> {
         self.next_task.0 - self.first_task.0
     }
 
+    /// The sequence number of this epoch's first task.
+    pub fn first_task(&self) -> TaskId {
+        self.first_task
+    }
+
     /// Tasks dispatched to the worker in this epoch and not yet delivered (torch's `_workers_num_tasks`).
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
+    }
+
+    /// The tasks of this epoch that have not been delivered, with their workers, in the order of their dispatch (the keys of
+    /// torch's `_task_info`). Tasks of an epoch that was abandoned are not among them.
+    pub fn undelivered(&self) -> Vec<(TaskId, WorkerId)> {
+        let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| *task >= self.first_task).collect();
+        tasks.sort_unstable();
+        tasks
     }
 
     /// Whether the worker takes tasks in this epoch (torch's `_workers_status`).

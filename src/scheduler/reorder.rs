@@ -1,6 +1,6 @@
 //! The slots of all tasks that are not done with, and the reorder buffer over them.
 
-use crate::id::TaskId;
+use crate::id::{TaskId, WorkerId};
 use std::collections::VecDeque;
 
 /// No slot.
@@ -116,6 +116,14 @@ impl<T, R> Reorder<T, R> {
     #[inline]
     pub fn pop(&mut self) -> Option<u32> {
         self.queue.pop_front()
+    }
+
+    /// Every task that has not been handed out and will be, in no order.
+    pub fn waiting(&self) -> impl Iterator<Item = (TaskId, WorkerId)> {
+        let held = |slot: &&Slot<T, R>| {
+            matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost)
+        };
+        self.slots.iter().filter(held).map(|slot| (slot.task, WorkerId(slot.worker)))
     }
 
     /// Empties everything, and gives what each slot in use held to `give`.

@@ -1,0 +1,118 @@
+"""Parts of torch's iterator that programs reach for although they are its own affair.
+
+Shutdown routines that were copied out of torch touch its queues and its event; subclasses read its counters. The
+engine has no such parts: what stands here answers for them, so that such code does no harm and ends the workers.
+Subclasses that put themselves between these parts are found by :func:`foreign_part`, and run whole on torch's iterator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rustloader._iter import _MultiProcessingDataLoaderIter as Iter
+
+__all__ = ["attribute", "foreign_part"]
+
+# Methods of torch's loop that have no counterpart in the engine.
+_FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
+# A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
+# shutdown routine is none of these: see `attribute`.)
+_FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
+
+
+def foreign_part(cls: type, ours: type) -> str | None:
+    """How a subclass of the iterator takes part in torch's own loop; None when it does not."""
+    for base in cls.__mro__[: cls.__mro__.index(ours)]:
+        for name, value in vars(base).items():
+            if name in _FOREIGN_METHODS:
+                return f"{cls.__qualname__} overrides {name}"
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, types.FunctionType):
+                used = _FOREIGN_NAMES.intersection(function.__code__.co_names)
+                if used:
+                    return f"{cls.__qualname__}.{name} uses {min(used)}"
+    return None
+
+
+class _DoneEvent:
+    """In the place of the event that tells torch's workers to leave."""
+
+    def __init__(self, iterator: Iter) -> None:
+        self._core = iterator._engine()
+
+    def set(self) -> None:
+        self._core.close()
+
+    def is_set(self) -> bool:
+        return self._core.closing
+
+
+class _Queue:
+    """In the place of a queue of torch's: takes what a shutdown routine puts into it."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Nothing waits at the other end."""
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def join_thread(self) -> None:
+        """There is no thread."""
+
+
+class _IndexQueue(_Queue):
+    """In the place of a worker's queue; ``None`` in it tells the worker to leave."""
+
+    def __init__(self, iterator: Iter, worker_id: int) -> None:
+        self._iterator, self._worker_id = iterator, worker_id
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if item is not None:
+            raise RuntimeError(
+                "the engine of rustloader sends index batches by itself; a subclass of the iterator that sends its own "
+                "has to override _try_put_index, and then runs on torch's iterator"
+            )
+        self._iterator._dismiss(self._worker_id)
+
+
+def attribute(iterator: Iter, name: str) -> Any:
+    """The value of an attribute of torch's iterator that ours does not have.
+
+    Raises:
+        AttributeError: torch's has none of that name either, or there is nothing to answer for it.
+    """
+    if iterator._core is not None:
+        if name == "_workers_done_event":
+            return _DoneEvent(iterator)
+        if name == "_index_queues":
+            return [_IndexQueue(iterator, worker_id) for worker_id in range(len(iterator._workers))]
+        if name == "_worker_result_queue":
+            return _Queue()
+        if name == "_worker_pids_set":
+            # Deaths are seen without torch's registry of workers.
+            return False
+        if name in _COUNTERS or name == "_worker_queue_idx_cycle":
+            progress = iterator._core.progress()
+            if progress is None:
+                raise AttributeError(f"{name} cannot be read while next() runs")
+            if name in _COUNTERS:
+                return _COUNTERS[name](*progress)
+            cycle = itertools.cycle(range(len(iterator._workers)))
+            return itertools.islice(cycle, progress[0] % len(iterator._workers), None)
+    raise AttributeError(f"{type(iterator).__name__!r} object has no attribute {name!r}")
+
+
+# From (tasks sent, tasks without a result, tasks not delivered by worker, (number, worker) of tasks not delivered).
+_COUNTERS: dict[str, Any] = {
+    "_send_idx": lambda sent, outstanding, loads, tasks: sent,
+    "_rcvd_idx": lambda sent, outstanding, loads, tasks: tasks[0][0] if tasks else sent,
+    "_tasks_outstanding": lambda sent, outstanding, loads, tasks: outstanding,
+    "_workers_num_tasks": lambda sent, outstanding, loads, tasks: loads,
+    "_task_info": lambda sent, outstanding, loads, tasks: {task: (worker,) for task, worker in tasks},
+}
