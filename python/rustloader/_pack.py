@@ -52,6 +52,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_array(array: np.ndarray) -> Any:
+    if array.nbytes < INLINE_LIMIT:
+        # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
+        return array.__reduce_ex__(4)
     # A read-only buffer would arrive read-only; torch's loader delivers arrays that can be written to.
     return (array if array.flags.writeable else array.copy(order="K")).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 

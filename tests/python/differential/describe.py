@@ -83,16 +83,16 @@ class _Walk:
 
     def tensor(self, t):
         more = self.attributes(t)
+        if t.is_nested:
+            parts = t.unbind()
+            return ["nested", str(t.dtype), t.requires_grad, [[list(x.shape), self.content(x)] for x in parts], more]
         facts = [str(t.dtype), str(t.device), list(t.shape), t.requires_grad, t.is_leaf, t._is_view(), more]
         plain = t.detach().as_subclass(torch.Tensor) if type(t) is not torch.Tensor else t.detach()
         if t.layout != torch.strided:
-            dense = plain.to_dense() if not plain.is_nested else torch.cat([x.reshape(-1) for x in plain.unbind()])
-            return [str(t.layout), *facts, self.content(dense)]
-        if plain.is_nested:
-            return ["nested", *facts[:2], [list(x.shape) for x in plain.unbind()], [self.content(x) for x in plain.unbind()]]
+            return [str(t.layout), *facts, self.content(plain.to_dense())]
         self.leaves.append(plain)
-        strides = list(plain.stride())
-        return [*facts, {"strides": strides, "compact": compact(plain.shape, strides)}, self.content(plain)]
+        strides = list(plain.stride()) if plain.numel() else []
+        return [*facts, {"leaf": len(self.leaves) - 1, "strides": strides, "compact": compact(plain.shape, strides)}, self.content(plain)]
 
     def content(self, t):
         t = t.contiguous().reshape(-1)
@@ -101,7 +101,9 @@ class _Walk:
     def array(self, a):
         more = self.attributes(a)
         order = "C" if a.flags.c_contiguous else "F" if a.flags.f_contiguous else "-"
-        facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides), a.flags.writeable, a.base is None, more]
+        facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides) if a.size else [], a.flags.writeable]
+        # torch's large arrays have a base as well.
+        facts += [a.base is None or a.nbytes >= 1000, more]
         if a.dtype.hasobject:
             return [*facts, [self.walk(x) for x in a.ravel().tolist()]]
         return [*facts, crc(a.tobytes())]
@@ -134,6 +136,8 @@ def _addresses(t):
 def compact(shape, strides):
     """The strides of the same order of dimensions without holes; dimensions of stride 0 stay as they are."""
     found, step = list(strides), 1
+    if not strides:
+        return found
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
         if strides[d] != 0 and shape[d] > 1:
             found[d] = step

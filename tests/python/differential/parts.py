@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from multiprocessing import process
 
 import torch
 from torch.utils import data
@@ -73,7 +74,7 @@ class Dataset(Part):
         global last
         last = int(i)
         fails = self.fails("dataset", last)
-        self.recorder("get", describe.name_of(type(i)), last, *rng(), *(["fails"] if fails else []))
+        self.recorder("get", [describe.name_of(type(i)), last, fails], rng())
         if fails:
             self.fail("dataset")
         p = self.program
@@ -93,7 +94,7 @@ class Map(Dataset):
 
 class GetItems(Map):
     def __getitems__(self, indices):
-        self.recorder("getitems", describe.name_of(type(indices)), len(indices))
+        self.recorder("getitems", [describe.name_of(type(indices)), len(indices)], rng())
         return [self.sample(i) for i in indices]
 
 
@@ -109,7 +110,7 @@ class Iterable(Dataset, data.IterableDataset):
         info = get_worker_info()
         worker, count = (0, 1) if info is None else (info.id, info.num_workers)
         fails = self.program.error_in == "iter" and self.program.error_at[0] % count == worker
-        self.recorder("iter", worker, *rng(), *(["fails"] if fails else []))
+        self.recorder("iter", [worker, fails], rng())
         if fails:
             self.fail("iter")
         if self.program.dataset == "uneven shards":
@@ -124,7 +125,7 @@ class Iterable(Dataset, data.IterableDataset):
     def walk(self, length):
         for i in range(length):
             yield self.sample(i)
-        self.recorder("stop", *rng())
+        self.recorder("stop", [], rng())
 
 
 class ItsOwnIterator(Iterable):
@@ -137,7 +138,7 @@ class ItsOwnIterator(Iterable):
     def __next__(self):
         i = next(self.positions, None)
         if i is None:
-            self.recorder("stop", *rng())
+            self.recorder("stop", [], rng())
             raise StopIteration
         return self.sample(i)
 
@@ -282,7 +283,7 @@ class Collate(Part):
         kind = self.program.collate
         fails = self.fails("collate", last)
         size = len(batch) if isinstance(batch, (list, tuple, dict)) else -1
-        self.recorder("collate", describe.name_of(type(batch)), size, *rng(), *(["fails"] if fails else []))
+        self.recorder("collate", [describe.name_of(type(batch)), size, fails], rng())
         if fails:
             self.fail("collate")
         if kind == "list":
@@ -299,7 +300,7 @@ class OtherCollate(Part):
     """What the attribute is changed to between epochs."""
 
     def __call__(self, batch):
-        self.recorder("other collate", *rng())
+        self.recorder("other collate", [describe.name_of(type(batch))], rng())
         return ["other", batch]
 
 
@@ -309,7 +310,8 @@ class Init(Part):
         kind = self.program.init
         fails = self.program.error_in == "init" and self.program.error_at[0] % info.num_workers == worker_id
         facts = [worker_id, info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()]
-        self.recorder("init", *facts, *rng(), repr(info.rng), info.worker_method, *(["fails"] if fails else []))
+        more = [type(info.dataset).__name__, repr(info.rng), info.worker_method, process.current_process().name]
+        self.recorder("init", [*facts, *more, fails], rng())
         if fails:
             self.fail("init")
         if kind == "draws":

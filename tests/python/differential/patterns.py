@@ -1,7 +1,9 @@
 """Patterns of use: what users do with a loader. One function for each value of the dimension `pattern`."""
 
+import copy
+import pickle
+
 from . import parts
-from .play import duplicate
 
 
 def full_epochs(s, loader):
@@ -24,7 +26,7 @@ def dropped_at_once(s, loader):
     loader._iterator = None
 
 
-def break_(s, loader):
+def left_early(s, loader):
     """A loop that is left early, the iterator kept, then another epoch."""
     for _ in range(s.program.epochs):
         iterator = s.open(loader)
@@ -129,7 +131,7 @@ def sampler_changed(s, loader):
 def pickled(s, loader, how="pickled"):
     """A copy made before the first epoch, and one in the middle of it."""
     for when in range(2):
-        kind, other = s.attempt(how, duplicate, loader, how)
+        kind, other = s.attempt(how, DUPLICATE[how], loader)
         if kind == "value":
             s.look_at_loader(other)
             s.epoch(other)
@@ -164,3 +166,24 @@ def shut_down(s, loader):
 def subclass(s, loader):
     """A loader class whose __iter__ is a generator around torch's."""
     full_epochs(s, loader)
+
+
+DUPLICATE = {"pickled": lambda x: pickle.loads(pickle.dumps(x)), "copied": copy.copy, "deep copied": copy.deepcopy}
+
+PATTERNS = {
+    "full epochs": full_epochs,
+    "break": left_early,
+    "again in mid-epoch": again_in_mid_epoch,
+    "two iterators": two_iterators,
+    "nested loops": nested_loops,
+    "attributes": attributes,
+    "dataset changed": dataset_changed,
+    "sampler changed": sampler_changed,
+    "pickled": pickled,
+    "copied": copied,
+    "deep copied": deep_copied,
+    "guarded": guarded,
+    "dropped at once": dropped_at_once,
+    "shut down": shut_down,
+    "subclass": subclass,
+}

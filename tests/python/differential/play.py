@@ -1,9 +1,7 @@
 """Runs a program with one of the loaders and gives the record of everything that can be observed."""
 
 import contextlib
-import copy
 import logging
-import pickle
 import random
 import warnings
 
@@ -15,7 +13,7 @@ from torch.utils.data import dataloader as torchs
 import rustloader
 import rustloader._iter
 
-from . import describe, parts, recorder
+from . import describe, parts, patterns, recorder
 
 LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
 
@@ -69,7 +67,7 @@ class Session:
             self.note("warning", *describe.warning(w))
         self.note("rng", *recorder.rng(self.generator))
 
-    def attempt(self, name, function, *args):
+    def attempt(self, name, function, *args, of=None):
         """Calls, notes the outcome, and gives (kind, value)."""
         try:
             value = function(*args)
@@ -83,8 +81,11 @@ class Session:
             kind, told = "value", None
         if kind == "value" and name == "next":
             told = describe.value(value)
-        self.after(name, kind, told)
+        self.after(name, *([] if of is None else [self.number(of)]), kind, told)
         return kind, value
+
+    def number(self, iterator):
+        return [it is iterator for it in self.iterators].index(True)
 
     # --- steps
 
@@ -132,14 +133,16 @@ class Session:
         kind, iterator = self.attempt("iter", iter, loader)
         if kind == "value":
             self.iterators.append(iterator)
-            self.note("which", [it is iterator for it in self.iterators].index(True))
+            self.note("opened", self.number(iterator), recorder.generation)
             self.look_at_iterator(iterator, loader)
+            self.counters(iterator)
             if self.program.length_asked and hasattr(iterator, "__len__"):
                 self.length(iterator)
         return iterator
 
     def next(self, iterator):
-        kind, value = self.attempt("next", next, iterator)
+        kind, value = self.attempt("next", next, iterator, of=iterator)
+        self.counters(iterator)
         self.delivered += kind == "value" and self.which == "ours" and self.program.num_workers > 0
         return kind, value
 
@@ -149,27 +152,24 @@ class Session:
             if self.next(iterator)[0] == "end":
                 return
 
-    def drain(self, iterator, limit=None):
-        """Calls next to the end, which is asked for twice."""
-        limit = limit or (LIMIT if self.program.sampler == "infinite" else 2000)
-        errors = 0
-        for _ in range(limit):
-            kind, _value = self.next(iterator)
-            errors += kind == "error"
-            if kind == "end" or errors > LIMIT:
+    def drain(self, iterator):
+        """Calls next to the end, and beyond it."""
+        for _ in range(LIMIT if self.program.is_endless else 2000):
+            if self.next(iterator)[0] == "end":
                 break
         else:
             self.note("limit")
+            return
         # StopIteration raised by a dataset looks like an end.
         for _ in range(2 if self.program.error != "StopIteration" else 8):
             self.next(iterator)
         self.alive(iterator)
         self.look_at_iterator(iterator)
 
-    def epoch(self, loader, limit=None):
+    def epoch(self, loader):
         iterator = self.open(loader)
         if iterator is not None:
-            self.drain(iterator, limit)
+            self.drain(iterator)
         return iterator
 
     def close(self, iterator):
@@ -211,6 +211,13 @@ class Session:
             workers = getattr(iterator, "_workers", [])
             self.note("workers", [[w.name, w.daemon, type(w).__name__, w.is_alive()] for w in workers])
 
+    def counters(self, iterator):
+        """torch's counters, as far as they do not tell of timing."""
+        p = self.program
+        if p.is_ordered and p.is_map and hasattr(iterator, "_send_idx") and not iterator._shutdown:
+            tasks = sorted((task, info[0]) for task, info in iterator._task_info.items())
+            self.note("counters", iterator._send_idx, iterator._rcvd_idx, list(iterator._workers_num_tasks), tasks)
+
     def record(self):
         own = [it for it in self.iterators if isinstance(it, rustloader._iter._MultiProcessingDataLoaderIter)]
         return {
@@ -240,14 +247,12 @@ def watched(session):
 
 def play(program, which, folder):
     """The record of a program's run."""
-    from . import patterns
-
     session = Session(program, which, folder)
     with watched(session):
         session.after("start")
         loader = session.loader()
         if loader is not None:
-            getattr(patterns, {"break": "break_"}.get(program.pattern, program.pattern.replace(" ", "_").replace("-", "_")))(session, loader)
+            patterns.PATTERNS[program.pattern](session, loader)
         # As cyclic garbage torch's workers would take 5 s each.
         seen = []
         for iterator in [*session.iterators, getattr(loader, "_iterator", None)]:
@@ -255,7 +260,3 @@ def play(program, which, folder):
                 seen.append(iterator)
                 session.close(iterator)
         return session.record()
-
-
-def duplicate(loader, how):
-    return {"pickled": lambda x: pickle.loads(pickle.dumps(x)), "copied": copy.copy, "deep copied": copy.deepcopy}[how](loader)

@@ -11,6 +11,9 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
+
+import torch
 
 from . import play
 
@@ -80,21 +83,33 @@ class Run:
 
 def run_all(programs, jobs):
     """Runs programs with both loaders, `jobs` processes at a time; gives (program, torch's record, our record)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nested.nested_tensor([])  # torch warns of it once in a process
     waiting = ((p, which) for p in programs for which in ("torch", "ours"))
     under_way, records = {}, {}
-    while True:
-        while len(under_way) < jobs and (item := next(waiting, None)):
-            run = Run(*item)
-            under_way[run.result] = run
-        if not under_way:
-            return
-        first = min(run.limit for run in under_way.values())
-        ready = select.select(list(under_way), [], [], max(0.0, first - time.monotonic()))[0]
-        for fd, run in list(under_way.items()):
-            if (fd in ready and run.read()) or time.monotonic() > run.limit:
-                del under_way[fd]
-                pair = records.setdefault(id(run.program), [run.program, {}])
-                pair[1][run.which] = run.finish()
-                if len(pair[1]) == 2:
+    try:
+        while True:
+            while len(under_way) < jobs and (item := next(waiting, None)):
+                run = Run(*item)
+                under_way[run.result] = run
+            if not under_way:
+                return
+            for run in wait(under_way):
+                del under_way[run.result]
+                pair = records.setdefault(id(run.program), {})
+                pair[run.which] = run.finish()
+                if len(pair) == 2:
                     del records[id(run.program)]
-                    yield pair[0], pair[1]["torch"], pair[1]["ours"]
+                    yield run.program, pair["torch"], pair["ours"]
+    finally:
+        for run in under_way.values():
+            run.finish()
+
+
+def wait(under_way):
+    """The runs that have ended or are late, some time later."""
+    first = min(run.limit for run in under_way.values())
+    ready = select.select(list(under_way), [], [], max(0.0, first - time.monotonic()))[0]
+    ended = [under_way[fd] for fd in ready if under_way[fd].read()]
+    return ended or [run for run in under_way.values() if time.monotonic() > run.limit]

@@ -127,7 +127,11 @@ class Program:
     @property
     def breaks_off(self):
         """Whether an epoch may end before its last batch, so that it is timing what the workers did beyond."""
-        return self.sampler == "infinite" or self.pattern in (
+        if self.is_endless or (self.pattern == "subclass" and self.error != "none"):  # a generator ends with an error
+            return True
+        if self.persistent and self.pattern in ("pickled", "copied", "deep copied"):  # the copy has the same iterator
+            return True
+        return self.pattern in (
             "break",
             "again in mid-epoch",
             "two iterators",
@@ -135,6 +139,11 @@ class Program:
             "dropped at once",
             "shut down",
         )
+
+    @property
+    def is_endless(self):
+        """Whether an epoch has no end: torch's worker answers each task with an error, and there are always more tasks."""
+        return self.sampler == "infinite" or (not self.is_map and self.error_in in ("init", "iter"))
 
     @property
     def is_ordered(self):
@@ -198,13 +207,16 @@ def wrong(p):
     if (p.error_in == "iter") and (p.is_map or p.num_workers == 0 or p.persistent):
         # In a persistent second epoch it kills torch's worker (PARITY T24).
         return "errors of iter(dataset) are tried once for each worker"
+    if p.error_in == "init" and p.persistent:
+        # torch's worker goes on without its init function in the second epoch; ours repeats the error (T24).
+        return "an init function fails for good"
     if p.error_in == "sampler" and p.sampler not in ("eager", "lazy", "walk", "infinite"):
         return "torch's samplers do not fail"
     if p.error_in == "init" and p.init == "none":
         return "there is no worker_init_fn to fail"
     if p.error_in == "collate" and p.collate == "default":
         return "torch's function does not fail at will"
-    if p.error == "StopIteration" and p.error_in in ("sampler", "iter"):
+    if p.error == "StopIteration" and p.error_in in ("sampler", "iter", "init"):
         return "an end, not an error"
     if p.size == 0 and p.sampler in ("random", "shuffle", "replacement", "weighted", "infinite", "subset"):
         return "torch's samplers refuse an empty dataset, or there is nothing to repeat"
@@ -218,6 +230,18 @@ def wrong(p):
         return "nothing to repeat"
     if not p.is_ordered and p.of_the_worker and (p.is_map or p.breaks_off):
         return "it is timing which worker makes a batch"
+    if not p.is_ordered and p.error_in in ("init", "iter"):
+        return "it is timing which tasks the broken worker gets"
+    if not p.is_ordered and p.error == "StopIteration":
+        return "it is timing what came before what looks like the end"
+    if not p.is_ordered and p.error_in == "sampler":
+        return "it is timing which batch torch's loader loses (T24)"
+    if p.error == "group" and p.error_in in ("init", "iter"):
+        return "torch's text for it does not name the worker, so that its later errors cannot be told apart"
+    if not p.is_ordered and p.pattern == "subclass" and p.error != "none":
+        return "it is timing what came before the error"
+    if "cycle" in p.samples and (p.collate == "convert" or (p.collate == "default" and p.batch_size is None)):
+        return "the recursion goes as deep as the stack allows"
     if p.structure == "alone" and len(p.samples) > 1:
         return "several kinds need a structure"
     if p.pattern == "two iterators" and p.persistent and not p.is_ordered:
