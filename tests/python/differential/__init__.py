@@ -11,3 +11,8 @@
 * ``compare.py`` compares two records; ``intended.py`` is the list of differences that are wanted, with their reasons.
 * ``shrink.py`` makes a program with a difference smaller; ``coverage.py`` counts what was tried.
 """
+
+import os
+
+# NumPy's OpenBLAS would start threads, and the process that all runs are forked from is to have none.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

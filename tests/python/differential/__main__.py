@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from . import compare, coverage, generate, processes
+from . import compare, coverage, generate, processes, shrink
 from .program import START_METHODS, Program
 
 
@@ -22,6 +22,7 @@ def arguments():
     parser.add_argument("--only", action="append", default=[], metavar="NAME=VALUE", help="programs with this value")
     parser.add_argument("--coverage", action="count", default=0, help="say what was tried; twice: at length")
     parser.add_argument("--replay", help="run this program alone: the JSON that a difference was printed with")
+    parser.add_argument("--shrink", action="store_true", help="make programs with a difference smaller")
     parser.add_argument("--show", action="store_true", help="print the records as well")
     parser.add_argument("--save", help="append differences to this file")
     return parser.parse_args()
@@ -30,6 +31,7 @@ def arguments():
 def main():
     args = arguments()
     torch.set_num_threads(1)
+    torch.multiprocessing.set_start_method("fork", force=True)
     wanted = [text.split("=", 1) for text in args.only]
     generator = generate.Generator(
         args.seed, args.start_method, lambda p: all(v in map(str, p.value_of(name)) for name, v in wanted)
@@ -42,6 +44,8 @@ def main():
         found = compare.differences(program, theirs, ours)
         if found:
             different += 1
+            if args.shrink:
+                program, found = shrink.shrink(program)
             report = "\n".join([f"DIFFERENCE {program.json()}", *found, ""])
             print(report, flush=True)
             if args.save:

@@ -113,7 +113,7 @@ def workers(program, theirs, ours):
     if any("nobody" in name for name in names):
         found.append(f"calls outside of a worker's loop: {names}")
     if not program.is_ordered and program.is_map:
-        return found + union(theirs["workers"], ours["workers"], left_early)
+        return found + ([] if left_early else union(theirs["workers"], ours["workers"]))
     for name in names:
         a, b = (record["workers"].get(name, []) for record in (theirs, ours))
         if left_early:
@@ -129,7 +129,7 @@ def workers(program, theirs, ours):
     return found
 
 
-def union(theirs, ours, left_early):
+def union(theirs, ours):
     """Map datasets out of order: which worker gets a task is timing, but not what is asked of all together."""
 
     def calls(record):
@@ -137,9 +137,7 @@ def union(theirs, ours, left_early):
         for name, events in record.items():
             asked = found.setdefault(name.split("-")[0], collections.Counter())
             for event in events:
-                asked[json.dumps(event if event[0] == "init" else event[:2])] += 1
-        if left_early:
-            return {k: {e: n for e, n in c.items() if e.startswith('["init"')} for k, c in found.items()}
+                asked[json.dumps(event if event[0] in ("worker", "init") else event[:2])] += 1
         return found
 
     a, b = calls(theirs), calls(ours)
@@ -160,12 +158,13 @@ def required(program, main_events, name, events):
         if event[0] == "opened" and event[1] == number:
             is_open = event[2] == generation
         received += is_open and event[0] == "next" and event[1] == number and is_item(event)
-    return walk(events, len(range(worker, received, program.num_workers)), size)
+    tasks = len(range(worker, received, program.num_workers))
+    return walk(events, tasks, size) if tasks else 0
 
 
 def walk(events, tasks, size):
     """The number of calls that so many tasks of so many samples make."""
-    at = sum(event[0] in ("init", "iter") for event in events[:2])
+    at = sum(event[0] in ("worker", "init", "iter") for event in events[:3])
     for _ in range(tasks):
         if at < len(events) and events[at][0] == "getitems":
             at += 1

@@ -98,7 +98,7 @@ def draw(r, fixed, start_method):
         kinds = [kinds[0] if kinds[0] in samples.REFUSED else r.choice(list(samples.REFUSED))]
     error_in = pick("error_in", ["nowhere"] * 6 + list(DIMENSIONS["error_in"])) if "error" not in fixed else None
     error_in = error_in or pick("error_in")
-    workers = pick("num_workers", [0, 1, 1, 2, 2, 2, 3, 3, 4])
+    workers = pick("num_workers", [0, 1, 1, 2, 2, 2, 3, 3, 4] if start_method == "fork" else [1, 2])
     more = {}
     if workers:
         more = {name: pick(name) for name in ("prefetch_factor", "persistent", "timeout", "context", "init")}
@@ -121,7 +121,7 @@ def draw(r, fixed, start_method):
         error_at=() if error_in == "nowhere" else tuple(sorted(r.sample(range(max(size, 4)), r.randint(1, 3)))),
         length_asked=pick("length_asked"),
         pattern=pick("pattern"),
-        epochs=r.choice([2, 2, 3]),
+        epochs=r.choice([2, 2, 3]) if start_method == "fork" else 2,
         take=r.randint(1, 6),
         start_method=start_method,
         **more,

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from multiprocessing import process
 
 import torch
 from torch.utils import data
@@ -309,9 +308,7 @@ class Init(Part):
         info = get_worker_info()
         kind = self.program.init
         fails = self.program.error_in == "init" and self.program.error_at[0] % info.num_workers == worker_id
-        facts = [worker_id, info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()]
-        more = [type(info.dataset).__name__, repr(info.rng), info.worker_method, process.current_process().name]
-        self.recorder("init", [*facts, *more, fails], rng())
+        self.recorder("init", [worker_id, fails], rng())
         if fails:
             self.fail("init")
         if kind == "draws":

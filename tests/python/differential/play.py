@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from torch.utils.data import dataloader as torchs
+from torch.utils.data import get_worker_info
 
 import rustloader
 import rustloader._iter
@@ -62,9 +63,9 @@ class Session:
         self.note(*event)
         while self.caught:
             w = self.caught.pop(0)
-            if issubclass(w.category, ResourceWarning):
-                continue
-            self.note("warning", *describe.warning(w))
+            # torch's loader has threads when it forks, ours has none (PARITY T23).
+            if not (w.category is DeprecationWarning and "multi-threaded" in str(w.message)):
+                self.note("warning", *describe.warning(w))
         self.note("rng", *recorder.rng(self.generator))
 
     def attempt(self, name, function, *args, of=None):
@@ -177,7 +178,7 @@ class Session:
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
             self.alive(iterator)
-        self.after("closed")
+        self.after("closed", get_worker_info() is None)
 
     # --- looking
 
@@ -247,6 +248,8 @@ def watched(session):
 
 def play(program, which, folder):
     """The record of a program's run."""
+    # The fork server imports torch once, not each of its workers.
+    torch.multiprocessing.set_forkserver_preload(["rustloader._worker", parts.__name__])
     session = Session(program, which, folder)
     with watched(session):
         session.after("start")

@@ -127,7 +127,7 @@ class Program:
     @property
     def breaks_off(self):
         """Whether an epoch may end before its last batch, so that it is timing what the workers did beyond."""
-        if self.is_endless or (self.pattern == "subclass" and self.error != "none"):  # a generator ends with an error
+        if self.is_endless or self.pattern == "subclass":  # a generator ends with an error
             return True
         if self.persistent and self.pattern in ("pickled", "copied", "deep copied"):  # the copy has the same iterator
             return True
@@ -190,6 +190,8 @@ class Program:
 def wrong(p):
     """Why a program makes no sense or is left out; None for a good one."""
     iterable = not p.is_map
+    if p.start_method != "fork" and (p.num_workers not in (1, 2) or p.epochs > 2):
+        return "a worker that imports torch takes seconds to start"
     custom_batches = p.sampler in ("batch sampler", "list of batches", "array of batches")
     default_collate = p.collate in ("default", "wrapped default") and not (p.batch_size is None and not custom_batches)
     if iterable != (p.sampler == "none"):
@@ -238,8 +240,8 @@ def wrong(p):
         return "it is timing which batch torch's loader loses (T24)"
     if p.error == "group" and p.error_in in ("init", "iter"):
         return "torch's text for it does not name the worker, so that its later errors cannot be told apart"
-    if not p.is_ordered and p.pattern == "subclass" and p.error != "none":
-        return "it is timing what came before the error"
+    if not p.is_ordered and p.pattern == "subclass":
+        return "a generator ends with an error, and it is timing what came before"
     if "cycle" in p.samples and (p.collate == "convert" or (p.collate == "default" and p.batch_size is None)):
         return "the recursion goes as deep as the stack allows"
     if p.structure == "alone" and len(p.samples) > 1:

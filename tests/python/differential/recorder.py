@@ -1,6 +1,7 @@
 """Writes down the calls that a loader makes: in memory in the main process, in a file of its own in each worker."""
 
 import json
+import multiprocessing
 import os
 import random
 import threading
@@ -30,6 +31,17 @@ def rng(generator=None):
     return states
 
 
+def about(info):
+    """What a worker can say of itself."""
+    with open("/proc/self/comm") as f:
+        name = f.read().strip()
+    if info is None:
+        return [name]
+    facts = [info.id, info.num_workers, info.seed, type(info.dataset).__name__, repr(info.rng), info.worker_method]
+    kind = multiprocessing.current_process()
+    return [*facts, torch.initial_seed(), torch.get_num_threads(), name, type(kind).__name__, kind.name, kind.daemon]
+
+
 class Recorder:
     """Takes events: lists of plain values. Datasets, samplers and functions share one, and it travels with them."""
 
@@ -51,6 +63,10 @@ class Recorder:
             name = f"{generation}-{'nobody' if info is None else info.id}-{os.getpid()}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = (os.getpid(), os.open(os.path.join(self.folder, name), flags, 0o600))
+            self._write("worker", about(info), [])
+        self._write(*event)
+
+    def _write(self, *event):
         os.write(self._file[1], json.dumps(event).encode() + b"\n")
 
     # Copies in the same process write to the same list.
