@@ -24,6 +24,13 @@ def value(batch):
     return _Walk().batch(batch)
 
 
+def tensors(batch):
+    """The strided tensors of a batch."""
+    walk = _Walk()
+    walk.walk(batch)
+    return walk.leaves
+
+
 class _Walk:
     def __init__(self):
         self.seen = {}  # id -> number of the object

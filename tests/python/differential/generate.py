@@ -120,6 +120,7 @@ def draw(r, fixed, start_method):
         error="none" if error_in == "nowhere" else pick("error", DIMENSIONS["error"][1:]),
         error_at=() if error_in == "nowhere" else tuple(sorted(r.sample(range(max(size, 4)), r.randint(1, 3)))),
         length_asked=pick("length_asked"),
+        warnings_raise=pick("warnings_raise", [False, False, True]),
         pattern=pick("pattern"),
         epochs=r.choice([2, 2, 3]) if start_method == "fork" else 2,
         take=r.randint(1, 6),

@@ -72,7 +72,7 @@ def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
         opened = [e for e in record["main"][:at] if e[0] == "opened"]
         record["main"] = [*record["main"][:at], ["limit"]]
         record["workers"] = {k: v for k, v in record["workers"].items() if int(k.split("-")[0]) <= opened[-1][2]}
-    items, errors = zip(*([list(filter(_is_item, b)), [o for o in b if not _is_item(o)]] for b in both), strict=True)
+    items, errors = zip(*([list(filter(_is_item, b)), [o for o in b if o[0] == "error" and not _is_item(o)]] for b in both), strict=True)
     ended = ["end", []] in both[1]
     rest = iter(items[1])
     lost = next((k for k, item in enumerate(items[0]) if item not in rest), None)

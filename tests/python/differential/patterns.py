@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 from . import parts
 
@@ -85,6 +86,7 @@ def attributes(s, loader):
         change(s, loader, "prefetch_factor", 3)
         change(s, loader, "in_order", True)
         change(s, loader, "timeout", 80)
+        change(s, loader, "multiprocessing_context", p.start_method)
     change(s, loader, "generator", s.generator)
     change(s, loader, "pin_memory", False)
     s.epoch(loader)
@@ -140,6 +142,7 @@ def pickled(s, loader, how="pickled"):
             if iterator is None:
                 return
             s.take(iterator, s.program.take)
+            s.attempt("pickle an iterator", pickle.dumps, iterator)
     s.drain(iterator)
 
 
@@ -168,6 +171,32 @@ def subclass(s, loader):
     full_epochs(s, loader)
 
 
+def in_a_thread(s, loader):
+    """All in a thread of the user's, which ends before the program does."""
+    failed = []
+
+    def body():
+        try:
+            full_epochs(s, loader)
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    for e in failed:
+        raise e
+
+
+def iterator_class(s, loader):
+    """Libraries make the iterator by its class."""
+    for _ in range(s.program.epochs):
+        iterator = s.open(loader, s.iterator_class)
+        if iterator is not None:
+            s.drain(iterator)
+            s.close(iterator)
+
+
 DUPLICATE = {"pickled": lambda x: pickle.loads(pickle.dumps(x)), "copied": copy.copy, "deep copied": copy.deepcopy}
 
 PATTERNS = {
@@ -186,4 +215,6 @@ PATTERNS = {
     "dropped at once": dropped_at_once,
     "shut down": shut_down,
     "subclass": subclass,
+    "in a thread": in_a_thread,
+    "iterator class": iterator_class,
 }

@@ -61,6 +61,7 @@ DIMENSIONS = {
         "assertion",
     ),
     "length_asked": (False, True),
+    "warnings_raise": (False, True),
     "pattern": (
         "full epochs",
         "break",
@@ -77,6 +78,8 @@ DIMENSIONS = {
         "dropped at once",
         "shut down",
         "subclass",
+        "in a thread",
+        "iterator class",
     ),
 }
 
@@ -108,6 +111,7 @@ class Program:
     error: str = "none"
     error_at: tuple = ()
     length_asked: bool = False
+    warnings_raise: bool = False
     pattern: str = "full epochs"
     epochs: int = 2
     take: int = 3
