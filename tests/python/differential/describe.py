@@ -118,14 +118,13 @@ class _Walk:
     def shared(self):
         """The pairs of tensors that share elements, with how far the second lies behind the first."""
         pairs = []
-        spans = [(t.data_ptr(), _extent(t), t) for t in self.leaves if t.numel()]
-        for i, (start, length, t) in enumerate(spans):
-            for k in range(i):
-                other_start, other_length, other = spans[k]
+        spans = [(n, t.data_ptr(), _extent(t), t) for n, t in enumerate(self.leaves) if t.numel()]
+        for k, (n, start, length, t) in enumerate(spans):
+            for m, other_start, other_length, other in spans[:k]:
                 if start < other_start + other_length and other_start < start + length:
                     common = np.intersect1d(_addresses(t), _addresses(other)).size
                     if common:
-                        pairs.append([k, i, start - other_start, int(common)])
+                        pairs.append([m, n, start - other_start, int(common)])
         return pairs
 
 

@@ -176,6 +176,7 @@ def in_a_thread(s, loader):
     failed = []
 
     def body():
+        s.note.main_thread = threading.get_ident()
         try:
             full_epochs(s, loader)
         except BaseException as e:
@@ -184,6 +185,7 @@ def in_a_thread(s, loader):
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
+    s.note.main_thread = threading.get_ident()
     for e in failed:
         raise e
 

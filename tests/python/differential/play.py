@@ -48,7 +48,7 @@ class Session:
         self.caught = []
         self.handed_over = []
         self.delivered = self.batches = 0
-        self.kept = []
+        self.kept, self.raised = [], None
         torch.manual_seed(program.seed), random.seed(program.seed + 1), np.random.seed(program.seed % 2**32)
         self.generator = torch.Generator().manual_seed(program.seed + 2) if program.generator else None
         self.dataset = parts.dataset(program, self.note)
@@ -82,6 +82,7 @@ class Session:
             kind, value, told = "end", None, describe.error(e) if e.args else []
         except Exception as e:
             kind, value, told = "error", None, describe.error(e)
+            self.raised = type(e)
             # Its frames hold iterators.
             e.__traceback__ = None
         else:
@@ -152,7 +153,9 @@ class Session:
         self.counters(iterator)
         if kind == "value":
             self.keep(value)
-        self.delivered += kind == "value" and self.which == "ours" and self.program.num_workers > 0
+        if self.which == "ours" and self.program.num_workers > 0:
+            # A warning that is raised takes the batch with it, as in torch.
+            self.delivered += kind == "value" or (kind == "error" and self.raised is UserWarning)
         return kind, value
 
     def keep(self, batch):

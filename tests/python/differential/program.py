@@ -238,6 +238,8 @@ def wrong(p):
         return "it is timing which worker makes a batch"
     if not p.is_ordered and p.error_in in ("init", "iter"):
         return "it is timing which tasks the broken worker gets"
+    if not p.is_ordered and not p.is_map and p.warnings_raise:
+        return "it is timing which batches are lost to the warning"
     if not p.is_ordered and p.error == "StopIteration":
         return "it is timing what came before what looks like the end"
     if not p.is_ordered and p.error_in == "sampler":

@@ -48,6 +48,7 @@ class Recorder:
     def __init__(self, folder):
         self.folder = folder
         self.main = os.getpid()
+        # Where the program runs; the loader makes all of its calls there.
         self.main_thread = threading.get_ident()
         self.events = []
         self._file = None
