@@ -176,15 +176,15 @@ class Session:
 
     def drain(self, iterator):
         """Calls next to the end, and beyond it."""
+        # A StopIteration that a dataset raises looks like the end; a program has three at most.
+        ends, enough = 0, 4 if self.program.error == "StopIteration" else 3
         for _ in range(LIMIT if self.program.is_endless else 2000):
-            if self.next(iterator)[0] == "end":
+            ends = ends + 1 if self.next(iterator)[0] == "end" else 0
+            if ends == enough:
                 break
         else:
             self.note("limit")
             return
-        # StopIteration raised by a dataset looks like an end.
-        for _ in range(2 if self.program.error != "StopIteration" else 8):
-            self.next(iterator)
         self.alive(iterator)
         self.look_at_iterator(iterator)
 
