@@ -19,14 +19,28 @@ pub enum Error {
         /// What was read, what it held, and what it may hold.
         what: String,
     },
-    /// Memory for a batch cannot be had.
+    /// The machine, or the memory cgroup, has no memory for a batch.
     NoMemory {
         /// How many bytes were wanted.
         wanted: u64,
-        /// The limit that stands against it, in words (a region's size, a memory cgroup, the machine).
+        /// The limit that stands against it, in words (a memory cgroup, the machine).
         limit: String,
-        /// How many bytes are left below that limit.
+        /// How many bytes of it a batch may still have.
         headroom: u64,
+    },
+    /// A worker's region of the shared memory has no room for a batch; ordinary memory may be there.
+    RegionFull {
+        /// How many bytes were wanted.
+        wanted: u64,
+        /// How many bytes the region has.
+        size: u64,
+        /// How many bytes of it have never been used.
+        headroom: u64,
+    },
+    /// A forked child used what belongs to the process that it came from.
+    Child {
+        /// What it used, and the way out.
+        what: &'static str,
     },
     /// The caller broke a rule of the interface (a bug in rustloader, not of its user).
     Usage {
@@ -64,16 +78,25 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
-            Self::NoMemory { wanted, limit, headroom } => write!(
-                f,
-                "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
-                 use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
-            ),
+            Self::NoMemory { wanted, limit, headroom } => no_memory(f, *wanted, limit, *headroom),
+            Self::RegionFull { wanted, size, headroom } => {
+                let limit = format!("each worker's region of the shared memory has {size} bytes");
+                no_memory(f, *wanted, &limit, *headroom)
+            }
+            Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {
                 write!(f, "rustloader was used wrongly by itself (please report this): {what}")
             }
         }
     }
+}
+
+fn no_memory(f: &mut fmt::Formatter<'_>, wanted: u64, limit: &str, headroom: u64) -> fmt::Result {
+    write!(
+        f,
+        "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
+         use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
+    )
 }
 
 impl std::error::Error for Error {}

@@ -46,6 +46,9 @@ pub enum ResultKind {
     Exhausted = 4,
     /// The answer to [`TaskKind::Resume`].
     Resumed = 5,
+    /// As [`Self::Pickle`], but unpickling it asks something of its worker (a descriptor): to be opened on receipt,
+    /// before the worker may leave.
+    Tied = 6,
 }
 
 /// A task entry, read.
@@ -155,10 +158,11 @@ impl ResultEntry {
             3 => ResultKind::Error,
             4 => ResultKind::Exhausted,
             5 => ResultKind::Resumed,
+            6 => ResultKind::Tied,
             other => return Err(Error::corrupt(format!("a result entry of kind {other}"))),
         };
         let block = Some((words[1] >> 32) as u32).filter(|&block| block != NO_BLOCK);
-        let wants_block = matches!(kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Error);
+        let wants_block = !matches!(kind, ResultKind::Exhausted | ResultKind::Resumed);
         if block.is_some() != wants_block {
             return Err(Error::corrupt(format!("a result entry of kind {kind:?} with block {block:?}")));
         }

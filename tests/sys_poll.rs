@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use rustloader::error::Error;
 use rustloader::sys::event::EventFd;
+use rustloader::sys::fork;
 use rustloader::sys::futex::{self, Wake};
 use rustloader::sys::poll::{PollSet, WaitOutcome};
-use rustloader::sys::{fork, memfd};
 
 /// Few go through ppoll, many through epoll.
 const COUNTS: [usize; 4] = [1, 32, 33, 200];
@@ -104,7 +104,7 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
         let first = events.swap_remove(0);
         first.ring().unwrap();
         // Somebody else holds the file, as a forked sibling would: an epoll goes on reporting it.
-        let twin = memfd::dup_cloexec(first.as_fd()).unwrap();
+        let twin = first.as_fd().try_clone_to_owned().unwrap();
         let number = first.as_fd().as_raw_fd();
         drop(first);
         // Another test may have got the number by now; that one is as good.

@@ -120,12 +120,13 @@ class Port:
     def stopping(self) -> bool:
         """True when the worker is to leave between two samples."""
 
-    def send(self, task: int, batch: Any) -> bool:
-        """Sends a plain batch; False, and nothing sent, when it has to be pickled. MemoryError: no room."""
+    def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
+        """Sends a plain batch; False, and nothing sent, when it has to be pickled: always where tensors and arrays
+        are not ours to carry. MemoryError: no room."""
 
-    def send_pickle(self, task: int, pickle: bytes, objects: list[Any]) -> bool:
+    def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
         """Sends a batch as a pickle and the plain tensors and arrays beside it; False, and nothing sent, when they are
-        not plain. MemoryError: no room."""
+        not plain. ``tied``: unpickling it asks something of this process. MemoryError: no room."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""

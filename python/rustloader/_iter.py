@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import multiprocessing.process
 import os
@@ -14,6 +15,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pickle import PicklingError
 from typing import Any, cast
 
@@ -44,6 +46,9 @@ _KILL_AFTER = 0.5
 _EXIT_GRACE = 0.5
 _EXIT_KILL_AFTER = 0.2
 
+# Seconds from a worker's end to the fork server's word on how it ended.
+_STATUS_AFTER = 1.0
+
 # Every iterator with workers, for the interpreter's exit.
 _live: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
 
@@ -60,6 +65,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 _in_torch: Callable[..., Any] = types.FunctionType(
     _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
 )
+# Whether the warning about a length points to the caller of `next`; in older versions it points into torch's file.
+_WARNS_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _IterType(type):
@@ -123,6 +130,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             raise
 
     def _start_processes(self, core: Engine) -> None:
+        _start_helpers(self._context)
         with _sigint_blocked() as was_open:
             job = _worker.Job(
                 dataset_kind=self._dataset_kind,
@@ -145,6 +153,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
                         process.start()
                     except (TypeError, AttributeError, PicklingError):
                         _in_torch(warnings.warn, _PICKLE_WARNING, None, 1)
+                        raise
+                    except OSError as error:
+                        if error.errno in _REFUSED_STARTS:
+                            what = f"worker {worker_id} of a DataLoader with {self._num_workers} cannot be started"
+                            error.strerror = f"{error.strerror}: {what}; {_REFUSED_STARTS[error.errno]}"
                         raise
                     self._workers.append(process)
                     core.started(worker_id, process.pid)
@@ -216,7 +229,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         # Still no call: see `_next_data`.
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            warnings.warn(_LENGTH_WARNING.format(self._dataset, length, self._num_yielded), stacklevel=3)
+            text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
+            if _WARNS_CALLER:
+                warnings.warn(text, stacklevel=3)
+            else:
+                _in_torch(warnings.warn, text, None, 1)
         return data
 
     def _next_data(self) -> Any:
@@ -292,8 +309,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def _describe_death(self, worker_id: int) -> str:
         process = self._workers[worker_id]
         status = self._engine().exit_status(worker_id)
+        if status is None:
+            # Under forkserver the main process is not the parent: the fork server alone knows, and tells it a little later.
+            process.join(_STATUS_AFTER)
         if status is None and process.exitcode:
-            # Under forkserver the main process is not the parent, and the fork server alone knows.
             code = process.exitcode
             status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
         if status is None or status[:2] == ("code", 0):
@@ -444,6 +463,16 @@ def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
     return engine, None
 
 
+def _start_helpers(context: Any) -> None:
+    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to every
+    process that the user starts later."""
+    method = context.get_start_method()
+    if method == "forkserver":
+        forkserver.ensure_running()
+    elif method == "spawn":
+        resource_tracker.ensure_running()
+
+
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[bool]:
     """Keeps SIGINT out while workers are started, so that none is interrupted before it can catch it; says whether the
@@ -459,6 +488,13 @@ def _signal_name(number: int) -> str:
     return signal.strsignal(number) or f"Unknown signal {number}"
 
 
+# The way out where the system has no process, or no descriptor, for a worker.
+_REFUSED_STARTS = {
+    errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
+    errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for one more process",
+    errno.EMFILE: "raise `ulimit -n` (RLIMIT_NOFILE), or close files that are no longer needed",
+    errno.ENFILE: "raise the sysctl fs.file-max",
+}
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "

@@ -12,6 +12,7 @@ import copyreg
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 
-__all__ = ["dump_index", "dumps", "dumps_alone", "load_index", "loads"]
+__all__ = ["dump_index", "dumps", "dumps_alone", "leaves_are_ours", "load_index", "loads"]
 
 _extra_reducers: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
@@ -36,6 +37,31 @@ _TORCHS: dict[type, Callable[[Any], Any] | None] = {
     np.ndarray: None,
 }
 
+# What reducers of these modules make lies in the pickle, beside it, or with the resource sharer.
+_SELF_CONTAINED = ("torch", "multiprocessing")
+
+_sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+
+
+def leaves_are_ours() -> bool:
+    """Whether tensors and arrays have no reducer of somebody else's, so that a plain batch needs no pickle."""
+    return (
+        _extra_reducers.get(torch.Tensor) is _TORCHS[torch.Tensor]
+        and _extra_reducers.get(torch.UntypedStorage) is _TORCHS[torch.UntypedStorage]
+        and np.ndarray not in _extra_reducers
+        and np.ndarray not in copyreg.dispatch_table
+    )
+
+
+def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
+    """Whether what a reducer makes may last no longer than its process, for all that we know."""
+    package = str(getattr(reducer, "__module__", None)).partition(".")[0]
+    return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
+
+
+# Reducers that were looked at already.
+_known = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_foreign(reducer)}
+
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -43,18 +69,26 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     # torch's reducer drops both bits, and the values arrive wrong.
-    if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()):
-        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()) and tensor.is_leaf:
+        return _rebuild_leaf, (type(tensor), tensor.detach().resolve_conj().resolve_neg(), tensor.requires_grad)
     if tensor.is_quantized:
         # torch's reducer for other processes loses the quantizer; the one for files keeps it.
         return tensor._reduce_ex_internal(2)
     return reductions.reduce_tensor(tensor)
 
 
+def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return numbers.view(dtype)
+
+
 def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
         # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
         return array.__reduce_ex__(4)
+    if array.dtype.kind in "mM":
+        # NumPy exports no buffer of these.
+        numbers = array.view(np.dtype(np.int64).newbyteorder(array.dtype.byteorder))
+        return _rebuild_times, (numbers, array.dtype)
     # A read-only buffer would arrive read-only; torch's loader delivers arrays that can be written to.
     return (array if array.flags.writeable else array.copy(order="K")).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
@@ -97,6 +131,31 @@ def _rebuild_leaf(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch
     return tensor.requires_grad_(requires_grad)
 
 
+def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
+    layout = content._typed_storage(), content.storage_offset(), content.size(), content.stride()
+    return torch._utils._rebuild_tensor_v2(*layout, *rest)
+
+
+def _reduce_subclass(tensor: torch.Tensor) -> Any:
+    """torch's reduction of a subclass's instance, but where that holds a whole storage this holds the view of it."""
+    reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    match reduced:
+        case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
+            content = torch._utils._rebuild_tensor(storage, *rest[:3])
+            if is_plain_leaf(content):
+                return reduced[0], (_rebuild_view, cls, (content, *rest[3:]), state)
+    return reduced
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """The reducers of types; torch's subclasses are known by what they inherit."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+            return _reduce_subclass
+        raise KeyError(kind)
+
+
 class _Beside:
     """The objects that travel beside a pickle, in the order of their tokens.
 
@@ -106,6 +165,8 @@ class _Beside:
 
     def __init__(self, views: bool) -> None:
         self.objects: list[Any] = []
+        # Whether unpickling asks something of this process: a descriptor, memory of a device.
+        self.tied = False
         self._waiting: dict[int, Any] = {}
         self._views = views
 
@@ -129,8 +190,18 @@ class _Beside:
             return True
         if raw.nbytes < INLINE_LIMIT:
             return True
-        self.objects.append(np.frombuffer(raw, np.uint8))
+        # In a list, to tell it from an array that is to arrive as one.
+        self.objects.append([np.frombuffer(raw, np.uint8)])
         return False
+
+    def noted(self, reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A reducer of somebody else's, whose use is noted."""
+
+        def reduce(obj: Any) -> Any:
+            self.tied = True
+            return reducer(obj)
+
+        return reduce
 
     def _token(self, rebuild: Callable[..., Any], obj: Any) -> Any:
         token = pickle.PickleBuffer(bytearray(1))
@@ -156,15 +227,25 @@ class _Beside:
                 content = tensor.detach()
                 if is_plain_leaf(content):
                     return _rebuild_leaf, (type(tensor), content, False)
+        self.tied |= tensor.device.type not in ("cpu", "meta")
         return _reduce_tensor(tensor)
 
     def _reduce_array(self, array: np.ndarray) -> Any:
         return self._token(_beside, array) if is_plain_leaf(array) else _reduce_array(array)
 
 
-def _pickle(value: Any, reducers: _Reducers, callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
+def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_extra_reducers}
-    table.update({kind: ours for kind, ours in reducers.items() if table.get(kind) is _TORCHS[kind]})
+    ours = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
+    if torch.UntypedStorage not in ours:
+        # What torch's reducer of tensors ends in is somebody else's.
+        ours.pop(torch.Tensor, None)
+        ours.pop(torch.nn.Parameter, None)
+    table.update(ours)
+    return table
+
+
+def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5, buffer_callback=callback)
     pickler.dispatch_table = table
@@ -172,30 +253,39 @@ def _pickle(value: Any, reducers: _Reducers, callback: Callable[[pickle.PickleBu
     return out.getvalue()
 
 
-def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any]]:
-    """The pickle of a batch, and the tensors and arrays that travel beside it.
+def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
+    """The pickle of a batch, what travels beside it, and whether it has to be unpickled while this process lives.
 
     Args:
         value: the batch.
         views: whether tensors travel as views. False: as whole storages, which always works.
     """
     beside = _Beside(views)
-    return _pickle(value, beside.reducers(), beside.take), beside.objects
+    table = _table(beside.reducers())
+    if views and table.get(torch.Tensor) == beside._reduce_tensor:
+        table = _Table(table)
+    if _extra_reducers != _known:
+        for kind, reducer in _extra_reducers.items():
+            if _known.get(kind) is not reducer and _is_foreign(reducer):
+                table[kind] = beside.noted(reducer)
+    shared = _sharer._key
+    payload = _pickle(value, table, beside.take)
+    return payload, beside.objects, beside.tied or _sharer._key != shared
 
 
 def loads(payload: bytes, objects: Sequence[Any]) -> Any:
     """What :func:`dumps` has pickled."""
-    return pickle.loads(payload, buffers=objects)
+    return pickle.loads(payload, buffers=[memoryview(obj[0]) if type(obj) is list else obj for obj in objects])
 
 
 def dumps_alone(value: Any) -> bytes:
     """The pickle of an error."""
-    return _pickle(value, _ALONE, None)
+    return _pickle(value, _table(_ALONE))
 
 
 def dump_index(index: Any) -> bytes:
     """The pickle of an index batch."""
-    return _pickle(index, _ALONE, None)
+    return _pickle(index, _table(_ALONE))
 
 
 def load_index(payload: bytes) -> Any:

@@ -190,7 +190,7 @@ class _Worker:
     def send(self, task: int, data: Any) -> None:
         """Sends a batch, or in its place the error that keeps it from being sent."""
         try:
-            if not self.port.send(task, data):
+            if not self.port.send(task, data, _pack.leaves_are_ours()):
                 self.send_pickle(task, data)
         except Exception:
             where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {_type_name(data)}"

@@ -22,7 +22,7 @@ pub struct Incoming {
 impl Incoming {
     /// Whether it is a batch, not an error.
     pub fn is_batch(&self) -> bool {
-        matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle)
+        matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
     }
 }
 

@@ -39,13 +39,18 @@ impl Process {
             Some(pidfd) => {
                 pidfd.has_exited().unwrap_or_else(|_| !sys::pidfd::runs(self.pid, self.start_time))
             }
-            None => !sys::pidfd::runs(self.pid, self.start_time),
+            None => {
+                sys::pidfd::child_status(self.pid).is_some() || !sys::pidfd::runs(self.pid, self.start_time)
+            }
         }
     }
 
     /// How it ended, where that can be told.
     pub fn status(&self) -> Option<ExitStatus> {
-        self.pidfd.as_ref()?.status()
+        match &self.pidfd {
+            Some(pidfd) => pidfd.status(),
+            None => sys::pidfd::child_status(self.pid),
+        }
     }
 
     fn signal(&self, signal: i32) {
@@ -53,10 +58,10 @@ impl Process {
             return;
         }
         // A process that has just ended is no error here.
-        let _ = match &self.pidfd {
-            Some(pidfd) => pidfd.send_signal(signal),
-            None => sys::signal::kill(self.pid, signal),
-        };
+        let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
+        if !sent {
+            let _ = sys::signal::kill(self.pid, signal);
+        }
     }
 }
 
@@ -103,6 +108,13 @@ impl Hands {
         self.arena.is_ours()
     }
 
+    /// An error in a forked child.
+    pub fn check_ours(&self) -> Result<()> {
+        let what =
+            "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
+        if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+    }
+
     /// True once somebody has begun to stop the iterator.
     pub fn closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
@@ -127,16 +139,17 @@ impl Hands {
         Ok(())
     }
 
-    /// Tells every worker to leave and wakes whoever waits in `next`. Never blocks; may be called again.
-    pub fn close(&self) -> Result<()> {
+    /// Tells every worker to leave and wakes whoever waits in `next`. Never blocks; may be called again. Whoever is not woken,
+    /// because the system refuses that, looks within its slice.
+    pub fn close(&self) {
         self.closing.store(true, Ordering::Release);
         self.arena.header().stop.0.store(1, Ordering::Release);
         for worker in 0..self.arena.geometry().workers {
             let sleeper = &self.arena.control(worker).sleeper.0;
             sleeper.ring_always();
-            sys::futex::wake(&sleeper.bell, u32::MAX)?;
+            let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
         }
-        self.doorbell.ring()
+        let _ = self.doorbell.ring();
     }
 
     fn running(&self) -> impl Iterator<Item = (u32, &Process)> {

@@ -36,9 +36,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// For so long a waiting `next` lets others run before it goes to sleep.
 const YIELD_FOR: Duration = Duration::from_micros(20);
 
+/// Bytes of an index batch that is sent whatever the machine's headroom is.
+const SMALL_INDEX: u64 = 64 << 10;
+
 /// What `next` has to do now.
 #[derive(Debug)]
-pub enum Step<T> {
+pub enum Step<T, O = ()> {
     /// Hand out a batch, or raise the error that stands in its place.
     Deliver {
         /// The task's tag.
@@ -46,6 +49,15 @@ pub enum Step<T> {
         /// The result.
         incoming: Incoming,
     },
+    /// The same with a result that was opened when it came.
+    DeliverOpened {
+        /// The task's tag.
+        tag: T,
+        /// What [`Engine::opened`] was given.
+        opened: O,
+    },
+    /// Open a result that has just come ([`ResultKind::Tied`]), and give it to [`Engine::opened`].
+    Open(Incoming),
     /// Submit one more index, and ask again.
     Submit,
     /// Raise the death of a worker.
@@ -65,11 +77,36 @@ pub enum Step<T> {
     Closed,
 }
 
-/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered.
+/// A result that waits for its turn.
 #[derive(Debug)]
-pub struct Engine<T> {
+enum Arrived<O> {
+    /// As it came.
+    Closed(Incoming),
+    /// Opened on receipt.
+    Opened(O),
+}
+
+/// Where an epoch stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Tasks sent.
+    pub sent: u64,
+    /// Tasks without a result.
+    pub outstanding: usize,
+    /// Tasks not delivered, by worker.
+    pub loads: Vec<usize>,
+    /// The number in the epoch and the worker of each task that was not delivered, in the order of their numbers.
+    pub undelivered: Vec<(u64, u32)>,
+}
+
+/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `O` what it makes of a
+/// result that has to be opened on receipt.
+#[derive(Debug)]
+pub struct Engine<T, O = ()> {
     hands: Arc<Hands>,
-    scheduler: Scheduler<T, Incoming>,
+    scheduler: Scheduler<T, Arrived<O>>,
+    /// A result that the caller is to open before any other is taken.
+    tied: Option<Incoming>,
     tasks: Vec<Producer<ArenaRing>>,
     completions: Completions,
     /// The main process's region, which index batches travel in.
@@ -87,7 +124,7 @@ pub struct Engine<T> {
     finished: bool,
 }
 
-impl<T> Engine<T> {
+impl<T, O> Engine<T, O> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
@@ -105,6 +142,7 @@ impl<T> Engine<T> {
         Ok(Self {
             hands,
             scheduler: Scheduler::new(settings)?,
+            tied: None,
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
             completions: Completions::new(&arena),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
@@ -134,8 +172,21 @@ impl<T> Engine<T> {
     }
 
     /// Where the epoch stands.
-    pub fn scheduler(&self) -> &Scheduler<T, Incoming> {
-        &self.scheduler
+    pub fn progress(&self) -> Progress {
+        let scheduler = &self.scheduler;
+        let first = scheduler.first_task().0;
+        Progress {
+            sent: scheduler.dispatched(),
+            outstanding: scheduler.outstanding(),
+            loads: (0..self.arena().geometry().workers)
+                .map(|worker| scheduler.load_of(WorkerId(worker)))
+                .collect(),
+            undelivered: scheduler
+                .undelivered()
+                .into_iter()
+                .map(|(task, worker)| (task.0 - first, worker.0))
+                .collect(),
+        }
     }
 
     /// Whether each worker takes tasks in this epoch.
@@ -163,11 +214,16 @@ impl<T> Engine<T> {
     /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
     /// tag is dropped, as in torch.
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
+        // A sampler, or a signal handler, may have forked in the midst of `next`.
+        self.hands.check_ours()?;
         // The block first: after the scheduler has counted the task nothing may fail any more.
         let mut entry = match TaskEntry::inline(0, kind, payload) {
             Some(entry) => entry,
             None => {
                 let len = payload.len() as u64;
+                if len <= SMALL_INDEX {
+                    self.allocator.trust(SMALL_INDEX);
+                }
                 let block = self.allocator.allocate(len, CONSUMER)?;
                 let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
                 // SAFETY: the block has `len` bytes and is ours until it is published.
@@ -205,25 +261,32 @@ impl<T> Engine<T> {
         self.scheduler.resuming()
     }
 
-    fn event(&mut self, event: Event<Incoming>) -> Result<()> {
+    fn event(&mut self, event: Event<Arrived<O>>) -> Result<()> {
         self.scheduler.on_event(sys::clock::monotonic(), event)
     }
 
     /// Looks what has come, and says what to do now.
-    pub fn step(&mut self) -> Result<Step<T>> {
+    pub fn step(&mut self) -> Result<Step<T, O>> {
+        self.hands.check_ours()?;
         if self.hands.closing() {
             return Ok(Step::Closed);
         }
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let result = self.look_for_deaths().and_then(|()| self.take_in());
+        let looked = self.look_for_deaths()?;
+        let result = if looked { self.take_notice() } else { Ok(()) };
+        let result = result.and_then(|()| self.take_in());
         self.sticky(result)?;
+        if let Some(incoming) = self.tied {
+            return Ok(Step::Open(incoming));
+        }
         self.event(Event::Time)?;
         let step = match self.scheduler.next() {
-            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
-                Step::Deliver { tag, incoming: result }
-            }
+            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => match result {
+                Arrived::Closed(incoming) => Step::Deliver { tag, incoming },
+                Arrived::Opened(opened) => Step::DeliverOpened { tag, opened },
+            },
             Decision::Submit => Step::Submit,
             Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
             Decision::End => Step::End,
@@ -245,16 +308,16 @@ impl<T> Engine<T> {
         result.inspect_err(|error| self.broken = Some(error.clone()))
     }
 
-    /// Looks for ended workers now and then also when results come so fast that nobody ever waits.
-    fn look_for_deaths(&mut self) -> Result<()> {
+    /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
+    fn look_for_deaths(&mut self) -> Result<bool> {
         let now = sys::clock::monotonic();
         if now - self.looked < LOOK_EVERY {
-            return Ok(());
+            return Ok(false);
         }
         self.looked = now;
         self.ready.clear();
         self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
-        self.take_notice()
+        Ok(true)
     }
 
     /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
@@ -262,20 +325,35 @@ impl<T> Engine<T> {
         self.waiting = false;
     }
 
-    /// Drains the marked rings into the scheduler and carries out what it wants.
+    /// Drains the marked rings into the scheduler and carries out what it wants. It stops at a result that is tied to its
+    /// worker: that the worker may leave stands behind it in the same ring.
     fn take_in(&mut self) -> Result<()> {
-        while let Some((worker, entry)) = self.completions.next(&self.hands.arena)? {
-            self.completed(worker, entry)?;
+        while self.tied.is_none()
+            && let Some((_, incoming)) = self.completions.next(&self.hands.arena)?
+        {
+            if incoming.entry.kind == ResultKind::Tied {
+                self.tied = Some(incoming);
+            } else {
+                self.completed(&incoming, Arrived::Closed(incoming))?;
+            }
         }
         self.effects()
     }
 
-    fn completed(&mut self, worker: u32, incoming: Incoming) -> Result<()> {
-        let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
-        let worker = WorkerId(worker);
-        self.event(match kind {
-            ResultKind::Plain | ResultKind::Pickle => Event::Completed { worker, task, result: incoming },
-            ResultKind::Error => Event::Failed { worker, task, result: incoming },
+    /// Takes what the caller has made of the result of [`Step::Open`].
+    pub fn opened(&mut self, opened: O) -> Result<()> {
+        let incoming = self.tied.take().ok_or_else(|| Error::usage("no result was to be opened"))?;
+        let result = self.completed(&incoming, Arrived::Opened(opened)).and_then(|()| self.effects());
+        self.sticky(result)
+    }
+
+    fn completed(&mut self, incoming: &Incoming, result: Arrived<O>) -> Result<()> {
+        let (worker, task) = (WorkerId(incoming.worker), TaskId(incoming.entry.task));
+        self.event(match incoming.entry.kind {
+            ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied => {
+                Event::Completed { worker, task, result }
+            }
+            ResultKind::Error => Event::Failed { worker, task, result },
             ResultKind::Exhausted => Event::Exhausted { worker, task },
             ResultKind::Resumed => Event::Resumed { worker },
         })
@@ -286,10 +364,10 @@ impl<T> Engine<T> {
             match action {
                 Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
-                Action::Discard { result: Some(result), .. } => {
-                    self.completions.discard(&self.hands.arena, &result);
+                Action::Discard { result: Some(Arrived::Closed(incoming)), .. } => {
+                    self.completions.discard(&self.hands.arena, &incoming);
                 }
-                Action::Discard { result: None, .. } => {}
+                Action::Discard { .. } => {}
             }
         }
         Ok(())
@@ -359,8 +437,11 @@ impl<T> Engine<T> {
 
     /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
     fn ended(&mut self, worker: u32) -> Result<()> {
+        if let Some(incoming) = self.tied.take_if(|tied| tied.worker == worker) {
+            self.completed(&incoming, Arrived::Closed(incoming))?;
+        }
         while let Some(incoming) = self.completions.pop(worker)? {
-            self.completed(worker, incoming)?;
+            self.completed(&incoming, Arrived::Closed(incoming))?;
         }
         self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
         self.effects()
@@ -375,6 +456,9 @@ impl<T> Engine<T> {
         let arena = self.arena().clone();
         if self.broken.is_some() || !self.hands.all_left() {
             return Ending::Retire(arena);
+        }
+        if let Some(incoming) = self.tied.take() {
+            self.completions.discard(&arena, &incoming);
         }
         for worker in 0..arena.geometry().workers {
             loop {
@@ -414,7 +498,7 @@ impl Ending {
     }
 }
 
-impl<T> Drop for Engine<T> {
+impl<T, O> Drop for Engine<T, O> {
     fn drop(&mut self) {
         if self.hands.is_ours() && !self.finished {
             // The workers, if there are any, have been told to leave; their results are nobody's.

@@ -17,7 +17,7 @@ pub fn stack<L: Lease>(
     py: Python<'_>,
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
-    alloc: &mut dyn FnMut(usize) -> Option<L>,
+    alloc: &mut dyn FnMut(usize) -> PyResult<Option<L>>,
 ) -> PyResult<Option<Py<PyAny>>> {
     // The items are held: other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
@@ -60,7 +60,7 @@ pub fn stack<L: Lease>(
         };
         if total >= DETACH_FROM { py.detach(run) } else { run() }
     };
-    let leased = if total >= INLINE_LIMIT { alloc(total) } else { None };
+    let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
     let tensor = match leased.filter(|lease| lease.len() >= total) {
         Some(lease) => {
             fill(lease.ptr());

@@ -17,7 +17,6 @@ use super::turn::{Turn, closed};
 use crate::engine::completions::Message;
 use crate::engine::{Ending, Engine, Hands, Incoming, Step};
 use crate::error::Error;
-use crate::id::WorkerId;
 use crate::scheduler::Settings;
 use crate::shm::forks;
 use crate::shm::layout::WorkerState;
@@ -41,7 +40,7 @@ mod code {
 const RELOADS: usize = 4;
 
 /// What `progress` answers.
-type Progress = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
 
 /// A result that has to be unpickled.
 struct Pickled {
@@ -51,12 +50,17 @@ struct Pickled {
     is_batch: bool,
 }
 
+/// What became of a result that had to be unpickled when it came.
+type Opened = PyResult<Py<PyAny>>;
+
 struct State {
-    engine: Engine<Py<PyAny>>,
+    engine: Engine<Py<PyAny>, Opened>,
     /// Errors of the sampler that are to be raised by the next calls.
     held_back: VecDeque<PyErr>,
     /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
     owed: u32,
+    /// An index batch for which there was no memory: it is sent before the sampler is asked again.
+    unsent: Option<Py<PyAny>>,
     /// A result whose unpickling was interrupted at first.
     unread: Option<(u8, Py<PyAny>)>,
     /// Reused for each message.
@@ -111,6 +115,40 @@ impl Drop for InTurn<'_> {
     }
 }
 
+/// Keeps a message's buffer for the next one.
+fn keep(buffer: &mut Vec<u8>, message: Message) {
+    *buffer = message.into_buffer();
+    codec::shrink(buffer);
+}
+
+/// A result, as far as it can be read without Python code.
+enum Read {
+    Batch(Py<PyAny>),
+    Pickled(Pickled),
+}
+
+fn read_message(py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<Read> {
+    let buffer = std::mem::take(&mut state.buffer);
+    let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
+    let (payload, objects) = if incoming.entry.kind == ResultKind::Error {
+        (PyBytes::new(py, message.payload()).unbind(), PyList::empty(py).unbind())
+    } else {
+        let (payload, leaves) = message.parts();
+        let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
+        if incoming.entry.kind == ResultKind::Plain {
+            keep(&mut state.buffer, message);
+            return Ok(Read::Batch(object));
+        }
+        let (pickle, objects, sum): (Bound<'_, PyBytes>, Py<PyList>, i64) = object.extract(py)?;
+        if codec::pickle_sum(&pickle) != sum {
+            return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+        }
+        (pickle.unbind(), objects)
+    };
+    keep(&mut state.buffer, message);
+    Ok(Read::Pickled(Pickled { payload, objects, is_batch: incoming.is_batch() }))
+}
+
 /// Puts a code and its value where the caller finds them.
 fn give<'py>(hand: &Bound<'py, PyList>, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
     hand.set_item(1, value)?;
@@ -153,7 +191,11 @@ impl PyEngine {
 
     /// Takes one more index of the sampler, if there is one, and sends it.
     fn refill(&self, py: Python<'_>, state: &mut State, next_index: &Bound<'_, PyAny>) -> PyResult<()> {
-        match draw(next_index)? {
+        let index = match state.unsent.take() {
+            Some(index) => Some(index.into_bound(py)),
+            None => draw(next_index)?,
+        };
+        match index {
             Some(index) => self.submit(py, state, index),
             None => Ok(()),
         }
@@ -161,15 +203,21 @@ impl PyEngine {
 
     /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
     fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
-        let State { engine, payload, .. } = state;
+        let State { engine, payload, unsent, .. } = state;
         payload.clear();
-        if codec::encode_indices(py, &index, payload) {
-            engine.submit(index.unbind(), TaskKind::Plain, payload)?;
+        let tag = index.clone().unbind();
+        let sent = if codec::encode_indices(py, &index, payload) {
+            engine.submit(tag, TaskKind::Plain, payload)
         } else {
             let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
             let pickle = pickle.cast::<PyBytes>()?;
-            engine.submit(index.unbind(), TaskKind::Pickle, pickle.as_bytes())?;
+            engine.submit(tag, TaskKind::Pickle, pickle.as_bytes())
+        };
+        if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
+            *unsent = Some(index.unbind());
         }
+        codec::shrink(payload);
+        sent?;
         Ok(())
     }
 
@@ -181,22 +229,33 @@ impl PyEngine {
         hand: &Bound<'_, PyList>,
         incoming: &Incoming,
     ) -> PyResult<()> {
-        let buffer = std::mem::take(&mut state.buffer);
-        let mut message = Message::open(state.engine.arena(), incoming, buffer)?;
-        let (payload, objects) = if incoming.entry.kind == ResultKind::Error {
-            (PyBytes::new(py, message.payload()).unbind(), PyList::empty(py).unbind())
-        } else {
-            let (payload, leaves) = message.parts();
-            let object = codec::decode(py, Bridge::get(py)?, payload, leaves)?;
-            if incoming.entry.kind == ResultKind::Plain {
-                state.buffer = message.into_buffer();
-                return self.deliver(hand, code::BATCH, object);
-            }
-            object.extract(py)?
+        match read_message(py, state, incoming)? {
+            Read::Batch(object) => self.deliver(hand, code::BATCH, object),
+            Read::Pickled(pickle) => self.read_pickle(py, state, hand, pickle),
+        }
+    }
+
+    /// Unpickles a result that asks something of its worker, which may leave afterwards. An error stands in the batch's place; an
+    /// interrupt comes at once, and the batch is read once more, as far as it can be.
+    fn open(&self, py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<()> {
+        let mut interrupt = Ok(());
+        let opened = match read_message(py, state, incoming) {
+            Ok(Read::Batch(object)) => Ok(object),
+            Ok(Read::Pickled(pickle)) => match self.load(py, &pickle) {
+                Err(error) if !error.is_instance_of::<PyException>(py) => {
+                    interrupt = Err(error);
+                    self.load(py, &pickle)
+                }
+                loaded => loaded,
+            },
+            Err(error) => Err(error),
         };
-        state.buffer = message.into_buffer();
-        let pickle = Pickled { payload, objects, is_batch: incoming.is_batch() };
-        self.read_pickle(py, state, hand, pickle)
+        state.engine.opened(opened)?;
+        interrupt
+    }
+
+    fn load(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
+        self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects)).map(Bound::unbind)
     }
 
     /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but
@@ -209,13 +268,12 @@ impl PyEngine {
         pickle: Pickled,
     ) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
-        let load = || self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects));
-        let error = match load() {
-            Ok(object) => return self.deliver(hand, code, object.unbind()),
+        let error = match self.load(py, &pickle) {
+            Ok(object) => return self.deliver(hand, code, object),
             Err(error) => error,
         };
-        if let Some(object) = (0..RELOADS).find_map(|_| load().ok()) {
-            state.unread = Some((code, object.unbind()));
+        if let Some(object) = (0..RELOADS).find_map(|_| self.load(py, &pickle).ok()) {
+            state.unread = Some((code, object));
         }
         Err(error)
     }
@@ -262,6 +320,7 @@ impl PyEngine {
             engine,
             held_back: VecDeque::new(),
             owed: 0,
+            unsent: None,
             unread: None,
             buffer: Vec::new(),
             payload: Vec::new(),
@@ -306,6 +365,7 @@ impl PyEngine {
         let state = turn.state();
         state.held_back.clear();
         state.owed = 0;
+        state.unsent = None;
         state.unread = None;
         if !is_first {
             state.engine.reset()?;
@@ -315,7 +375,8 @@ impl PyEngine {
                     Step::TimedOut => return give(hand, code::TIMED_OUT, py.None()),
                     Step::Closed => return Err(closed(py, &self.hands)),
                     Step::Wait(deadline) => self.wait(py, state, deadline)?,
-                    Step::Deliver { .. } | Step::Submit | Step::End => {}
+                    Step::Open(incoming) => self.open(py, state, &incoming)?,
+                    Step::Deliver { .. } | Step::DeliverOpened { .. } | Step::Submit | Step::End => {}
                 }
             }
         }
@@ -340,9 +401,16 @@ impl PyEngine {
             if refilled.as_ref().is_err_and(|error| !error.is_instance_of::<PyException>(py)) {
                 return refilled;
             }
-            state.owed -= 1;
+            // Without memory for an index the next call tries again: the epoch must not end before it is sent.
+            let unsent = state.unsent.is_some();
+            if !unsent {
+                state.owed -= 1;
+            }
             if let Err(error) = refilled {
                 hold_back(py, state, error)?;
+            }
+            if unsent {
+                break;
             }
         }
         if let Some((code, object)) = state.unread.take() {
@@ -354,6 +422,11 @@ impl PyEngine {
                     drop(tag);
                     return self.read(py, state, hand, &incoming);
                 }
+                Step::DeliverOpened { tag, opened } => {
+                    drop(tag);
+                    return self.deliver(hand, code::BATCH, opened?);
+                }
+                Step::Open(incoming) => self.open(py, state, &incoming)?,
                 Step::Submit => {
                     if let Err(error) = self.refill(py, state, next_index) {
                         // An interrupt may be behind it, which the sampler would survive: it is asked once more later.
@@ -387,18 +460,9 @@ impl PyEngine {
 
     /// Tasks sent in this epoch, tasks without a result, tasks not delivered of each worker, and (number, worker) of each task that was not
     /// delivered. None while another thread is in `next`.
-    fn progress(&self) -> Option<Progress> {
-        let state = self.state.try_lock().ok()?;
-        let scheduler = state.engine.scheduler();
-        let workers = self.hands.arena.geometry().workers;
-        let first = scheduler.first_task().0;
-        let tasks = scheduler.undelivered();
-        Some((
-            scheduler.dispatched(),
-            scheduler.outstanding(),
-            (0..workers).map(|worker| scheduler.load_of(WorkerId(worker))).collect(),
-            tasks.into_iter().map(|(task, worker)| (task.0 - first, worker.0)).collect(),
-        ))
+    fn progress(&self) -> Option<Counters> {
+        let progress = self.state.try_lock().ok()?.engine.progress();
+        Some((progress.sent, progress.outstanding, progress.loads, progress.undelivered))
     }
 
     /// Batches handed out so far. Without the turn.
@@ -417,7 +481,8 @@ impl PyEngine {
         if exiting {
             self.hands.exit();
         }
-        Ok(self.hands.close()?)
+        self.hands.close();
+        Ok(())
     }
 
     /// True once `close` was called. Without the turn.

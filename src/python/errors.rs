@@ -9,10 +9,12 @@ impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let text = error.to_string();
         match error {
-            Error::NoMemory { .. } => PyMemoryError::new_err(text),
+            Error::NoMemory { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
             Error::Os { errno, .. } => PyOSError::new_err((errno, text)),
-            Error::Corrupt { .. } | Error::Usage { .. } => PyRuntimeError::new_err(text),
+            Error::Corrupt { .. } | Error::Child { .. } | Error::Usage { .. } => {
+                PyRuntimeError::new_err(text)
+            }
         }
     }
 }

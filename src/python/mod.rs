@@ -5,6 +5,8 @@ mod collate;
 mod dlpack;
 mod engine;
 mod errors;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod indices;
 mod leaves;
 mod port;
@@ -37,6 +39,8 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        #[cfg(feature = "failpoints")]
+        module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
         module.add("INLINE_LIMIT", super::codec::INLINE_LIMIT)
     }
 }

@@ -1,8 +1,8 @@
 //! The worker's side: one `Port` a worker process.
 
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -18,7 +18,6 @@ use super::tensor::Bridge;
 use crate::error::Error;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
-use crate::sys;
 use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
 use crate::worker::port::{Keep, Port, Received};
 use crate::worker::watchdog::{self, Parent};
@@ -62,12 +61,19 @@ pub struct WorkerLease {
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
-    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
-    fn new(py: Python<'_>, port: &PyPort, len: usize) -> Option<Self> {
-        port.collect_garbage(py, len as u64)?;
-        let (block, memory) = port.port.allocate(len as u64).ok()?;
+    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory. When the machine or
+    /// the memory cgroup has none that is an error: ordinary memory would bring the OOM killer.
+    fn new(py: Python<'_>, port: &PyPort, len: usize) -> PyResult<Option<Self>> {
+        if port.collect_garbage(py, len as u64).is_none() {
+            return Ok(None);
+        }
+        let (block, memory) = match port.port.allocate(len as u64) {
+            Ok(allocated) => allocated,
+            Err(error @ Error::NoMemory { .. }) => return Err(error.into()),
+            Err(_) => return Ok(None),
+        };
         port.held.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len })
+        Ok(Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len }))
     }
 }
 
@@ -139,6 +145,8 @@ pub struct PyPort {
     held: Arc<Held>,
     fetch_us: AtomicU32,
     collate_us: AtomicU32,
+    /// The main process, where no watchdog looks after it.
+    unguarded: OnceLock<Parent>,
 }
 
 impl PyPort {
@@ -185,6 +193,7 @@ impl PyPort {
         if plain {
             self.publish(&mut outgoing, task, kind, &payload)?;
         }
+        codec::shrink(&mut payload);
         Ok(plain)
     }
 
@@ -196,6 +205,7 @@ impl PyPort {
             held: Arc::default(),
             fetch_us: AtomicU32::new(0),
             collate_us: AtomicU32::new(0),
+            unguarded: OnceLock::new(),
         })
     }
 
@@ -244,14 +254,19 @@ impl PyPort {
     /// Opens worker `worker`'s port in a forked child, over what it has inherited of the main process's engine.
     #[staticmethod]
     fn inherit(py: Python<'_>, engine: &PyEngine, worker: u32) -> PyResult<Self> {
-        let doorbell = sys::memfd::dup_cloexec(engine.hands.doorbell.as_fd())?;
+        // In a child the engine lets its descriptors be.
+        // SAFETY: the number is the doorbell's, and nobody else in this process closes it.
+        let doorbell = unsafe { OwnedFd::from_raw_fd(engine.hands.doorbell.as_fd().as_raw_fd()) };
         Self::over(py, engine.hands.arena.inherited(), doorbell, worker)
     }
 
-    /// Starts the thread that ends this process after the main process `(pid, start time)` has ended.
-    fn watch(&self, parent: (i32, u64)) -> PyResult<()> {
-        let parent = Parent { pid: parent.0, start_time: parent.1 };
-        Ok(watchdog::start(self.port.clone(), parent)?)
+    /// Starts the thread that ends this process after the main process `(pid, start time)` has ended. Where no thread can be
+    /// had (RLIMIT_NPROC), the worker looks by itself when it is idle.
+    fn watch(&self, parent: (i32, u64)) {
+        let parent = Parent::told(parent.0, parent.1);
+        if watchdog::start(self.port.clone(), parent).is_err() {
+            let _ = self.unguarded.set(parent);
+        }
     }
 
     /// The next thing to do: `(code, task, index)`. Waits without the GIL.
@@ -261,22 +276,26 @@ impl PyPort {
             match py.detach(|| self.port.receive())? {
                 Received::Task(entry) => break entry,
                 Received::Stop => return Ok((code::LEAVE, 0, None)),
-                Received::Nothing => py.check_signals()?,
+                Received::Nothing => {
+                    py.check_signals()?;
+                    if self.unguarded.get().is_some_and(|parent| !parent.is_alive()) {
+                        return Ok((code::LEAVE, 0, None));
+                    }
+                }
             }
         };
-        let held;
-        let bytes = if entry.block.is_some() {
-            held = self.port.payload.lock().unwrap_or_else(PoisonError::into_inner);
-            &held[..]
-        } else {
-            &entry.inline[..entry.len as usize]
-        };
+        let held = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
+        let bytes = held.as_deref().map_or(&entry.inline[..], |payload| payload);
+        let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {
             TaskKind::Plain => codec::decode_indices(py, bytes)?,
             TaskKind::Pickle => self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),))?.unbind(),
             TaskKind::Resume => return Ok((code::RESUME, 0, None)),
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
+        if let Some(mut payload) = held {
+            codec::shrink(&mut payload);
+        }
         self.port.enter(WorkerState::Fetch);
         Ok((code::FETCH, entry.task, Some(index)))
     }
@@ -287,22 +306,32 @@ impl PyPort {
         self.port.stopping()
     }
 
-    /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled.
-    fn send(&self, py: Python<'_>, task: u64, batch: Bound<'_, PyAny>) -> PyResult<bool> {
+    /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled: always where users have
+    /// reducers of their own for tensors or arrays.
+    fn send(
+        &self,
+        py: Python<'_>,
+        task: u64,
+        batch: Bound<'_, PyAny>,
+        leaves_are_ours: bool,
+    ) -> PyResult<bool> {
         self.after_fetch(WorkerState::Pack);
-        self.encode(py, task, ResultKind::Plain, &batch)
+        Ok(leaves_are_ours && self.encode(py, task, ResultKind::Plain, &batch)?)
     }
 
     /// Sends a batch as a pickle and the tensors and arrays that stand beside it; False, and nothing sent, when
-    /// they are no plain ones.
+    /// they are no plain ones. `tied`: unpickling it asks something of this process.
     fn send_pickle(
         &self,
         py: Python<'_>,
         task: u64,
         pickle: Bound<'_, PyBytes>,
         objects: Bound<'_, PyList>,
+        tied: bool,
     ) -> PyResult<bool> {
-        self.encode(py, task, ResultKind::Pickle, (pickle, objects).into_pyobject(py)?.as_any())
+        let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
+        let sum = codec::pickle_sum(&pickle);
+        self.encode(py, task, kind, (pickle, objects, sum).into_pyobject(py)?.as_any())
     }
 
     /// Sends an error as a pickle.
@@ -341,7 +370,7 @@ impl PyPort {
         if nbytes < INLINE_LIMIT {
             return Ok(None);
         }
-        let Some(lease) = WorkerLease::new(py, self, nbytes) else { return Ok(None) };
+        let Some(lease) = WorkerLease::new(py, self, nbytes)? else { return Ok(None) };
         LeaseBuffer::new(lease).storage(py).map(Some)
     }
 

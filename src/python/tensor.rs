@@ -31,6 +31,8 @@ pub struct Bridge {
     strided: Py<PyAny>,
     /// (torch's dtype, ours).
     dtypes: Vec<(Py<PyAny>, Dtype)>,
+    /// Types that this torch has and cannot make tensors of for us; mostly none.
+    unmakeable: Vec<Dtype>,
     /// torch's own: how many function modes and dispatch modes there are, the default device.
     defaults: [Py<PyAny>; 3],
     numpy: Option<Numpy>,
@@ -70,7 +72,7 @@ impl Bridge {
             let found = torch.getattr(dtype.torch_name()?).ok()?;
             Some((found.unbind(), dtype))
         });
-        Ok(Self {
+        let mut bridge = Self {
             exchange,
             importer,
             is_neg: tensor.getattr("is_neg")?.unbind(),
@@ -78,6 +80,7 @@ impl Bridge {
             has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
             dtypes: dtypes.collect(),
+            unmakeable: Vec::new(),
             defaults: [
                 of_c("_len_torch_function_stack")?,
                 of_c("_len_torch_dispatch_stack")?,
@@ -85,7 +88,13 @@ impl Bridge {
             ],
             numpy: Numpy::find(py),
             tensor: tensor.unbind(),
-        })
+        };
+        // Some versions have types that they cannot take from DLPack (float8 before torch 2.7 or so).
+        let is_refused = |dtype: &Dtype| bridge.tensor_copied(py, &[], *dtype, &[0], &[1]).is_err();
+        let unmakeable: Vec<_> = bridge.dtypes.iter().map(|(_, dtype)| *dtype).filter(is_refused).collect();
+        bridge.dtypes.retain(|(_, dtype)| !unmakeable.contains(dtype));
+        bridge.unmakeable = unmakeable;
+        Ok(bridge)
     }
 
     /// The process's own bridge, made on first use.
@@ -156,6 +165,9 @@ impl Bridge {
             return None;
         }
         let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
+        if self.unmakeable.contains(&dtype) {
+            return None;
+        }
         if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
             // torch.uint1 to uint7, bit, int1 to int7 look the same to DLPack.
             let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;

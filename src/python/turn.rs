@@ -24,11 +24,7 @@ impl Turn {
 
     /// Takes the turn, waiting for it until the iterator is shut down.
     pub fn take(&self, py: Python<'_>, hands: &Hands) -> PyResult<()> {
-        if !hands.is_ours() {
-            return Err(PyRuntimeError::new_err(
-                "this DataLoader iterator belongs to the process that this one was forked from; make a new one",
-            ));
-        }
+        hands.check_ours()?;
         let me = thread::current().id();
         loop {
             let mut owner = self.owner();

@@ -2,13 +2,17 @@
 //! the region's block table.
 //!
 //! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
-//! need. A free block is reused last-in first-out, while its pages are warm. Pages beyond the working set are
-//! given back by the low-water mark of each class's free list: what lay idle through [`PATIENCE`] whole windows of
-//! [`WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody else sees it). A worker that
-//! has nothing to do gives back at once what the batches under way do not need.
+//! need. A free block is reused last-in first-out, while its pages are warm.
+//!
+//! Pages beyond the working set are given back by the low-water mark of each class's free list: what lay idle through
+//! [`PATIENCE`] whole windows of [`WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody
+//! else sees it). Where sizes vary, a warm block of nearly the size is taken, and before fresh pages are reserved those of
+//! idle blocks are given back beyond what was in use at the most lately and a [`SPARE`]th. A worker that has nothing to do gives
+//! back at once what the batches under way do not need.
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::arena::Arena;
 use super::block::{self, Left, WORKER};
@@ -27,6 +31,12 @@ const PATIENCE: u8 = 2;
 const LOOK_EVERY: u64 = 8 << 20;
 /// Headroom that a reservation leaves to everybody else.
 const MARGIN: u64 = 32 << 20;
+/// For so long a reservation waits for those of other workers to be done when they seem to take too much.
+const SETTLE: Duration = Duration::from_secs(2);
+/// A block may be this many classes larger than what it is taken for.
+const NEAR: usize = 3;
+/// Where sizes vary, one part in so many of what was in use lately may lie idle besides.
+const SPARE: u64 = 4;
 /// Small blocks are reserved this much at a time, one system call for many.
 const SLAB: u64 = 64 << 10;
 
@@ -93,6 +103,14 @@ pub struct Allocator {
     credit: u64,
     /// Bytes of pages in the region.
     warm: u64,
+    /// Those of them that lie in idle blocks.
+    idle: u64,
+    /// When each block became idle, in allocations.
+    idle_since: Vec<u64>,
+    /// Allocations so far.
+    clock: u64,
+    /// The most bytes of pages that were in use at a time: in this window, and in the one before.
+    peak: [u64; 2],
 }
 
 impl Allocator {
@@ -101,17 +119,32 @@ impl Allocator {
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
         let mut free: Vec<FreeList> = (0..CLASSES).map(|_| FreeList::default()).collect();
-        let (mut fresh, mut warm) = (0, 0);
+        let (mut fresh, mut warm, mut idle) = (0, 0, 0);
         for (id, entry) in arena.table(region)[..count as usize].iter().enumerate() {
             let capacity = entry.capacity.load(Ordering::Relaxed);
             fresh = fresh.max(entry.offset.load(Ordering::Relaxed) + capacity);
             warm += entry.warm.load(Ordering::Relaxed);
             if entry.state.load(Ordering::Acquire) == 0 {
                 free[class_of(capacity / PAGE).min(CLASSES - 1)].blocks.push(id as u32);
+                idle += entry.warm.load(Ordering::Relaxed);
             }
         }
-        let (mapped, sent) = (vec![0; count as usize], HashSet::new());
-        Self { arena, region, free, fresh, slab_end: fresh, mapped, sent, window: WINDOW, credit: 0, warm }
+        Self {
+            arena,
+            region,
+            free,
+            fresh,
+            slab_end: fresh,
+            mapped: vec![0; count as usize],
+            sent: HashSet::new(),
+            window: WINDOW,
+            credit: 0,
+            warm,
+            idle,
+            idle_since: vec![0; count as usize],
+            clock: 0,
+            peak: [0; 2],
+        }
     }
 
     /// The region's number.
@@ -126,6 +159,7 @@ impl Allocator {
 
     /// A block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
     pub fn allocate(&mut self, len: u64, holder: u32) -> Result<u32> {
+        self.clock += 1;
         self.window -= 1;
         if self.window == 0 {
             self.end_window()?;
@@ -135,20 +169,19 @@ impl Allocator {
         if class >= CLASSES || pages * PAGE > self.arena.geometry().region_len {
             return Err(self.full(len));
         }
-        let id = match self.take(class) {
+        let list = &self.free[class];
+        if list.blocks.len() == list.cold {
+            self.collect()?;
+        }
+        let id = match self.take(self.warm_class(class)) {
             Some(id) => id,
-            None => {
-                self.collect()?;
-                match self.take(class) {
-                    Some(id) => id,
-                    None => self.make(class, len)?,
-                }
-            }
+            None => self.make(class, len)?,
         };
         if let Err(error) = self.reserve(id, pages * PAGE) {
-            self.free[class].blocks.push(id);
+            self.put(id);
             return Err(error);
         }
+        self.peak[0] = self.peak[0].max(self.warm - self.idle);
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
@@ -166,17 +199,25 @@ impl Allocator {
         self.sent.contains(&id)
     }
 
+    /// The class out of which a block is taken: a warm one of nearly the same size is better than fresh pages.
+    fn warm_class(&self, class: usize) -> usize {
+        let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
+        let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + NEAR).min(CLASSES - 1) };
+        (class..=nearest).find(warm).unwrap_or(class)
+    }
+
     fn take(&mut self, class: usize) -> Option<u32> {
         let list = &mut self.free[class];
         let id = list.blocks.pop()?;
         list.low = list.low.min(list.blocks.len());
         list.cold = list.cold.min(list.blocks.len());
+        self.idle -= self.arena.table(self.region)[id as usize].warm.load(Ordering::Relaxed);
         Some(id)
     }
 
     /// Takes back what has been returned.
     pub fn collect(&mut self) -> Result<()> {
-        let Self { arena, region, free, .. } = self;
+        let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
         let count = arena.block_count(*region);
         block::take_returned(
@@ -184,8 +225,11 @@ impl Allocator {
             count,
             |id| &table[id as usize],
             |id| {
-                let pages = table[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
+                let entry = &table[id as usize];
+                let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
                 free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+                *idle += entry.warm.load(Ordering::Relaxed);
+                idle_since[id as usize] = *clock;
             },
         )
     }
@@ -207,7 +251,7 @@ impl Allocator {
             self.look(capacity)?;
             if offset + capacity > self.slab_end {
                 let end = (offset + SLAB).min(region_len);
-                self.arena.populate(self.region, offset, end)?;
+                self.populate(offset, end)?;
                 self.slab_end = end;
             }
         }
@@ -219,6 +263,7 @@ impl Allocator {
         self.warm += reserved;
         self.fresh += capacity;
         self.mapped.push(reserved);
+        self.idle_since.push(0);
         // SYNC: block-made (pairs with the Acquire in `Arena::block_count`).
         self.arena.region_head(self.region).blocks.store(id + 1, Ordering::Release);
         Ok(id)
@@ -236,10 +281,11 @@ impl Allocator {
         let offset = entry.offset.load(Ordering::Relaxed);
         let warm = entry.warm.load(Ordering::Relaxed);
         if len > warm {
+            self.make_room(len - warm);
             self.look(len - warm)?;
         }
         if len > warm || len >= SLAB {
-            self.arena.populate(self.region, offset + mapped, offset + len)?;
+            self.populate(offset + mapped, offset + len)?;
         }
         self.mapped[id as usize] = len;
         if len > warm {
@@ -249,24 +295,88 @@ impl Allocator {
         Ok(())
     }
 
-    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes.
+    /// Lets the next `bytes` be reserved without a look at the headroom: what is small, comes back soon and has to
+    /// get through, so that the error itself can be told.
+    pub fn trust(&mut self, bytes: u64) {
+        self.credit = self.credit.max(bytes);
+    }
+
+    /// Before fresh pages are reserved: blocks of other sizes that lay idle for the longest lose theirs, as long as all together
+    /// would come to more than a [`SPARE`]th above what was in use lately.
+    fn make_room(&mut self, fresh: u64) {
+        let in_use = self.warm - self.idle + fresh;
+        let peak = self.peak[0].max(self.peak[1]).max(in_use);
+        let most = peak + peak / SPARE;
+        while self.warm + fresh > most {
+            let oldest = |class: usize| {
+                let list = &self.free[class];
+                Some((self.idle_since[*list.blocks.get(list.cold)? as usize], class))
+            };
+            let Some((_, class)) = (class_of(SLAB / PAGE)..CLASSES).filter_map(oldest).min() else { return };
+            self.cool(class);
+        }
+    }
+
+    /// Takes the pages of the block of a class that has lain idle for the longest.
+    fn cool(&mut self, class: usize) {
+        let list = &mut self.free[class];
+        let id = list.blocks[list.cold];
+        list.cold += 1;
+        // Pages of a small block may have been reserved with its neighbours: not worth a system call.
+        if let Some(punched) = punch(&self.arena, self.region, id) {
+            self.mapped[id as usize] = 0;
+            self.warm -= punched;
+            self.idle -= punched;
+        }
+    }
+
+    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes at the most.
     fn look(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
             return Ok(());
         }
-        let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-        if room.bytes < fresh.saturating_add(MARGIN) {
-            return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom: room.bytes });
+        let start = sys::clock::monotonic();
+        let mut trimmed = false;
+        loop {
+            // Who looks at the same time sees this before the pages are there.
+            let others = self.arena.promise(self.region, fresh);
+            let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+            let free = room.bytes.saturating_sub(MARGIN);
+            let headroom = free.saturating_sub(others);
+            if fresh <= headroom {
+                // All workers' credits together are less than the margin.
+                self.credit = LOOK_EVERY.min(MARGIN / u64::from(self.arena.geometry().workers));
+                return Ok(());
+            }
+            self.arena.promise(self.region, 0);
+            if !trimmed {
+                // Idle blocks of other sizes may be what is in the way.
+                trimmed = true;
+                self.trim(0)?;
+            } else if fresh > free || sys::clock::monotonic() - start > SETTLE {
+                return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom });
+            } else {
+                // What others have reserved by half counts twice.
+                std::thread::sleep(Duration::from_millis(1 + u64::from(self.region % 8)));
+            }
         }
-        self.credit = LOOK_EVERY.min((room.bytes - fresh - MARGIN) / 4);
-        Ok(())
+    }
+
+    /// Fills in pages that [`Allocator::look`] has granted.
+    fn populate(&self, from: u64, to: u64) -> Result<()> {
+        let populated = self.arena.populate(self.region, from, to);
+        self.arena.promise(self.region, 0);
+        populated
     }
 
     /// Puts a block that has become free in the owner's own hands back into its list.
     pub fn put(&mut self, id: u32) {
-        let pages = self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) / PAGE;
+        let entry = &self.arena.table(self.region)[id as usize];
+        let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
         self.free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+        self.idle += entry.warm.load(Ordering::Relaxed);
+        self.idle_since[id as usize] = self.clock;
     }
 
     /// Lets go of the owner's hold; the block goes back into the list if nobody else holds it.
@@ -291,8 +401,10 @@ impl Allocator {
 
     fn end_window(&mut self) -> Result<()> {
         self.window = WINDOW;
+        self.peak = [0, self.peak[0]];
         self.collect()?;
-        for list in &mut self.free {
+        for class in 0..CLASSES {
+            let list = &mut self.free[class];
             let surplus = list.low.saturating_sub(list.cold);
             list.low = list.blocks.len();
             if surplus == 0 {
@@ -304,15 +416,7 @@ impl Allocator {
                 continue;
             }
             list.patience = 0;
-            let from = list.cold;
-            list.cold += surplus;
-            for &id in &list.blocks[from..list.cold] {
-                // Pages of a small block may have been reserved with its neighbours: not worth a system call.
-                if let Some(punched) = punch(&self.arena, self.region, id) {
-                    self.mapped[id as usize] = 0;
-                    self.warm -= punched;
-                }
-            }
+            (0..surplus).for_each(|_| self.cool(class));
         }
         Ok(())
     }
@@ -320,14 +424,9 @@ impl Allocator {
     /// For a worker that has nothing to do: gives back the pages of idle blocks beyond `budget` bytes of pages in all.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         self.collect()?;
-        for list in &mut self.free {
-            while self.warm > budget && list.cold < list.blocks.len() {
-                let id = list.blocks[list.cold];
-                list.cold += 1;
-                if let Some(punched) = punch(&self.arena, self.region, id) {
-                    self.mapped[id as usize] = 0;
-                    self.warm -= punched;
-                }
+        for class in 0..CLASSES {
+            while self.warm > budget && self.free[class].cold < self.free[class].blocks.len() {
+                self.cool(class);
             }
         }
         Ok(())
@@ -335,11 +434,7 @@ impl Allocator {
 
     fn full(&self, len: u64) -> Error {
         let size = self.arena.geometry().region_len;
-        Error::NoMemory {
-            wanted: len,
-            limit: format!("each worker's region of the shared memory has {size} bytes"),
-            headroom: size - self.fresh.min(size),
-        }
+        Error::RegionFull { wanted: len, size, headroom: size - self.fresh.min(size) }
     }
 }
 
@@ -400,6 +495,34 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_other_sizes_do_not_pile_up() {
+        let mut a = allocator();
+        for round in 0..20 {
+            for size in [1 << 20, 9 << 20, 3 << 20, 27 << 20, 100 << 10] {
+                let id = a.allocate(size + round * 4096, WORKER).unwrap();
+                a.release(id);
+                assert!(a.warm_bytes() <= (27 << 20) * 5 / 4 + (1 << 20), "{}", a.warm_bytes());
+            }
+        }
+        let (warm, idle) = (a.warm_bytes(), a.idle);
+        let table = a.arena.table(0);
+        let all: u64 = table[..a.mapped.len()].iter().map(|b| b.warm.load(Ordering::Relaxed)).sum();
+        assert_eq!((all, warm), (warm, idle), "nothing is held");
+    }
+
+    #[test]
+    fn a_warm_block_of_nearly_the_size_is_taken() {
+        let mut a = allocator();
+        let id = a.allocate(16 << 20, WORKER).unwrap();
+        a.release(id);
+        let near = a.allocate(9 << 20, WORKER).unwrap();
+        assert_eq!(near, id);
+        a.release(near);
+        assert_ne!(a.allocate(8 << 20, WORKER).unwrap(), id, "half of it would lie idle");
+        assert_ne!(a.allocate(17 << 20, WORKER).unwrap(), id);
+    }
+
+    #[test]
     fn a_new_owner_finds_what_is_free_and_leaves_what_is_held() {
         let mut a = allocator();
         let held = a.allocate(50_000, CONSUMER).unwrap();
@@ -419,7 +542,7 @@ mod tests {
         let mut a = allocator();
         let region = a.arena.geometry().region_len;
         let error = a.allocate(region + 1, WORKER).unwrap_err();
-        assert!(matches!(error, Error::NoMemory { wanted, .. } if wanted == region + 1));
+        assert!(matches!(error, Error::RegionFull { wanted, .. } if wanted == region + 1));
     }
 
     #[test]

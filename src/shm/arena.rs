@@ -45,9 +45,16 @@ pub struct Arena {
 
 impl Arena {
     /// Makes an arena for `workers` workers of at most `outstanding` tasks each: as large as the system
-    /// allows between 1 GiB and 1 TiB (pages come only when touched).
+    /// allows between 1 GiB and 1 TiB (pages come only when touched). Where address space is limited it takes no more than
+    /// half of what is left, so that there is some for others.
     pub fn create(workers: u32, outstanding: u32) -> Result<Arc<Self>> {
         let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(AT_LEAST, AT_MOST);
+        if let Some(left) = sys::map::address_space_left() {
+            total = total.min(left / 2);
+            if total < SMALLEST {
+                return Err(sys::map::no_address_space(2 * SMALLEST, left));
+            }
+        }
         loop {
             match Self::create_sized(total, workers, outstanding) {
                 Ok(arena) => return Ok(arena),
@@ -96,6 +103,7 @@ impl Arena {
     }
 
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
+        sys::fork::count_forks()?;
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
         let generation = sys::fork::generation();
         let (retired, parked) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -330,7 +338,9 @@ impl Arena {
             let status = &control.status;
             status.state.store(0, Ordering::Relaxed);
             status.pid.store(0, Ordering::Relaxed);
-            for word in [&status.since_ns, &status.task, &status.tasks_done, &status.largest] {
+            for word in
+                [&status.since_ns, &status.task, &status.tasks_done, &status.largest, &status.promised]
+            {
                 word.store(0, Ordering::Relaxed);
             }
             status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
@@ -369,6 +379,19 @@ impl Arena {
             }
         }
         Some(idle)
+    }
+
+    /// Notes that a worker is about to reserve `bytes`, and says how many the other workers are about to. The caller looks at
+    /// the machine's headroom after this: what others take is seen in one of the two.
+    pub fn promise(&self, region: u32, bytes: u64) -> u64 {
+        if region >= self.geometry.workers {
+            return 0;
+        }
+        // SYNC: pages-or-promise: a promise is lowered after its pages are there, and read before the headroom is.
+        self.control(region).status.promised.store(bytes, Ordering::Release);
+        fence(Ordering::SeqCst);
+        let others = (0..self.geometry.workers).filter(|worker| *worker != region);
+        others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
     /// Bytes of pages that a worker's region needs for the batches under way.

@@ -94,8 +94,10 @@ pub struct StatusPage {
     pub tasks_done: AtomicU64,
     /// Nanoseconds spent in each state so far, by the number of the state.
     pub spent_ns: [AtomicU64; WorkerState::COUNT],
-    /// Bytes of the largest batch so far, its message included.
+    /// Bytes of the largest batch of late, its message included.
     pub largest: AtomicU64,
+    /// Bytes that the worker has looked for in the machine's headroom and is reserving now.
+    pub promised: AtomicU64,
 }
 
 /// What a worker is doing.

@@ -1,7 +1,7 @@
 //! Arenas outlive their iterators: the next epoch finds warm pages.
 //!
-//! The pool belongs to the process and is bounded: [`MOST`] arenas, a sixteenth of the machine's memory in idle
-//! pages, and [`IDLE_FOR`] without use. Without a thread of its own it can look at the clock only when
+//! The pool belongs to the process and is bounded: [`MOST`] arenas, in idle pages a sixteenth of the machine's memory and
+//! half of what its limits leave, and [`IDLE_FOR`] without use. Without a thread of its own it can look at the clock only when
 //! the library is called: at each start and end of an iterator and, while one waits, a few times a second.
 
 use std::sync::atomic::AtomicU64 as Stamp;
@@ -55,7 +55,11 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
         arena.reset_control();
         return Ok(arena);
     }
-    let arena = Arena::create(workers, outstanding)?;
+    let arena = match Arena::create(workers, outstanding) {
+        // What lies in the pool takes address space, and pages.
+        Err(_) if clear() > 0 => Arena::create(workers, outstanding)?,
+        made => made?,
+    };
     super::forks::watch(&arena, None);
     Ok(arena)
 }
@@ -64,7 +68,8 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
-    let most = sys::memory::total_ram_and_swap() / 16;
+    let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+    let most = (sys::memory::total_ram_and_swap() / 16).min(room.bytes / 2);
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {
         pool.push(Idle { arena, bytes, since: sys::clock::monotonic() });

@@ -16,7 +16,7 @@ macro_rules! failpoint {
 pub(super) use failpoint;
 
 #[cfg(feature = "failpoints")]
-pub use seam::{Effect, calls, clear, hit, kinds, set, set_from};
+pub use seam::{Effect, calls, clear, environment, hit, kinds, set, set_from};
 
 #[cfg(feature = "failpoints")]
 mod seam {
@@ -37,12 +37,13 @@ mod seam {
     }
 
     /// Every kind of call that has a failpoint.
-    static KINDS: &[&str] = &[
+    const KINDS: &[&str] = &[
         "memfd_create",
+        "getrlimit",
         "ftruncate",
         "seal",
-        "dup",
         "mmap",
+        "dontdump",
         "populate",
         "remove",
         "hugepage",
@@ -61,14 +62,19 @@ mod seam {
         "epoll_ctl",
         "epoll_wait",
         "fstat",
+        "fdinfo",
         "pipe2",
+        "pipe_poll",
         "atfork",
         "kill",
+        "thread",
+        "sysinfo",
+        "proc",
     ];
 
     /// The state of one kind.
     struct Point {
-        /// Calls so far in this process, those before a fork included.
+        /// Calls so far in this process.
         calls: AtomicU64,
         /// The number of the first call that is hit; 0 for none.
         first: AtomicU64,
@@ -80,7 +86,7 @@ mod seam {
         value: AtomicI32,
     }
 
-    static POINTS: [Point; 26] = [const {
+    static POINTS: [Point; KINDS.len()] = [const {
         Point {
             calls: AtomicU64::new(0),
             first: AtomicU64::new(0),
@@ -88,7 +94,7 @@ mod seam {
             effect: AtomicI32::new(0),
             value: AtomicI32::new(0),
         }
-    }; 26];
+    }; KINDS.len()];
 
     /// The process that has read the environment last. A forked child reads it again.
     static READ_BY: AtomicI32 = AtomicI32::new(0);
@@ -98,7 +104,7 @@ mod seam {
         KINDS
     }
 
-    /// How many calls of `kind` this process has made, those of its parent before the fork included.
+    /// How many calls of `kind` this process has made.
     pub fn calls(kind: &str) -> u64 {
         read_environment();
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
@@ -175,22 +181,20 @@ mod seam {
     /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
     /// "from there on"; an effect is an errno's name or number, `exit=code` or `kill`.
     ///
-    /// Each process reads it at its first call and counts from there. So a variable that is set after main's first
-    /// call and before a fork drives the children alone.
+    /// Each process reads it at its first call and counts from there; of what its parent had armed and counted a child
+    /// keeps nothing. So a variable that is set after main's first call and before a fork drives the children alone, and
+    /// one that is taken away there drives main alone.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
         if READ_BY.swap(me, Ordering::AcqRel) == me {
             return;
         }
-        // Not std::env: that takes a lock, which a fork may have left held.
-        // SAFETY: the name is a C string; tests do not change the environment while others read it.
-        let text = unsafe { libc::getenv(c"RUSTLOADER_FAILPOINT".as_ptr()) };
-        if text.is_null() {
-            return;
+        clear();
+        for point in &POINTS {
+            point.calls.store(0, Ordering::Release);
         }
-        // SAFETY: getenv answered a C string, which stays until the variable is changed.
-        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        let Some(text) = environment(c"RUSTLOADER_FAILPOINT") else { return };
         for item in text.split(',').filter(|item| !item.is_empty()) {
             let Some((kind, nth, onwards, effect)) = parse(item) else {
                 panic!("RUSTLOADER_FAILPOINT: {item:?} is not kind:nth:effect");
@@ -199,6 +203,17 @@ mod seam {
                 panic!("RUSTLOADER_FAILPOINT: {error}");
             }
         }
+    }
+
+    /// A variable of the environment. Not by std::env: that takes a lock, which a fork may have left held.
+    pub fn environment(name: &CStr) -> Option<String> {
+        // SAFETY: the name is a C string; tests do not change the environment while others read it.
+        let text = unsafe { libc::getenv(name.as_ptr()) };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: getenv answered a C string, which stays until the variable is changed.
+        Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
     fn parse(item: &str) -> Option<(&str, u64, bool, Effect)> {
@@ -227,6 +242,7 @@ mod seam {
             "EINVAL" => libc::EINVAL,
             "EMFILE" => libc::EMFILE,
             "ENFILE" => libc::ENFILE,
+            "ENOENT" => libc::ENOENT,
             "ENOMEM" => libc::ENOMEM,
             "ENOSPC" => libc::ENOSPC,
             "ENOSYS" => libc::ENOSYS,
@@ -240,11 +256,6 @@ mod seam {
     #[cfg(test)]
     mod tests {
         use super::*;
-
-        #[test]
-        fn every_kind_has_a_point() {
-            assert_eq!(KINDS.len(), POINTS.len());
-        }
 
         #[test]
         fn the_environment_is_read_as_written() {

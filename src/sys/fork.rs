@@ -21,31 +21,43 @@ extern "C" fn raise_generation() {
 /// A number that is another one in every forked child. Whoever notes it when an object is made can tell later that the
 /// object was made before a fork. One atomic load. `vfork` and a bare `clone` do not raise it.
 pub fn generation() -> u64 {
+    // Who cannot do without has asked before.
+    let _ = count_forks();
+    GENERATION.load(Ordering::Relaxed)
+}
+
+/// Sees to it that [`generation`] counts.
+pub fn count_forks() -> Result<()> {
     if !COUNTING.load(Ordering::Acquire) {
         // Two threads that come here at once install it twice, and a fork then counts two, which is as good.
         // SAFETY: the handler touches one atomic only and stays as long as the process (the library is not unloaded).
-        let answer = unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) };
-        COUNTING.store(answer == 0, Ordering::Release);
+        at_fork(|| unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) })?;
+        COUNTING.store(true, Ordering::Release);
     }
-    GENERATION.load(Ordering::Relaxed)
+    Ok(())
+}
+
+/// Makes a call of pthread_atfork.
+fn at_fork(call: impl Fn() -> i32) -> Result<()> {
+    let refused = failpoint!("atfork", libc::ENOMEM, call());
+    if refused == 0 {
+        return Ok(());
+    }
+    let hint = "the C library has no memory left".to_owned();
+    Err(Error::Os { call: "pthread_atfork", errno: refused, hint })
 }
 
 /// Has every fork of this process call `prepare` before it, in the forking thread, then `parent` in the parent and
 /// `child` in the child, where [`generation`] has been raised before. Once a process: a later call changes nothing and
 /// answers false. The handlers must not panic; `child` may do only what is safe after a fork with other threads about.
 pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> Result<bool> {
-    generation();
+    count_forks()?;
     if HANDLING.swap(true, Ordering::AcqRel) {
         return Ok(false);
     }
     // SAFETY: the handlers are plain functions that stay as long as the process (the library is not unloaded).
     let call = || unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) };
-    let refused = failpoint!("atfork", libc::ENOMEM, call());
-    if refused != 0 {
-        HANDLING.store(false, Ordering::Release);
-        let hint = "the C library has no memory left".to_owned();
-        return Err(Error::Os { call: "pthread_atfork", errno: refused, hint });
-    }
+    at_fork(call).inspect_err(|_| HANDLING.store(false, Ordering::Release))?;
     Ok(true)
 }
 
@@ -66,7 +78,7 @@ pub fn pipe_cloexec() -> Result<(OwnedFd, OwnedFd)> {
 pub fn reads_eof(fd: BorrowedFd<'_>) -> bool {
     let mut entry = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: `entry` is one entry, as said.
-    let answer = retry(|| unsafe { libc::poll(&mut entry, 1, 0) });
+    let answer = retry(|| failpoint!("pipe_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
     answer == 1 && entry.revents & libc::POLLHUP != 0
 }
 

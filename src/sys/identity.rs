@@ -58,12 +58,14 @@ fn kernel_number(fd: RawFd) -> Option<u64> {
     let mut path = [0_u8; 48];
     std::io::Write::write_fmt(&mut &mut path[..47], format_args!("/proc/self/fdinfo/{fd}")).ok()?;
     let mut text = [0_u8; 1024];
-    // SAFETY: `path` ends with a NUL byte, `text` has the room that is said, and the descriptor is closed once.
+    // SAFETY: `path` ends with a NUL byte.
+    let call = || unsafe { libc::open(path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    let file = failpoint!("fdinfo", -1, call());
+    if file == -1 {
+        return None;
+    }
+    // SAFETY: `text` has the room that is said, and the descriptor, which is ours, is closed once.
     let len = unsafe {
-        let file = libc::open(path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC);
-        if file == -1 {
-            return None;
-        }
         let len = libc::read(file, text.as_mut_ptr().cast(), text.len());
         libc::close(file);
         len
@@ -112,7 +114,7 @@ mod tests {
         assert!(!identity.still_is(two.as_fd().as_raw_fd()));
         one.ring().unwrap();
         assert!(identity.still_is(one.as_fd().as_raw_fd()));
-        let twin = memfd::dup_cloexec(one.as_fd()).unwrap();
+        let twin = one.as_fd().try_clone_to_owned().unwrap();
         assert!(identity.still_is(twin.as_raw_fd()));
     }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::failpoint::failpoint;
 use super::memory::{self, MemoryRoots};
-use super::{errno, retry};
+use super::{errno, read_file, retry};
 use crate::error::{Error, Result};
 
 /// Fills in pages as a write would, and answers an errno where a write would be SIGBUS (Linux 5.14).
@@ -17,6 +17,19 @@ const MADV_POPULATE_WRITE: libc::c_int = 23;
 pub fn page_size() -> usize {
     // SAFETY: sysconf takes a plain number.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// Bytes of address space that this process may still map; `None` without a limit.
+pub fn address_space_left() -> Option<u64> {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a struct of ours for the kernel to fill.
+    let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_AS, &mut limit) };
+    if failpoint!("getrlimit", -1, call()) == -1 || limit.rlim_cur == libc::RLIM64_INFINITY {
+        return None;
+    }
+    let statm = read_file("/proc/self/statm".as_ref()).unwrap_or_default();
+    let pages = String::from_utf8_lossy(&statm).split(' ').next().and_then(|word| word.parse::<u64>().ok());
+    Some(limit.rlim_cur.saturating_sub(pages.unwrap_or(0) * page_size() as u64))
 }
 
 /// A file mapped whole, for reading and writing, shared with every process that maps it. Kept out of core dumps. A
@@ -60,11 +73,7 @@ impl Mapping {
         let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
         let start = failpoint!("mmap", libc::MAP_FAILED, call());
         if start == libc::MAP_FAILED {
-            let hint = format!(
-                "{len} bytes of address space were wanted: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer \
-                 or tool that restricts address space"
-            );
-            return Err(Error::last_os("mmap", hint));
+            return Err(Error::last_os("mmap", address_space_hint(len as u64)));
         }
         let Some(start) = NonNull::new(start.cast::<u8>()) else {
             return Err(Error::usage("mmap answered address 0"));
@@ -72,7 +81,8 @@ impl Mapping {
         let mapping = Self { start, len, page: page_size() };
         // A kernel that refuses only makes core dumps larger.
         // SAFETY: the range is the mapping just made.
-        unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
+        let call = || unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
+        failpoint!("dontdump", -1, call());
         Ok(mapping)
     }
 
@@ -90,7 +100,7 @@ impl Mapping {
     /// Makes sure that every page which `range` touches has memory and can be written without a fault.
     ///
     /// Errors: [`Error::NoMemory`] where the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux
-    /// 5.14 there is no answer but SIGBUS on a machine without a free page. A memory cgroup does not refuse either, it
+    /// 5.14, and where a sandbox refuses the call, there is no answer but SIGBUS on a machine without a free page. A memory cgroup does not refuse either, it
     /// kills: compare with [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
@@ -102,12 +112,14 @@ impl Mapping {
             return Ok(());
         }
         match errno() {
-            libc::EINVAL => {
+            errno @ (libc::EFAULT | libc::ENOMEM | libc::EAGAIN | libc::EHWPOISON) => {
+                Err(no_memory(&pages, errno))
+            }
+            // EINVAL from an older kernel, whatever else from a sandbox.
+            _ => {
                 self.touch(&pages);
                 Ok(())
             }
-            errno @ (libc::EFAULT | libc::ENOMEM | libc::EHWPOISON) => Err(no_memory(&pages, errno)),
-            _ => Err(Error::last_os("madvise(MADV_POPULATE_WRITE)", "ordinary memory is used instead")),
         }
     }
 
@@ -172,6 +184,19 @@ impl Drop for Mapping {
         // SAFETY: the range was mapped by `new` and is given up once; who took pointers gave its word to outlive none.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
+}
+
+/// What [`Mapping::new`] would answer, for a process that has too little address space `left`.
+pub fn no_address_space(wanted: u64, left: u64) -> Error {
+    let hint = format!("{}; {left} bytes of it are left", address_space_hint(wanted));
+    Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
+}
+
+fn address_space_hint(wanted: u64) -> String {
+    format!(
+        "{wanted} bytes of address space were wanted: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer or \
+         tool that restricts address space"
+    )
 }
 
 fn no_memory(pages: &Range<usize>, errno: i32) -> Error {

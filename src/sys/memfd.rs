@@ -42,7 +42,8 @@ fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let Ok(wanted) = libc::off64_t::try_from(len) else { return Err(refused(libc::EFBIG, "")) };
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a struct of ours for the kernel to fill.
-    let known = unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) } == 0;
+    let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
+    let known = failpoint!("getrlimit", -1, call()) == 0;
     if known && limit.rlim_cur != libc::RLIM64_INFINITY && len > limit.rlim_cur {
         return Err(refused(libc::EFBIG, too_long));
     }
@@ -67,28 +68,6 @@ pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     // SAFETY: fcntl with F_GET_SEALS takes no further argument.
     let present = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
     if present != -1 && present & seals == seals { Ok(()) } else { Err(error) }
-}
-
-/// Closes `fd` on exec from now on.
-pub fn set_cloexec(fd: BorrowedFd<'_>) -> Result<()> {
-    // SAFETY: fcntl with F_SETFD takes a number.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) } == -1 {
-        return Err(Error::last_os("fcntl(F_SETFD)", "the descriptor was closed by somebody else"));
-    }
-    Ok(())
-}
-
-/// A second descriptor of the same open file, closed on exec, above the standard streams.
-pub fn dup_cloexec(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    // SAFETY: fcntl with F_DUPFD_CLOEXEC takes a number.
-    let call = || unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 3) };
-    let new = failpoint!("dup", -1, call());
-    if new == -1 {
-        let hint = descriptor_hint(errno());
-        return Err(Error::last_os("fcntl(F_DUPFD_CLOEXEC)", hint));
-    }
-    // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
 #[cfg(test)]
@@ -126,17 +105,5 @@ mod tests {
     fn only_memfds_can_be_sealed() {
         let file = File::open("/proc/self/exe").unwrap();
         assert!(matches!(seal(file.as_fd()), Err(Error::Os { .. })));
-    }
-
-    #[test]
-    fn duplicates_are_closed_on_exec() {
-        let fd = create("rustloader-test", 1).unwrap();
-        let twin = dup_cloexec(fd.as_fd()).unwrap();
-        assert!(twin.as_raw_fd() > 2 && twin.as_raw_fd() != fd.as_raw_fd());
-        assert_eq!(descriptor_flags(twin.as_fd()), libc::FD_CLOEXEC);
-        // SAFETY: fcntl with F_SETFD takes a number.
-        unsafe { libc::fcntl(twin.as_raw_fd(), libc::F_SETFD, 0) };
-        set_cloexec(twin.as_fd()).unwrap();
-        assert_eq!(descriptor_flags(twin.as_fd()), libc::FD_CLOEXEC);
     }
 }

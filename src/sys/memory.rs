@@ -2,6 +2,9 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use super::failpoint::failpoint;
+use super::read_file;
+
 /// Where the kernel shows its numbers. Tests point it to files of their own.
 #[derive(Clone, Debug)]
 pub struct MemoryRoots {
@@ -12,7 +15,13 @@ pub struct MemoryRoots {
 }
 
 impl Default for MemoryRoots {
+    /// The kernel's own; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
+        #[cfg(feature = "failpoints")]
+        if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
+            let root = PathBuf::from(root);
+            return Self { proc_: root.join("proc"), cgroup: root.join("cgroup") };
+        }
         Self { proc_: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
     }
 }
@@ -39,7 +48,7 @@ impl Headroom {
 pub fn available(roots: &MemoryRoots) -> Headroom {
     let nothing = Headroom { bytes: u64::MAX, limit: "no limit of memory is known".to_owned() };
     let least = nothing.or_less(machine(roots));
-    let membership = std::fs::read_to_string(roots.proc_.join("self/cgroup")).unwrap_or_default();
+    let membership = text(&roots.proc_.join("self/cgroup")).unwrap_or_default();
     membership
         .lines()
         .flat_map(|line| cgroup_levels(roots, line))
@@ -50,15 +59,15 @@ pub fn available(roots: &MemoryRoots) -> Headroom {
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: a sysinfo of zeroes is a valid one.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a struct of ours for the kernel to fill.
-    unsafe { libc::sysinfo(&mut info) };
+    // SAFETY: `info` is a struct of ours for the kernel to fill. Refused, it stays 0.
+    failpoint!("sysinfo", -1, unsafe { libc::sysinfo(&mut info) });
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(unit)
 }
 
 fn machine(roots: &MemoryRoots) -> Option<Headroom> {
-    let text = std::fs::read_to_string(roots.proc_.join("meminfo")).ok()?;
+    let text = text(&roots.proc_.join("meminfo"))?;
     let bytes = |name| field(&text, name).map(|kib| kib.saturating_mul(1024));
     let (total, swap) = (bytes("MemTotal:")?, bytes("SwapTotal:").unwrap_or(0));
     let free = bytes("MemAvailable:").or_else(|| bytes("MemFree:"))?;
@@ -109,11 +118,11 @@ const V1: Files =
 
 impl Files {
     fn headroom(&self, level: &Path, base: &Path) -> Option<Headroom> {
-        let number = |name| std::fs::read_to_string(level.join(name)).ok()?.trim().parse::<u64>().ok();
+        let number = |name| text(&level.join(name))?.trim().parse::<u64>().ok();
         // "max" is no number; v1 says "none" by a number near 2^63.
         let limit = number(self.limit).filter(|limit| *limit < 1 << 62)?;
         let usage = number(self.usage)?;
-        let stat = std::fs::read_to_string(level.join("memory.stat")).unwrap_or_default();
+        let stat = text(&level.join("memory.stat")).unwrap_or_default();
         let cache = field(&stat, self.cache).unwrap_or(0).min(usage);
         let name = Path::new("/").join(level.strip_prefix(base).unwrap_or(level));
         Some(Headroom {
@@ -125,6 +134,11 @@ impl Files {
             ),
         })
     }
+}
+
+/// A file's content; `None` where it cannot be read.
+fn text(path: &Path) -> Option<String> {
+    String::from_utf8(read_file(path).ok()?).ok()
 }
 
 /// The number behind `name` at the start of a line.

@@ -34,6 +34,11 @@ fn retry<T: Copy + PartialEq + From<i8>>(mut call: impl FnMut() -> T) -> T {
     }
 }
 
+/// The content of a file that the kernel makes up, in /proc or /sys.
+fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
+    failpoint::failpoint!("proc", Err(std::io::Error::last_os_error()), std::fs::read(path))
+}
+
 /// The way out when a new descriptor is refused.
 fn descriptor_hint(errno: i32) -> &'static str {
     match errno {

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
 use super::owned::HomeFd;
-use super::{descriptor_hint, errno, retry};
+use super::{descriptor_hint, errno, read_file, retry};
 use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
@@ -78,22 +78,9 @@ impl PidFd {
     /// How the process ended, without reaping it. `None` while it lives, and where the kernel does not tell: for
     /// children of others, or reaped by others, it tells since Linux 6.15 only (and not before they are reaped).
     pub fn status(&self) -> Option<ExitStatus> {
-        // SAFETY: a siginfo_t of zeroes is a valid one.
-        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        let (id, flags) =
-            (self.0.as_fd().as_raw_fd() as libc::id_t, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT);
-        // SAFETY: `info` is a struct of ours for the kernel to fill.
-        let mut call = || unsafe { libc::waitid(libc::P_PIDFD, id, &mut info, flags) };
-        if retry(|| failpoint!("waitid", -1, call())) == -1 {
-            return self.recorded_status();
-        }
-        // SAFETY: waitid has filled in a child's fields, or left the zeroes.
-        let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
-        match info.si_code {
-            _ if pid == 0 => None,
-            libc::CLD_EXITED => Some(ExitStatus::Code(status)),
-            libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
-            _ => None,
+        match wait_status(libc::P_PIDFD, self.0.as_fd().as_raw_fd() as libc::id_t) {
+            Ok(status) => status,
+            Err(()) => self.recorded_status(),
         }
     }
 
@@ -131,10 +118,36 @@ impl PidFd {
     }
 }
 
+/// How the child `pid` of this process ended, without reaping it, for where there are no pidfds. `None` while it lives, and for
+/// what is no child or has been reaped.
+pub fn child_status(pid: i32) -> Option<ExitStatus> {
+    wait_status(libc::P_PID, libc::id_t::try_from(pid).ok()?).ok().flatten()
+}
+
+/// What waitid says of a process without reaping it; an error where it cannot tell.
+fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Option<ExitStatus>, ()> {
+    // SAFETY: a siginfo_t of zeroes is a valid one.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is a struct of ours for the kernel to fill.
+    let mut call = || unsafe { libc::waitid(kind, id, &mut info, flags) };
+    if retry(|| failpoint!("waitid", -1, call())) == -1 {
+        return Err(());
+    }
+    // SAFETY: waitid has filled in a child's fields, or left the zeroes.
+    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    Ok(match info.si_code {
+        _ if pid == 0 => None,
+        libc::CLD_EXITED => Some(ExitStatus::Code(status)),
+        libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
+        _ => None,
+    })
+}
+
 /// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
-    let text = std::fs::read(&path).map_err(|error| Error::Os {
+    let text = read_file(path.as_ref()).map_err(|error| Error::Os {
         call: "read(/proc/PID/stat)",
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         hint: format!("process {pid} is gone, or /proc is not mounted"),
@@ -149,13 +162,13 @@ pub fn start_time(pid: i32) -> Result<u64> {
 /// Whether the process `pid` that was started at `start_time` (0: whenever) still runs: a zombie does not. Where /proc cannot
 /// be read a signal's answer has to do, which takes a zombie for alive.
 pub fn runs(pid: i32, start_time: u64) -> bool {
-    let stat = match std::fs::read(format!("/proc/{pid}/stat")) {
+    let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
         // A process whose file is not there is gone if others' files are; what else fails (no descriptor left, say)
         // says nothing of it.
         Err(error)
             if error.kind() == std::io::ErrorKind::NotFound
-                && std::path::Path::new("/proc/self").exists() =>
+                && read_file("/proc/self/stat".as_ref()).is_ok() =>
         {
             return false;
         }
@@ -170,7 +183,7 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
 /// Whether there is a process `pid`, be it a zombie.
 fn exists(pid: i32) -> bool {
     // SAFETY: signal 0 is none; nothing happens but the check.
-    let answer = unsafe { libc::kill(pid, 0) };
+    let answer = failpoint!("kill", -1, unsafe { libc::kill(pid, 0) });
     answer == 0 || errno() != libc::ESRCH
 }
 

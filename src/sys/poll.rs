@@ -74,8 +74,8 @@ impl PollSet {
         if self.array.iter().any(|entry| entry.fd == fd) {
             return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
         }
-        if let Some(epoll) = &self.epoll {
-            register(epoll, fd, token)?;
+        if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
+            self.epoll = None;
         }
         self.array.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
         self.tokens.push(token);
@@ -118,9 +118,14 @@ impl PollSet {
     pub fn wait(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         ready.clear();
         self.check_process()?;
-        match &self.epoll {
-            Some(epoll) => epoll_wait(epoll, timeout, ready),
-            None => self.ppoll(timeout, ready),
+        match self.epoll.as_ref().map(|epoll| epoll_wait(epoll, timeout, ready)) {
+            Some(Ok(outcome)) => Ok(outcome),
+            refused => {
+                if refused.is_some() {
+                    self.epoll = None;
+                }
+                self.ppoll(timeout, ready)
+            }
         }
     }
 

@@ -33,6 +33,12 @@ pub fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
+/// The process whose child the calling one is now.
+pub fn getppid() -> i32 {
+    // SAFETY: getppid has no precondition.
+    unsafe { libc::getppid() }
+}
+
 /// The calling thread's number.
 pub fn gettid() -> i32 {
     // SAFETY: gettid has no precondition.

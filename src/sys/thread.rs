@@ -1,4 +1,12 @@
-//! The calling thread's name.
+//! Threads of ours, and the calling thread's name.
+
+use super::failpoint::failpoint;
+
+/// Starts a thread that nobody joins, with a stack of `stack` bytes. It must block signals by itself.
+pub fn spawn(name: &str, stack: usize, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let builder = std::thread::Builder::new().name(name.into()).stack_size(stack);
+    failpoint!("thread", Err(std::io::Error::last_os_error()), builder.spawn(work).map(drop))
+}
 
 /// Names the calling thread, as `ps -L`, `py-spy` and debuggers show it. The kernel keeps 15 bytes; the rest is cut.
 pub fn set_name(name: &str) {

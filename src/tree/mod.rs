@@ -5,10 +5,12 @@
 //! None, False, True  -            Int    i64              Float  f64          Complex f64 f64
 //! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
+//! BytesOutside       varint, place
 //! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
 //! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6), or in a
-//!           storage (bit 7)
-//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint
+//!           storage (bit 7), or has no elements and yet an offset (both)
+//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint, or offset:varint in
+//!           elements
 //!
 //! Before a value:
 //! Mark     -                      the value is kept; it gets the next number, from 0
@@ -74,6 +76,7 @@ mod tag {
     pub const BACK: u8 = 14;
     pub const MARK: u8 = 15;
     pub const STORAGE: u8 = 16;
+    pub const BYTES_OUTSIDE: u8 = 17;
 }
 
 const FORM_DIMS: u8 = 0x1f;

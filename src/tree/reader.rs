@@ -24,6 +24,15 @@ pub enum Atom<'a> {
     Str(&'a str),
     /// A bytes object.
     Bytes(&'a [u8]),
+    /// A bytes object whose bytes lie in a memory leaf; still to be checked against its length.
+    BytesOutside {
+        /// Number of bytes.
+        len: usize,
+        /// The number of the memory leaf.
+        leaf: u32,
+        /// The byte at which they begin.
+        offset: u64,
+    },
     /// A list or tuple of ints: their bytes, 8 for each.
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
@@ -68,6 +77,11 @@ pub enum Place<'a> {
         storage: usize,
         /// The byte at which the first element lies.
         offset: u64,
+    },
+    /// Nowhere: the leaf has no elements.
+    Empty {
+        /// The element of its storage that it begins at.
+        offset: i64,
     },
 }
 
@@ -268,11 +282,7 @@ impl<'a> Reader<'a> {
         let dtype = dtype.ok_or_else(|| self.corrupt("an unknown element type"))?;
         let form = self.byte()?;
         let len = usize::from(form & FORM_DIMS);
-        let known = match kind {
-            Kind::Tensor => !form & (FORM_OUTSIDE | FORM_SHARED) != 0,
-            Kind::Array => form & FORM_SHARED == 0,
-        };
-        if len > MAX_DIMS || !known {
+        if len > MAX_DIMS || (kind == Kind::Array && form & FORM_SHARED != 0) {
             return Err(self.corrupt("an unknown form of leaf"));
         }
         let shape = self.dims(len)?;
@@ -282,9 +292,14 @@ impl<'a> Reader<'a> {
         };
         let extent = extent(&shape, &strides, dtype.itemsize()).filter(|&bytes| bytes <= isize::MAX as usize);
         let extent = extent.ok_or_else(|| self.corrupt("a shape is too large"))?;
-        let place = match form & FORM_SHARED {
-            0 => self.place(form, extent)?,
-            _ => Place::Shared { storage: self.number()?, offset: self.varint()? },
+        let place = match form & (FORM_SHARED | FORM_OUTSIDE) {
+            FORM_SHARED => Place::Shared { storage: self.number()?, offset: self.varint()? },
+            0 | FORM_OUTSIDE => self.place(form, extent)?,
+            _ if extent > 0 => return Err(self.corrupt("an unknown form of leaf")),
+            _ => {
+                let offset = i64::try_from(self.varint()?);
+                Place::Empty { offset: offset.map_err(|_| self.corrupt("a number is too large"))? }
+            }
         };
         Ok(Leaf { kind, dtype, shape, strides, extent, place })
     }
@@ -334,6 +349,11 @@ impl<'a> Reader<'a> {
                 let len = self.count(1)?;
                 Atom::Bytes(self.take(len)?)
             }
+            tag::BYTES_OUTSIDE => Atom::BytesOutside {
+                len: self.number()?,
+                leaf: u32::from_le_bytes(self.array()?),
+                offset: u64::from_le_bytes(self.array()?),
+            },
             tag::INTS => {
                 let group = match self.byte()? {
                     tag::LIST => Group::List,

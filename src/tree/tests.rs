@@ -90,7 +90,8 @@ fn sample() -> Vec<u8> {
         w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast())
     };
     w.str("rest");
-    w.open(Group::List, 6);
+    w.open(Group::List, 7);
+    w.empty(Dtype::INT64, &[0, 3], &Plan::new(&[0, 3], &[24, 8], 8, Style::Tensor).unwrap(), 300);
     w.none();
     w.bool(true);
     w.complex(1.0, -2.0);
@@ -107,7 +108,7 @@ fn sample() -> Vec<u8> {
 fn a_sample_is_read_back_and_each_cut_is_found() {
     let payload = sample();
     let found = count(&payload).unwrap();
-    assert_eq!((found.leaves, found.ints.as_slice()), (4, &[7, 8, 9][..]));
+    assert_eq!((found.leaves, found.ints.as_slice()), (5, &[7, 8, 9][..]));
     assert_eq!((found.storages, found.kept, found.backs), (2, vec![1, 0], vec![1, 0]));
     for len in 0..payload.len() {
         assert!(matches!(count(&payload[..len]), Err(Error::Corrupt { .. })), "cut at {len}");

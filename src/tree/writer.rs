@@ -97,6 +97,13 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(value);
     }
 
+    /// A bytes object of `len` bytes that lie elsewhere; [`Self::fill`] says where.
+    pub fn bytes_outside(&mut self, len: usize) -> Slot {
+        self.out.push(tag::BYTES_OUTSIDE);
+        self.varint(len as u64);
+        self.slot()
+    }
+
     /// A container; its `count` values (pairs, for a dict) follow.
     pub fn open(&mut self, group: Group, count: usize) {
         self.out.push(match group {
@@ -201,6 +208,12 @@ impl<'a> Writer<'a> {
         self.view(Kind::Tensor, dtype, shape, (!natural).then_some(strides), FORM_SHARED);
         self.varint(storage as u64);
         self.varint(offset as u64);
+    }
+
+    /// A tensor without elements that begins `offset` elements behind its storage's begin.
+    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &Plan, offset: u64) {
+        self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
+        self.varint(offset);
     }
 
     /// Bytes that a writer has written, slots among them.

@@ -21,6 +21,8 @@ const YIELD_FOR: Duration = Duration::from_micros(20);
 /// The longest sleep in one go; then the caller looks for signals.
 const SLICE: Duration = Duration::from_secs(1);
 
+/// The pages of the largest of so many batches are kept warm.
+const FEW: u64 = 16;
 /// Bytes of the block that is kept for errors.
 const RESERVE: u64 = 64 << 10;
 
@@ -46,7 +48,8 @@ struct Ends {
 #[derive(Debug)]
 struct Doorbell {
     event: sys::event::EventFd,
-    identity: sys::identity::FdIdentity,
+    /// `None` where it cannot be told; then it is not rung, and the main process looks every 250 ms.
+    identity: Option<sys::identity::FdIdentity>,
 }
 
 /// A worker's connection to the main process.
@@ -65,6 +68,8 @@ pub struct Port {
     pub payload: Mutex<Vec<u8>>,
     /// The status page's last change, and the state that began there.
     clock: Mutex<(WorkerState, u64)>,
+    /// Bytes of the largest batch: of the last few, and of the few before them.
+    largest: Mutex<[u64; 2]>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,12 +79,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Port {
     /// The port of worker `worker` in an arena that the main process has made.
     pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
-        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd())?;
+        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd()).ok();
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
             results: Producer::new(arena.result_ring(worker)),
         };
         let mut allocator = Allocator::new(arena.clone(), worker);
+        allocator.trust(RESERVE);
         let reserve = allocator.allocate(RESERVE, WORKER).ok();
         forks::watch(&arena, Some(worker));
         let status = &arena.control(worker).status;
@@ -95,6 +101,7 @@ impl Port {
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             clock: Mutex::new((WorkerState::Starting, now)),
+            largest: Mutex::new([0; 2]),
             arena,
         })
     }
@@ -104,12 +111,22 @@ impl Port {
         &self.arena
     }
 
+    /// An error in a child that the dataset has forked: rings, status page and region are its parent's.
+    fn check_ours(&self) -> Result<()> {
+        let what = "a process that was forked in a DataLoader worker came back into the worker's loop; it has to end by \
+                    os._exit()";
+        if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+    }
+
     fn status(&self) -> &StatusPage {
         &self.arena.control(self.worker).status
     }
 
     /// Says on the status page what the worker does from now on; returns the microseconds of what it did before.
     pub fn enter(&self, state: WorkerState) -> u32 {
+        if !self.arena.is_ours() {
+            return 0;
+        }
         let now = sys::clock::monotonic_ns();
         let mut clock = lock(&self.clock);
         let spent = now.saturating_sub(clock.1);
@@ -139,6 +156,7 @@ impl Port {
 
     /// The next task, waiting for at most a slice. A payload in a block is copied out to `payload`.
     pub fn receive(&self) -> Result<Received> {
+        self.check_ours()?;
         if let Some(entry) = self.poll()? {
             return Ok(Received::Task(entry));
         }
@@ -155,8 +173,13 @@ impl Port {
         if matches!(found, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(SLICE));
             sleeper.awake();
-            if woken? == sys::futex::Wake::TimedOut {
-                lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+            match woken {
+                Ok(sys::futex::Wake::TimedOut) => {
+                    lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+                }
+                Ok(_) => {}
+                // A sandbox that refuses futexes: look again soon.
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
             }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
@@ -188,9 +211,7 @@ impl Port {
 
     /// A block of `len` bytes, held by this worker.
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
-        if !self.arena.is_ours() {
-            return Err(Error::usage("a child of a worker asked for shared memory"));
-        }
+        self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
         Ok((id, self.arena.block_memory(self.worker, id, len)?.as_ptr()))
     }
@@ -230,11 +251,10 @@ impl Port {
         payload: &[u8],
         timings: Timings,
     ) -> Result<()> {
+        self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
         let block = self.allocate_message(len)?;
-        let largest = &self.status().largest;
-        let batch = len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>();
-        largest.store(batch.max(largest.load(Ordering::Relaxed)), Ordering::Relaxed);
+        self.note_size(len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>());
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         let mut head = Vec::with_capacity(len as usize - payload.len());
         let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
@@ -261,14 +281,28 @@ impl Port {
         self.publish(&ResultEntry { task, kind, block: Some(block), len, checksum, timings })
     }
 
+    /// Notes the size of a batch on the status page, which tells the largest of the last few.
+    fn note_size(&self, bytes: u64) {
+        let status = self.status();
+        let mut largest = lock(&self.largest);
+        if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(FEW) {
+            *largest = [0, largest[0]];
+        }
+        largest[0] = largest[0].max(bytes);
+        status.largest.store(largest[0].max(largest[1]), Ordering::Relaxed);
+    }
+
     /// A block for a message. When there is no memory left the reserve is used up for it, so that the error itself can be
     /// told; it is filled again as soon as that is possible.
     fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);
+        if len <= RESERVE {
+            allocator.trust(RESERVE);
+        }
         let block = allocator.allocate(len, CONSUMER);
         match (&block, *reserve) {
-            (Err(Error::NoMemory { .. }), Some(kept)) if len <= RESERVE => {
+            (Err(_), Some(kept)) if len <= RESERVE => {
                 *reserve = None;
                 allocator.release(kept);
                 return allocator.allocate(RESERVE, CONSUMER);
@@ -281,6 +315,7 @@ impl Port {
 
     /// Publishes an answer without a message.
     pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
+        self.check_ours()?;
         self.publish(&ResultEntry {
             task,
             kind,
@@ -308,7 +343,7 @@ impl Port {
     /// the rings every 250 ms.
     fn ring(&self) {
         let fd = self.doorbell.event.as_fd().as_raw_fd();
-        if self.doorbell.identity.same_inode(fd) {
+        if self.doorbell.identity.is_some_and(|identity| identity.same_inode(fd)) {
             let _ = self.doorbell.event.ring();
         }
     }
@@ -335,7 +370,7 @@ mod tests {
     fn port(bytes: u64) -> Port {
         let arena = Arena::create_sized(bytes, 1, 8).unwrap();
         let doorbell = sys::event::EventFd::new().unwrap();
-        let doorbell = sys::memfd::dup_cloexec(doorbell.as_fd()).unwrap();
+        let doorbell = doorbell.as_fd().try_clone_to_owned().unwrap();
         Port::open(arena, 0, doorbell).unwrap()
     }
 

@@ -22,18 +22,28 @@ pub struct Parent {
     pub pid: i32,
     /// Start time in the kernel's ticks since boot; 0 where it could not be read.
     pub start_time: u64,
+    /// It is the parent of the process that looks, which another one becomes at its end.
+    is_direct: bool,
 }
 
 impl Parent {
     /// The calling process, to be told to its workers.
     pub fn this_process() -> Self {
         let pid = std::process::id() as i32;
-        Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0) }
+        Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0), is_direct: false }
+    }
+
+    /// The main process, as one of its workers was told about it.
+    pub fn told(pid: i32, start_time: u64) -> Self {
+        Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 
     /// Whether it still runs.
     pub fn is_alive(&self) -> bool {
-        sys::pidfd::runs(self.pid, self.start_time)
+        match self.is_direct {
+            true => sys::signal::getppid() == self.pid,
+            false => sys::pidfd::runs(self.pid, self.start_time),
+        }
     }
 }
 
@@ -47,7 +57,7 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
         std::thread::sleep(GRACE);
         sys::signal::exit_now(1);
     };
-    std::thread::Builder::new().name("rl_watchdog".into()).stack_size(64 << 10).spawn(watch).map(drop)
+    sys::thread::spawn("rl_watchdog", 64 << 10, watch)
 }
 
 fn wait_for_the_end(parent: Parent) {

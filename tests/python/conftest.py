@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import time
@@ -15,6 +16,8 @@ from support import TORCH_MODE, children, end_scripts, mappings, open_files, tri
 
 # A pool of intra-op threads would start at some test or other, and stay.
 torch.set_num_threads(1)
+# Under forkserver a worker then starts in a fraction of the second that the import takes.
+multiprocessing.set_forkserver_preload(["torch", "numpy"] if TORCH_MODE else ["torch", "numpy", "rustloader"])
 # Each test collects garbage twice: what was imported before need not be walked.
 gc.freeze()
 

@@ -17,6 +17,11 @@ def as_list(samples):
     return list(samples)
 
 
+def untouched(sample):
+    """A collate_fn for batch_size=None that does nothing."""
+    return sample
+
+
 def worker_id():
     info = get_worker_info()
     return None if info is None else info.id

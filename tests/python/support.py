@@ -19,6 +19,7 @@ import time
 import numpy as np
 import torch
 import torch.utils.data
+from sample_data import Given, untouched
 
 # The tests start thousands of workers; Python 3.14 would not fork them.
 torch.multiprocessing.set_start_method("fork", force=True)
@@ -66,6 +67,12 @@ def epoch(loader):
     if not TORCH_MODE and isinstance(loader, rustloader.DataLoader) and loader.num_workers > 0:
         assert engine_batches() - before == len(batches), "a batch did not come from the engine"
     return batches
+
+
+def send(*samples, workers=1, **kw):
+    """The samples through workers, one by one, untouched by any collation."""
+    kw.setdefault("batch_size", None)
+    return epoch(DataLoader(Given(list(samples)), num_workers=workers, collate_fn=untouched, **kw))
 
 
 def values(batches):

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Given, Images, Labelled, Record
-from support import DataLoader, epoch, outcomes, raw_storage, same
+from support import DataLoader, epoch, raw_storage, same, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def send(*samples, workers=1):
-    return epoch(DataLoader(Given(list(samples)), num_workers=workers, batch_size=None, collate_fn=lambda x: x))
 
 
 def labelled(n):
@@ -21,96 +17,10 @@ def labelled(n):
     return tensor
 
 
-@pytest.mark.parametrize("n", [4, 100_000])
-def test_p25_subclasses_keep_their_attributes(n):
-    (got,) = send({"t": labelled(n)})
-    got = got["t"]
-    assert type(got) is Labelled and torch.equal(got.as_subclass(torch.Tensor), torch.arange(float(n)))
-    assert got.label["name"] == "x" and torch.equal(got.label["also"], torch.ones(3))
-
-
-@pytest.mark.parametrize("n", [4, 100_000])
-def test_p25_parameters_and_leaves_that_require_grad(n):
-    parameter = torch.nn.Parameter(torch.arange(float(n)))
-    frozen = torch.nn.Parameter(torch.arange(n), requires_grad=False)
-    leaf = torch.arange(float(n), requires_grad=True)
-    for sent, got in zip([parameter, frozen, leaf], send(parameter, frozen, leaf), strict=True):
-        assert type(got) is type(sent)
-        assert got.requires_grad == sent.requires_grad and got.is_leaf and got.grad is None
-        assert torch.equal(got, sent)
-
-
-def test_p25_sparse_layouts():
-    dense = torch.tensor([[0.0, 1, 0], [2, 0, 3], [0, 0, 0]])
-    tensors = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse().coalesce()]
-    for sent, got in zip(tensors, send(*tensors), strict=True):
-        assert got.layout == sent.layout and got.shape == sent.shape
-        assert torch.equal(got.to_dense(), dense)
-
-
-def test_p25_nested_tensors():
-    parts = [torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(4, 3)]
-    for layout in (torch.strided, torch.jagged):
-        (got,) = send(torch.nested.nested_tensor(parts, layout=layout))
-        assert got.is_nested and got.layout == layout
-        assert all(torch.equal(a, b) for a, b in zip(got.unbind(), parts, strict=True))
-
-
 def test_p25_storages_arrive():
     tensor = torch.arange(10)
     (got,) = send(tensor.untyped_storage())
     assert raw_storage(got) == raw_storage(tensor.untyped_storage())
-
-
-@pytest.mark.ours
-def test_p25_conj_and_neg_views_arrive_resolved():
-    tensor = torch.tensor([1 + 2j, 3 - 1j])
-    got = send(tensor.conj(), tensor.conj().imag)
-    assert torch.equal(got[0], torch.tensor([1 - 2j, 3 + 1j])) and not got[0].is_conj()
-    assert torch.equal(got[1], torch.tensor([-2.0, 1.0])) and not got[1].is_neg()
-
-
-@pytest.mark.ours
-def test_p25_quantized_tensors_arrive_right_or_as_an_error():
-    try:
-        tensor = torch.quantize_per_tensor(torch.arange(5.0), 0.5, 3, torch.quint8)
-    except (AttributeError, RuntimeError):
-        pytest.skip("this torch has no quantized tensors")
-    loader = DataLoader(Given([tensor, torch.tensor(1)]), num_workers=1, batch_size=None, collate_fn=lambda x: x)
-    iterator = iter(loader)
-    try:
-        got = next(iterator)
-    except Exception as e:
-        assert "worker" in str(e)
-    else:
-        assert torch.equal(got.dequantize(), torch.arange(5.0))
-    assert next(iterator).item() == 1
-
-
-@pytest.mark.ours
-def test_p25_an_mkldnn_tensor_is_an_error():
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no mkldnn")
-    loader = DataLoader(
-        Given([torch.rand(3).to_mkldnn(), torch.tensor(1)]),
-        num_workers=1,
-        batch_size=None,
-        collate_fn=lambda x: x,
-    )
-    got = outcomes(iter(loader), 3)
-    assert got[0][0] == "error" and got[1:] == [("value", 1), ("end",)]
-
-
-@pytest.mark.ours
-def test_p25_a_tensor_with_a_history_is_an_error():
-    loader = DataLoader(
-        Given([torch.ones(3, requires_grad=True) * 2, torch.tensor(1)]),
-        num_workers=1,
-        batch_size=None,
-        collate_fn=lambda x: x,
-    )
-    got = outcomes(iter(loader), 3)
-    assert got[0][0] == "error" and got[1:] == [("value", 1), ("end",)]
 
 
 @pytest.mark.parametrize("n", [8, 100_000])
@@ -265,18 +175,6 @@ def test_t5_writes_are_seen_through_every_view(make, n, wrap):
         if g.dtype == torch.float32:
             g[(0,) * g.dim()] = s[(0,) * s.dim()] = -3
             assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
-
-
-@pytest.mark.ours
-@pytest.mark.parametrize("wrap", [list, lambda views: Record("views", views)], ids=["plain", "pickled"])
-def test_a_few_rows_of_a_huge_storage_move_a_few_rows(wrap):
-    huge = torch.empty(1 << 29, dtype=torch.uint8)
-    rows = [huge[i << 22 : (i << 22) + 1000].fill_(i) for i in range(64)]
-    (got,) = send(wrap([*rows, rows[1], rows[2][10:]]))
-    got = got if isinstance(got, list) else got.data
-    assert got[64] is got[1]
-    assert [t.untyped_storage().nbytes() for t in got] == [1000] * 66
-    assert [int(t[0]) for t in got] == [*range(64), 1, 2]
 
 
 @pytest.mark.parametrize("n", [10, 50_000])

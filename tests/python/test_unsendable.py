@@ -2,12 +2,8 @@
 
 import pytest
 import torch
-from sample_data import BadText, Failing, Given, Unpicklable
+from sample_data import BadText, Failing, Given, Unpicklable, untouched
 from support import BOTH, DataLoader, epoch, outcomes, worker_pids
-
-
-def untouched(x):
-    return x
 
 
 @pytest.mark.ours

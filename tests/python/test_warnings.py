@@ -13,6 +13,10 @@ from support import BOTH, DataLoader
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
+# torch 2.6 and others warn of less, and always with their own file's name.
+OLD_TORCH = not hasattr(torch._utils, "cpu_count")
+
+
 def warnings_of(fn, cls):
     """(category, text, file) of all warnings that fn(cls) gives."""
     with warnings.catch_warnings(record=True) as caught:
@@ -30,7 +34,10 @@ def check(fn, count):
 
 @pytest.fixture
 def one_core(monkeypatch):
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    if OLD_TORCH:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    else:
+        monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
 
 
 def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
@@ -60,10 +67,11 @@ def test_p9_pin_memory_without_an_accelerator(workers):
         loader = cls(Numbers(2), num_workers=workers, pin_memory=True)
         assert [b.tolist() for b in loader] == [[0], [1]]
 
-    check(fn, 1)
+    check(fn, 0 if OLD_TORCH else 1)
 
 
 @NO_ACCELERATOR
+@pytest.mark.skipif(OLD_TORCH, reason="this torch takes the device at its word, and finds no driver")
 def test_p9_pin_memory_device_is_deprecated():
     def fn(cls):
         list(cls(Numbers(2), num_workers=1, pin_memory=True, pin_memory_device="cuda"))
@@ -82,7 +90,7 @@ def test_p9_a_length_that_was_too_short(workers):
 
     found = check(fn, 1 if workers == 0 else 4)
     assert "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. " in found[0][1]
-    assert {file for _, _, file in found} == {__file__}
+    assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__ if OLD_TORCH else __file__}
 
 
 def test_p9_a_length_that_nobody_asked_for_is_not_checked():
@@ -96,8 +104,8 @@ def test_p9_a_worker_that_cannot_be_pickled():
         with pytest.raises(Exception, match="lambda"):
             iter(loader)
 
-    found = check(fn, 1)
-    assert found[0][1].startswith("Got pickle error when attempting to start a worker Process.")
+    found = warnings_of(fn, DataLoader) if OLD_TORCH else check(fn, 1)  # an intended difference
+    assert len(found) == 1 and found[0][1].startswith("Got pickle error when attempting to start a worker Process.")
 
 
 def test_t28_users_filter_by_torchs_module(one_core):

@@ -5,7 +5,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 
-use super::Source;
+use super::{DETACH_FROM, Source};
 use crate::error::Error;
 use crate::python::dlpack::{Heap, Lease};
 use crate::python::tensor::{Bridge, SharedStorage};
@@ -78,6 +78,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             Atom::Bool(value) => PyBool::new(py, value).to_owned().into_any(),
             Atom::Complex(re, im) => PyComplex::from_doubles(py, re, im).into_any(),
             Atom::Bytes(value) => PyBytes::new(py, value).into_any(),
+            Atom::BytesOutside { len, leaf, offset } => self.bytes(len, leaf, offset)?,
             Atom::Ints(group, values) => sequence(
                 py,
                 group,
@@ -130,7 +131,9 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
                 let offset = within(&lease, leaf, offset, storage.len, 1)?;
                 bridge.storage(py, lease, offset, storage.len)?
             }
-            Place::Shared { .. } => return Err(Error::corrupt("a storage that lies in a storage").into()),
+            Place::Shared { .. } | Place::Empty { .. } => {
+                return Err(Error::corrupt("a storage that lies in a storage").into());
+            }
         };
         self.storages.push(made);
         Ok(())
@@ -204,6 +207,28 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         }
     }
 
+    fn bytes(&mut self, len: usize, leaf: u32, offset: u64) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py;
+        let lease = self.source.leaf(leaf)?;
+        let offset = within(&lease, leaf, offset, len, 1)?;
+        // SAFETY: a new bytes object of `len` bytes that are still to be written, or null with an exception set.
+        let made = unsafe {
+            let made = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
+            Bound::from_owned_ptr_or_err(py, made)?
+        };
+        // SAFETY: the object's own bytes.
+        let to = unsafe { ffi::PyBytes_AsString(made.as_ptr()) } as usize;
+        let from = lease.ptr() as usize + offset;
+        // SAFETY: `within` has checked the source, which the lease keeps; nobody else has the object yet.
+        let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
+        if len >= DETACH_FROM {
+            py.detach(copy)
+        } else {
+            copy()
+        }
+        Ok(made)
+    }
+
     fn leaf(&mut self, leaf: &Leaf<'_>) -> PyResult<Py<PyAny>> {
         let py = self.py;
         let bridge = self.bridge()?;
@@ -227,6 +252,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                 let (storage, offset) = found.ok_or_else(missing)?;
                 bridge.tensor_shared(py, storage, offset, *dtype, shape, strides)
             }
+            Place::Empty { offset } => bridge.tensor_empty(py, offset, *dtype, shape, strides),
         }
     }
 }

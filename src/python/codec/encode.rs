@@ -1,6 +1,7 @@
 //! A batch becomes bytes and leaves.
 
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyComplexMethods, PyFloat, PyList, PyString, PyTuple};
 
@@ -129,6 +130,16 @@ fn as_i64(value: &Bound<'_, PyAny>) -> Result<i64, NotPlain> {
     if overflow == 0 { Ok(number) } else { Err(NotPlain) }
 }
 
+/// Where in its storage a tensor begins, if not at its first element.
+fn storage_offset(value: &Bound<'_, PyAny>, kind: Kind) -> Result<Option<u64>, NotPlain> {
+    if kind == Kind::Array {
+        return Ok(None);
+    }
+    let offset = value.call_method0(intern!(value.py(), "storage_offset"));
+    let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
+    Ok((offset > 0).then_some(offset))
+}
+
 #[inline]
 fn is_int(value: &Bound<'_, PyAny>) -> bool {
     value.get_type_ptr() == &raw mut ffi::PyLong_Type
@@ -161,7 +172,7 @@ impl<'py> Encoder<'_, 'py> {
         } else if kind == &raw mut ffi::PyBool_Type {
             self.out.bool(value.is_truthy().map_err(|_| NotPlain)?);
         } else if kind == &raw mut ffi::PyBytes_Type {
-            self.out.bytes(value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes());
+            self.bytes(value)?;
         } else if kind == &raw mut ffi::PyComplex_Type {
             let number = value.cast_exact::<PyComplex>().map_err(|_| NotPlain)?;
             self.out.complex(number.real(), number.imag());
@@ -169,6 +180,17 @@ impl<'py> Encoder<'_, 'py> {
             return self.array(value);
         } else {
             return Err(NotPlain);
+        }
+        Ok(())
+    }
+
+    fn bytes(&mut self, value: &Bound<'py, PyAny>) -> Plain {
+        let bytes = value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes();
+        if self.bridge.is_none() || bytes.len() < INLINE_LIMIT {
+            self.out.bytes(bytes);
+        } else if self.is_new(value)? {
+            let slot = self.out.bytes_outside(bytes.len());
+            self.jobs.push(Job::of_bytes(value.clone(), slot, bytes.as_ptr(), bytes.len()));
         }
         Ok(())
     }
@@ -308,9 +330,15 @@ impl<'py> Encoder<'_, 'py> {
         let Some(plan) = Plan::new(shape, byte_strides, dtype.itemsize(), style) else {
             return self.window(value, kind, dtype, shape, byte_strides, first);
         };
-        // Without memory the object alone shows that it came before.
-        if plan.span == 0 && !self.is_new(value)? {
-            return Ok(());
+        if plan.span == 0 {
+            // Without memory the object alone shows that it came before.
+            if !self.is_new(value)? {
+                return Ok(());
+            }
+            if let Some(offset) = storage_offset(value, kind)? {
+                self.out.empty(dtype, shape, &plan, offset);
+                return Ok(());
+            }
         }
         if plan.bytes < INLINE_LIMIT {
             // SAFETY: torch or NumPy described this view just now; the batch keeps it alive.

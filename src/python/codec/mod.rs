@@ -12,8 +12,12 @@ mod knit;
 pub mod roundtrip;
 mod seen;
 
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
 use super::dlpack::Lease;
 use crate::error::Error;
+use crate::wire;
 
 pub use crate::tree::INLINE_LIMIT;
 pub use decode::{decode, decode_indices};
@@ -21,6 +25,25 @@ pub use encode::{encode, encode_indices};
 
 /// Copies of at least this many bytes run without the GIL.
 pub const DETACH_FROM: usize = 256 * 1024;
+
+/// A buffer of more bytes is not kept for the next message.
+const KEEP_AT_MOST: usize = 4 << 20;
+
+/// Gives back a buffer that one large message has blown up.
+pub fn shrink(buffer: &mut Vec<u8>) {
+    if buffer.capacity() > KEEP_AT_MOST {
+        *buffer = Vec::new();
+    }
+}
+
+/// The checksum of a pickle that travels in a leaf: a message's own one covers its payload alone.
+pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
+    let bytes = pickle.as_bytes();
+    if bytes.len() < INLINE_LIMIT {
+        return 0;
+    }
+    pickle.py().detach(|| wire::checksum(bytes)) as i64
+}
 
 /// Where an encoder puts what does not fit into the payload. Leaves are numbered from 0 in the order in which
 /// they are had.

@@ -99,6 +99,6 @@ pub fn _roundtrip(
 #[pyfunction]
 pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Made, Made)> {
     let bridge = Bridge::get(py)?;
-    let stacked = crate::python::collate::stack(py, bridge, batch, &mut |len| Heap::new(len).ok())?;
+    let stacked = crate::python::collate::stack(py, bridge, batch, &mut |len| Ok(Heap::new(len).ok()))?;
     Ok((stacked, crate::python::collate::numbers(py, bridge, batch)?))
 }

@@ -63,10 +63,36 @@ impl Bridge {
         {
             return Err(PyValueError::new_err("a tensor's sizes and strides do not fit its storage"));
         }
+        let first = (byte_offset / dtype.itemsize()) as i64;
+        self.tensor_on(py, &storage.storage, first, dtype, shape, strides)
+    }
+
+    /// A tensor without elements, `offset` elements behind the begin of an empty storage.
+    pub fn tensor_empty(
+        &self,
+        py: Python<'_>,
+        offset: i64,
+        dtype: Dtype,
+        shape: &[i64],
+        strides: &[i64],
+    ) -> PyResult<Py<PyAny>> {
+        let nothing = self.tensor_copied(py, &[], Dtype::UINT8, &[0], &[1])?;
+        let storage = nothing.call_method0(py, intern!(py, "untyped_storage"))?;
+        self.tensor_on(py, &storage, offset, dtype, shape, strides)
+    }
+
+    fn tensor_on(
+        &self,
+        py: Python<'_>,
+        storage: &Py<PyAny>,
+        first: i64,
+        dtype: Dtype,
+        shape: &[i64],
+        strides: &[i64],
+    ) -> PyResult<Py<PyAny>> {
         let tensor = self.tensor_copied(py, &[], dtype, &[0], &[1])?;
         let (shape, strides) = (PyTuple::new(py, shape)?, PyTuple::new(py, strides)?);
-        let first = byte_offset / dtype.itemsize();
-        tensor.call_method1(py, intern!(py, "set_"), (&storage.storage, first, shape, strides))?;
+        tensor.call_method1(py, intern!(py, "set_"), (storage, first, shape, strides))?;
         Ok(tensor)
     }
 }

@@ -1,0 +1,244 @@
+"""The same behaviour whatever starts the workers: fork, forkserver, spawn (P14, P15, P17 to P20, P22, T25)."""
+
+import itertools
+import multiprocessing
+import signal
+
+import numpy as np
+import pytest
+import torch
+from orders import FLOATS, Does, MeetsWhenUnpickled, Meeting, Shares, collate
+from sample_data import Epochs, Shards
+from support import TORCH_MODE, DataLoader, children, epoch, outcome, outcomes, values, worker_pids
+
+METHODS = ["fork", "forkserver", "spawn"]
+PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(request):
+    """A persistent loader of two workers, and the list of the batches that its next epoch will ask for."""
+    orders = [[("number", 0)]]
+    loader = DataLoader(
+        Does(),
+        batch_sampler=orders,
+        collate_fn=collate,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=request.param,
+    )
+    epoch(loader)
+    yield loader, orders
+    loader._iterator._shutdown_workers()
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def context(request):
+    """A context object. Its first shared value makes a heap that multiprocessing keeps for good."""
+    context = multiprocessing.get_context(request.param)
+    context.Value("i", 0)
+    return context
+
+
+def asked(served, *orders):
+    """The outcomes of an epoch that asks for these batches, each of one sample."""
+    loader, batches = served
+    batches[:] = [[order] for order in orders]
+    return outcomes(iter(loader), len(orders) + 1)
+
+
+def test_batches_come_in_order_from_alternate_workers(served):
+    loader, orders = served
+    orders[:] = [[("number", 2 * i), ("number", 2 * i + 1)] for i in range(20)]
+    assert values(epoch(loader)) == [[2 * i, 2 * i + 1] for i in range(20)]
+    workers = [worker for (((worker, _, _),),) in [(batch,) for _, batch in asked(served, *[("who",)] * 6)[:-1]]]
+    assert workers == [0, 1] * 3
+
+
+def test_the_workers_are_started_by_the_method_named(served):
+    loader, _ = served
+    method = loader.multiprocessing_context.get_start_method()
+    assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
+    mine = children()
+    for (_, pid, parent), worker in zip(
+        [batch[0] for _, batch in asked(served, ("who",), ("who",))[:-1]], loader._iterator._workers, strict=True
+    ):
+        assert pid == worker.pid and (pid in mine) == (method != "forkserver")
+        assert parent in mine | {multiprocessing.current_process().pid}
+
+
+def test_errors_come_at_their_place_and_next_goes_on(served):
+    got = asked(served, ("number", 0), ("fail", "one"), ("number", 2), ("nonsense",), ("number", 4))
+    assert got == [
+        ("value", [0]),
+        ("error", KeyError, "Caught KeyError in DataLoader worker process 1."),
+        ("value", [2]),
+        ("error", AttributeError, "Caught AttributeError in DataLoader worker process 1."),
+        ("value", [4]),
+        ("end",),
+    ]
+
+
+def test_three_epochs_of_persistent_workers(served):
+    loader, orders = served
+    pids = worker_pids(loader._iterator)
+    for start in range(3):
+        orders[:] = [[("number", i)] for i in range(start, start + 5)]
+        assert values(epoch(loader)) == [[i] for i in range(start, start + 5)]
+    assert worker_pids(loader._iterator) == pids
+
+
+def test_a_new_epoch_after_a_break(served):
+    loader, orders = served
+    for taken in (1, 3, 5):
+        orders[:] = [[("number", i)] for i in range(9)]
+        assert values(itertools.islice(iter(loader), taken)) == [[i] for i in range(taken)]
+    assert values(epoch(loader)) == [[i] for i in range(9)]
+
+
+def test_default_collate_of_large_tensors_and_kept_batches(served):
+    loader, orders = served
+    orders[:] = [[("large", i), ("large", i + 1)] for i in range(12)]
+    kept = epoch(loader)
+    for _ in range(2):
+        for batch in loader:
+            batch.zero_()
+    for i, batch in enumerate(kept):
+        assert torch.equal(batch, torch.arange(FLOATS) + torch.tensor([[i], [i + 1]]))
+
+
+INDICES = {
+    "list": [1, [2]],
+    "tuple": (1, 2),
+    "ndarray": np.arange(3),
+    "Tensor": torch.arange(3),
+    "bool": True,
+    "int64": np.int64(3),
+    "str": "text",
+    "dict": {"k": [1, {2: 3}]},
+    "NoneType": None,
+    "slice": slice(1, 9, 2),
+    "range": range(3),
+    "float": 1.5,
+    "bytes": b"abc",
+    "int": 2**80,
+    "Meeting": Meeting("nowhere", 3),
+}
+
+
+def test_t25_every_kind_of_index_arrives_as_it_was_yielded(served):
+    got = asked(served, *[("index", given) for given in INDICES.values()])
+    assert [batch[0][0] for _, batch in got[:-1]] == list(INDICES)
+    for (_, ((_, text),)), given in zip(got, INDICES.values(), strict=False):
+        assert text == repr(given) or type(given) is Meeting
+
+
+@pytest.mark.ours  # torch prints the error in a thread and waits for ever
+def test_t25_an_index_that_cannot_be_pickled_is_an_error_of_next(served):
+    loader, orders = served
+    orders[:] = [[("number", i)] for i in range(6)]
+    orders[4] = [("index", (i for i in ()))]
+    got = outcomes(iter(loader), 7)
+    assert [o for o in got if o[0] == "error"] == [("error", TypeError, "cannot pickle 'generator' object")]
+    assert [o for o in got if o[0] != "error"] == [*[("value", [i]) for i in (0, 1, 2, 3, 5)], ("end",)]
+
+
+def test_a_loader_inside_of_a_worker(served):
+    text = "Caught AssertionError in DataLoader worker process 0."
+    got = asked(served, ("inner_loader", 1), ("inner_loader", 0), ("inner_loader", 2), ("inner_loader", 0))
+    assert got == [("error", AssertionError, text), ("value", [[0, 1, 2]])] * 2 + [("end",)]
+    loader, orders = served
+    orders[:] = [[("inner_loader", 1)]]
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
+        next(iter(loader))
+
+
+def test_processes_inside_of_a_worker(served):
+    got = asked(served, ("subprocess",), ("process",), ("fork", "os._exit"), ("fork", "sys.exit"), ("number", 4))
+    error = ("error", AssertionError, "Caught AssertionError in DataLoader worker process 1.")
+    assert got == [("value", ["42\n"]), error, ("value", [7]), ("value", [7]), ("value", [4]), ("end",)]
+
+
+@pytest.mark.ours  # torch's main process takes the child's batch for the worker's, or stumbles over both
+@pytest.mark.parametrize("how", ["raise", "return", "return a large tensor"])
+def test_a_child_that_comes_back_out_of_the_dataset_does_not_speak_for_its_worker(served, how):
+    for _ in range(2):
+        got = asked(served, ("number", 0), ("fork", how), ("number", 2), ("fork", how), ("number", 4))
+        assert got == [("value", [0]), ("value", [1]), ("value", [2]), ("value", [1]), ("value", [4]), ("end",)]
+    loader, orders = served
+    orders[:] = [[("large", i)] for i in range(4)]
+    assert [batch[0, 0].item() for batch in epoch(loader)] == [0, 1, 2, 3]
+
+
+def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context):
+    orders = [("number", 0), ("sleep", 2.5, 1), ("number", 2)]
+    if not TORCH_MODE:  # under forkserver torch cannot name the signal
+        orders.append(("die", signal.SIGKILL))
+    loader = DataLoader(
+        Does(), sampler=orders, batch_size=None, num_workers=1, timeout=1, multiprocessing_context=context
+    )
+    iterator = iter(loader)
+    late = ("error", RuntimeError, "DataLoader timed out after 1 seconds")
+
+    def in_time():
+        """How many calls came too early, and the first outcome that was none of these."""
+        for early in range(60):
+            got = outcome(next, iterator)
+            if got != late:
+                return early, got
+        raise AssertionError("nothing came")
+
+    assert in_time()[1] == ("value", 0)  # the start of the worker may take a few seconds
+    early, got = in_time()
+    assert early > 0 and got == ("value", 1)
+    assert in_time()[1] == ("value", 2)
+    if TORCH_MODE:
+        assert in_time()[1] == ("end",)
+        return
+    text = f"DataLoader worker (pid {iterator._workers[0].pid}) is killed by signal: Killed. "
+    assert in_time()[1] == ("error", RuntimeError, text)
+    assert outcomes(iterator, 2) == [("error", RuntimeError, text)] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_iterable_datasets_of_uneven_workers_and_several_epochs(method):
+    context = torch.multiprocessing.get_context(method)
+    loader = DataLoader(Epochs(), num_workers=2, batch_size=None, persistent_workers=True, multiprocessing_context=context)
+    for e in range(3):
+        assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
+    assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
+    loader._iterator._shutdown_workers()
+    if method != "spawn":  # it costs seconds, and nothing in it depends on the method any more
+        loader = DataLoader(Shards([1, 3]), num_workers=2, batch_size=2, multiprocessing_context=context)
+        assert values(epoch(loader)) == [[[0, 0]], [[1, 0], [1, 1]], [[1, 2]]]
+
+
+def test_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
+    dataset = Shares(8, context)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2 if context.get_start_method() != "spawn" else 1)
+    loader.multiprocessing_context = context
+    assert [int(x) for x in epoch(loader)] == list(range(8))
+    assert dataset.value.value == 8 and list(dataset.array) == [i * i for i in range(8)]
+    assert sorted(dataset.queue.get(timeout=10) for _ in range(8)) == list(range(8))
+    # torch's reducer puts the tensor into shared memory; a forked worker has a copy of its own.
+    sent = context.get_start_method() != "fork"
+    assert dataset.tensor.is_shared() == sent
+    assert dataset.tensor.tolist() == [-i if sent else i for i in range(8)]
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 4), ("forkserver", 4), ("spawn", 3)])
+def test_the_starts_of_workers_overlap(method, workers, tmp_path):
+    """Each worker waits in its start until all others are in theirs: one after the other they would never come on."""
+    (tmp_path / "unpickling").mkdir()
+    (tmp_path / "init").mkdir()
+    loader = DataLoader(
+        MeetsWhenUnpickled(workers, Meeting(tmp_path / "unpickling", workers)),
+        num_workers=workers,
+        worker_init_fn=Meeting(tmp_path / "init", workers),
+        multiprocessing_context=method,
+    )
+    assert values(epoch(loader)) == [[i] for i in range(workers)]
+    assert len(list((tmp_path / "init").iterdir())) == workers
+    assert len(list((tmp_path / "unpickling").iterdir())) == (0 if method == "fork" else workers)

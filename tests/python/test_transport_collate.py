@@ -1,0 +1,370 @@
+"""default_collate in a worker writes into the arena, as does everybody who does as it does (P25, T20, T25)."""
+
+import collections
+import concurrent.futures
+import copy
+
+import numpy as np
+import pytest
+import torch
+from sample_data import Given, Images, Labelled, Numbers, Pair, Record, worker_id
+from support import BOTH, DataLoader, arena_bytes, epoch, outcomes_of, same
+from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils import collate as torchs
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+MB = 1 << 20
+SIZES = pytest.mark.parametrize("n", [4, 20_000])
+
+
+class Strange:
+    """No type that default_collate knows."""
+
+
+def tensors(n):
+    x = torch.arange(float(n))
+    complex_one = torch.complex(x, x)
+    return {
+        "float32 and float64": [x, x.double()],
+        "float64 and float32": [x.double(), x],
+        "int32 and int64": [x.int(), x.long()],
+        "bool and int": [x > 1, x.long()],
+        "half and bfloat16": [x.half(), x.bfloat16()],
+        "unequal shapes": [x, x[1:]],
+        "unequal dimensions": [x, x[None]],
+        "requires grad": [x.clone().requires_grad_(), x.clone().requires_grad_()],
+        "one requires grad": [x, x.clone().requires_grad_()],
+        "parameters": [torch.nn.Parameter(x), torch.nn.Parameter(x)],
+        "frozen parameters": [torch.nn.Parameter(x, False), torch.nn.Parameter(x, False)],
+        "conj": [complex_one.conj(), complex_one.conj()],
+        "one conj": [complex_one, complex_one.conj()],
+        "neg": [complex_one.conj().imag] * 2,
+        "complex": [complex_one, complex_one * 2],
+        "float8": [x.to(torch.float8_e5m2)] * 2,
+        "sparse": [x.to_sparse(), x.to_sparse()],
+        "sparse after dense": [x, x.to_sparse()],
+        "nested": [torch.nested.nested_tensor([x, x[:2]])] * 2,
+        "jagged": [torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)] * 2,
+        "meta": [x.to("meta"), x.to("meta")],
+        "subclass": [x.as_subclass(Labelled), x.as_subclass(Labelled)],
+        "subclass second": [x, x.as_subclass(Labelled)],
+        "expanded": [x[:1].expand(n), x],
+        "transposed": [x.reshape(2, -1).t()] * 2,
+        "channels last": [x.reshape(1, 2, -1, 2).to(memory_format=torch.channels_last)] * 2,
+        "slices": [x[::2], x[1::2]],
+        "empty": [x[:0], x[:0]],
+        "empty and not": [x[:0], x],
+        "tensor and array": [x, x.numpy()],
+        "tensor and number": [x, 1.0],
+    }
+
+
+def leaves(n):
+    a = np.arange(float(n))
+    return {
+        "arrays": [a, a + 1],
+        "float32 and float64 arrays": [a.astype("f4"), a],
+        "unequal arrays": [a, a[1:]],
+        "fortran arrays": [np.asfortranarray(a.reshape(2, -1))] * 2,
+        "array slices": [a[::2], a[1::2]],
+        "reversed arrays": [a[::-1], a[::-1]],
+        "strings": [np.array(["a"] * n)] * 2,
+        "objects": [np.array([None] * n)] * 2,
+        "records": [np.zeros(n, [("a", "i4")])] * 2,
+        "dates": [np.zeros(n, "M8[s]")] * 2,
+        "uint16": [a.astype("u2"), a.astype("u2")],
+        "big endian": [a.astype(">f8"), a.astype(">f8")],
+        "memory map like": [a.view(np.memmap), a.view(np.memmap)],
+        "array and list": [a, a.tolist()],
+        "0-d arrays": [np.array(1.5), np.array(2)],
+        "numpy scalars": [np.float32(1), np.float64(2)],
+        "numpy ints": [np.int8(1), np.int64(2)],
+        "numpy dates": [np.datetime64("2020"), np.datetime64("2021")],
+        "int and float": [1, 2.5],
+        "float and int": [1.5, 2],
+        "bool and float": [True, 2.5],
+        "large ints": [2**62, -(2**63)],
+        "too large": [2**63, 1],
+        "much too large": [1, 2**100],
+        "floats": [float("nan"), float("-inf")],
+        "complex numbers": [1j, 2j],
+        "text": ["a" * n, "b"],
+        "bytes": [b"a" * n, b"b"],
+        "none": [None, None],
+        "none second": [1.0, None],
+        "strange": [Strange(), Strange()],
+        "dataclass": [Record("a", a), Record("b", a)],
+        "lists": [[1, a], [2, a]],
+        "unequal lists": [[1, 2], [1]],
+        "tuples of unequal kinds": [(1, "a"), (2.5, "b")],
+        "dicts": [{"x": a, "y": 1}, {"y": 2, "x": a}],
+        "missing key": [{"x": 1}, {"y": 1}],
+        "more keys": [{"x": 1}, {"x": 2, "y": 1}],
+        "ordered dicts": [collections.OrderedDict(b=a, a=1)] * 2,
+        "default dicts": [collections.defaultdict(list, a=[1, 2])] * 2,
+        "named tuples": [Pair(a, 1), Pair(a, 2)],
+        "sets": [{1}, {2}],
+        "ranges": [range(3), range(3)],
+        "nested": [{"a": [({"b": (1, a)},)]}] * 2,
+    }
+
+
+def results(cls, pairs, **kw):
+    """What each pair of samples is collated to; of errors the type and the last line."""
+    iterator = iter(cls(Given([x for pair in pairs.values() for x in pair]), batch_size=2, num_workers=1, **kw))
+    got = {}
+    for kind in pairs:
+        try:
+            got[kind] = next(iterator)
+        except Exception as e:
+            got[kind] = (type(e), str(e).splitlines()[-1])
+    assert next(iterator, None) is None
+    return got
+
+
+@SIZES
+@pytest.mark.parametrize("make", [tensors, leaves])
+def test_t25_results_and_errors_are_torchs(make, n):
+    theirs, ours = (results(cls, make(n)) for cls in BOTH)
+    for kind, expected in theirs.items():
+        if isinstance(expected, torch.Tensor) and (expected.is_nested or expected.is_meta):
+            assert type(ours[kind]) is type(expected) and ours[kind].layout == expected.layout, kind
+            continue
+        assert same(ours[kind], expected), (kind, ours[kind], expected)
+
+
+def test_t25_float32_from_mixed_floats_and_no_grad_and_no_conj_in_a_worker():
+    mixed = [torch.ones(3), torch.ones(3).double()]
+    lazy = torch.ones(3, dtype=torch.complex64).conj()
+    samples = Given([*mixed, torch.ones(3), torch.ones(3, requires_grad=True), lazy, lazy])
+    mixed, *errors = outcomes_of(DataLoader(samples, batch_size=2, num_workers=1), 3)
+    assert next(iter(DataLoader(samples, batch_size=2))).dtype == torch.float64
+    assert mixed == ("value", [[1.0] * 3] * 2)
+    assert [e[:2] for e in errors] == [("error", RuntimeError)] * 2
+
+
+@pytest.mark.ours
+def test_collates_that_fail_lose_no_block():
+    # Each takes 256 KiB of the arena before torch finds that the shapes differ.
+    rows = [torch.zeros(32 * 1024), torch.zeros(32 * 1024 + 1)]
+    samples = Given([*(rows * 1000), *([torch.ones(32 * 1024)] * 2)])
+    iterator = iter(DataLoader(samples, batch_size=2, num_workers=1))
+    early = 0
+    for i in range(1000):
+        with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size, but got"):
+            next(iterator)
+        if i == 20:
+            early = arena_bytes()
+    assert torch.equal(next(iterator), torch.ones(2, 32 * 1024))
+    assert arena_bytes() < early + MB, f"{early / MB:.1f} MiB after 20, {arena_bytes() / MB:.1f} MiB after 1,000"
+    assert arena_bytes() < 4 * MB
+
+
+# Entries of the table
+
+
+def collate_strange(batch, *, collate_fn_map=None):
+    return "strange", len(batch), worker_id()
+
+
+def collate_to_sum(batch, *, collate_fn_map=None):
+    return sum(batch)
+
+
+TABLE = torchs.default_collate_fn_map
+COPY = dict(TABLE)
+
+
+@pytest.fixture
+def table():
+    before = dict(TABLE)
+    yield TABLE
+    TABLE.clear()
+    TABLE.update(before)
+
+
+def test_entries_for_own_types(table):
+    table[Strange] = collate_strange
+    (got,) = epoch(DataLoader([{"s": Strange(), "x": torch.ones(5000)}] * 2, batch_size=2, num_workers=1))
+    assert got["s"] == ("strange", 2, 0) and torch.equal(got["x"], torch.ones(2, 5000))
+
+
+@SIZES
+def test_an_entry_in_the_place_of_torchs_for_tensors(table, n):
+    table[torch.Tensor] = collate_to_sum
+    table[float] = collate_to_sum
+    (got,) = epoch(DataLoader([(torch.ones(n), 1.5, 2)] * 3, batch_size=3, num_workers=1))
+    assert torch.equal(got[0], torch.full((n,), 3.0)) and got[1] == 4.5 and got[2].tolist() == [2, 2, 2]
+
+
+def replace_in_worker(worker):
+    TABLE[torch.Tensor] = collate_to_sum
+
+
+def test_an_entry_that_the_worker_makes():
+    loader = DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=2, worker_init_fn=replace_in_worker)
+    assert [b.tolist() for b in epoch(loader)] == [[2.0] * 5000] * 2
+    assert TABLE[torch.Tensor] is torchs.collate_tensor_fn
+
+
+def own_map(batch):
+    return torchs.collate(batch, collate_fn_map={Strange: collate_strange, **COPY})
+
+
+def without_map(batch):
+    return torchs.collate([{"x": sample} for sample in batch], collate_fn_map={torch.Tensor: collate_to_sum})
+
+
+def on_top(batch):
+    return {"first": default_collate(batch[:1]), "all": default_collate(batch), "n": len(batch)}
+
+
+def by_hand(batch):
+    return torchs.collate_tensor_fn(batch, collate_fn_map=COPY)
+
+
+@SIZES
+@pytest.mark.parametrize("collate_fn", [own_map, without_map, on_top, by_hand, default_collate])
+def test_collate_functions_that_call_torchs(collate_fn, n):
+    samples = Given([torch.full((n,), float(i)) for i in range(6)])
+    theirs, ours = (list(cls(samples, batch_size=3, num_workers=2, collate_fn=collate_fn)) for cls in BOTH)
+    assert same(ours, theirs) and len(ours) == 2
+    if collate_fn is on_top:
+        assert ours[1]["all"][:, 0].tolist() == [3, 4, 5] and ours[1]["first"].shape == (1, n)
+
+
+# Storages from _new_shared
+
+
+class Graphs:
+    """Collates as PyG does: sizes differ, results are concatenated into one shared storage each."""
+
+    def __init__(self, typed):
+        self.typed = typed
+
+    def __call__(self, batch):
+        return {key: self.concatenate([graph[key] for graph in batch], dim) for key, dim in (("x", 0), ("edges", 1))}
+
+    def concatenate(self, parts, dim):
+        first, out = parts[0], None
+        if get_worker_info() is not None:
+            count = sum(part.numel() for part in parts)
+            if self.typed:
+                storage = first._typed_storage()._new_shared(count, device=first.device)
+            else:
+                storage = first.untyped_storage()._new_shared(count * first.element_size(), device=first.device)
+            shape = list(first.size())
+            shape[dim] = sum(part.size(dim) for part in parts)
+            out = first.new(storage).resize_(*shape)
+        return torch.cat(parts, dim, out=out)
+
+
+def graph(i, n):
+    return {"x": torch.full((i + 1, n), float(i)), "edges": torch.full((2, (i + 1) * n), i, dtype=torch.int64)}
+
+
+@SIZES
+@pytest.mark.parametrize("typed", [True, False])
+def test_collaters_like_pygs(typed, n):
+    graphs = Given([graph(i, n) for i in range(8)])
+    expected = list(DataLoader(graphs, batch_size=4, collate_fn=Graphs(typed)))
+    got = epoch(DataLoader(graphs, batch_size=4, num_workers=2, collate_fn=Graphs(typed)))
+    assert same(got, expected)
+    got[0]["x"].zero_()
+    assert torch.equal(got[1]["x"], expected[1]["x"])
+
+
+class Reserves:
+    """Stacks into a storage that it has taken beforehand."""
+
+    def __init__(self, share):
+        self.share = share
+
+    def __call__(self, batch):
+        count = int(sum(x.numel() for x in batch) * self.share)
+        out = batch[0].new(batch[0]._typed_storage()._new_shared(count)).resize_(len(batch), *batch[0].size())
+        return torch.stack(batch, out=out)
+
+
+@SIZES
+@pytest.mark.parametrize("share", [0, 0.5, 1, 2.5])
+def test_storages_that_are_too_small_or_larger_than_needed(share, n):
+    def run(cls):
+        pairs = {k: [torch.full((n,), float(i)) for i in range(2)] for k in range(2)}
+        return results(cls, pairs, collate_fn=Reserves(share))
+
+    theirs, ours = map(run, BOTH)
+    assert same(ours, theirs)
+    assert [isinstance(got, tuple) for got in ours.values()] == [share < 1] * 2
+
+
+class Partly:
+    """A storage that is filled in part, cut up, and sent along with views of it."""
+
+    def __call__(self, batch):
+        storage = torch.UntypedStorage._new_shared(4 * MB, device="cpu")
+        whole = torch.empty(0).set_(storage)
+        rows = [whole[i * 100_000 : i * 100_000 + x.numel()].copy_(x) for i, x in enumerate(batch)]
+        return {"rows": rows, "head": rows[0][:5], "copy": copy.copy(rows[1])}
+
+
+@SIZES
+def test_views_of_a_shared_storage(n):
+    samples = Given([torch.full((n,), float(i)) for i in range(6)])
+    for k, got in enumerate(epoch(DataLoader(samples, batch_size=3, num_workers=2, collate_fn=Partly()))):
+        assert [t.unique().tolist() for t in got["rows"]] == [[3.0 * k + i] for i in range(3)]
+        got["rows"][0].fill_(-1)
+        assert got["head"].tolist() == [-1] * min(5, n) and got["copy"].unique().tolist() == [3 * k + 1.0]
+
+
+# Threads of a worker
+
+
+class InThreads:
+    """Collates in eight threads at once, and keeps some of what they made."""
+
+    executor = None
+
+    kept = ()
+
+    def __call__(self, batch):
+        if self.executor is None:
+            self.executor = concurrent.futures.ThreadPoolExecutor(8)
+        jobs = [self.executor.submit(self.part, batch, k) for k in range(16)]
+        parts = [job.result() for job in jobs]
+        self.kept = [*self.kept[-20:], (parts[0], int(parts[0]["x"].sum()))]
+        assert all(int(part["x"].sum()) == total for part, total in self.kept)
+        return parts
+
+    def part(self, batch, k):
+        images = [(image + k, int(i)) for image, i in batch]
+        return default_collate([{"x": image, "i": i, "f": i / 7, "a": image.numpy()[0]} for image, i in images])
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 80, 80)], ids=["small", "large"])
+def test_default_collate_in_threads_of_the_worker(shape):
+    dataset = Images(40, shape)
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=InThreads(), persistent_workers=True)
+    for _ in range(2):
+        kept = []
+        for number, parts in enumerate(loader):
+            expected = torch.stack([dataset.image(2 * number), dataset.image(2 * number + 1)])
+            for k, part in enumerate(parts):
+                assert torch.equal(part["x"], expected + k) and torch.equal(part["a"], expected[:, 0] + k)
+                assert part["i"].tolist() == [2 * number, 2 * number + 1]
+            kept.append((parts[number % 16], number))
+            del parts
+        for part, number in kept:
+            assert torch.equal(part["x"][1], dataset.image(2 * number + 1) + number % 16)
+        assert number == 19
+
+
+def test_numbers_and_arrays_of_a_large_batch():
+    loader = DataLoader(Numbers(40_000), batch_size=20_000, num_workers=2)
+    assert [torch.equal(b, torch.arange(20_000) + 20_000 * k) for k, b in enumerate(epoch(loader))] == [True, True]
+    samples = Given([(float(i), i, np.float64(i), np.full(3, i), str(i)) for i in range(10_000)])
+    (got,) = epoch(DataLoader(samples, batch_size=10_000, num_workers=1))
+    assert got[0].dtype == torch.float64 and torch.equal(got[0], torch.arange(10_000, dtype=torch.float64))
+    assert torch.equal(got[1], torch.arange(10_000)) and torch.equal(got[2], got[0])
+    assert torch.equal(got[3], torch.arange(10_000)[:, None].expand(-1, 3)) and got[4][-1] == "9999"

@@ -1,0 +1,369 @@
+"""Reducers of users are honoured, and what they send may need its worker for as long as it takes (P25, T27)."""
+
+import contextlib
+import copyreg
+import multiprocessing
+import os
+import socket
+import time
+from multiprocessing.reduction import DupFd, ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+from sample_data import Given, Labelled, Record, untouched
+from support import DataLoader, epoch, gone, open_files, outcomes, send, wait_until
+from torch.multiprocessing import reductions
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+REDUCERS = ForkingPickler._extra_reducers
+
+
+@contextlib.contextmanager
+def registered(kind, reducer):
+    before = REDUCERS.get(kind)
+    ForkingPickler.register(kind, reducer)
+    try:
+        yield
+    finally:
+        del REDUCERS[kind]
+        if before is not None:
+            ForkingPickler.register(kind, before)
+
+
+# Whose reducer it is
+
+
+def as_text(obj):
+    return str, (f"reduced {obj.sum().item()}",)
+
+
+KINDS = {
+    torch.Tensor: lambda n: torch.ones(n),
+    torch.nn.Parameter: lambda n: torch.nn.Parameter(torch.ones(n)),
+    Labelled: lambda n: torch.ones(n).as_subclass(Labelled),
+    np.ndarray: lambda n: np.ones(n),
+}
+
+
+@pytest.mark.parametrize("n", [3, 100_000])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_p25_reducers_that_users_registered_are_honoured(kind, n):
+    sample = KINDS[kind](n)
+    with registered(kind, as_text):
+        got = send(sample, [sample, 1], {"a": (sample,)}, Record("r", sample))
+    text = f"reduced {float(n)}"
+    assert got == [text, [text, 1], {"a": (text,)}, Record("r", text)]
+    assert type(send(sample)[0]) is kind
+
+
+def test_p25_a_reducer_of_arrays_leaves_tensors_alone():
+    with registered(np.ndarray, as_text):
+        (got,) = send([torch.arange(50_000), np.ones(3), torch.ones(2, requires_grad=True)])
+    assert got[1] == "reduced 3.0" and got[2].requires_grad and torch.equal(got[0], torch.arange(50_000))
+
+
+def test_p25_reducers_in_copyregs_table_are_honoured():
+    copyreg.pickle(np.ndarray, as_text)
+    try:
+        assert send([np.ones(2)], {"x": np.ones(50_000)}) == [["reduced 2.0"], {"x": "reduced 50000.0"}]
+    finally:
+        del copyreg.dispatch_table[np.ndarray]
+
+
+def register_in_worker(worker_id):
+    ForkingPickler.register(torch.Tensor, as_text)
+
+
+def test_p25_reducers_that_a_worker_registered_are_honoured():
+    assert send([torch.ones(4)], worker_init_fn=register_in_worker) == [["reduced 4.0"]]
+    assert REDUCERS[torch.Tensor] is reductions.reduce_tensor
+
+
+def test_p25_a_reducer_of_the_default_collated_batch():
+    with registered(torch.Tensor, as_text):
+        assert epoch(DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=1)) == ["reduced 10000.0"] * 2
+
+
+def rebuild_labelled(rebuild, args, label):
+    tensor = rebuild(*args).as_subclass(Labelled)
+    tensor.label = label
+    return tensor
+
+
+def reduce_labelled(tensor):
+    return rebuild_labelled, (*reductions.reduce_tensor(tensor.as_subclass(torch.Tensor)), ["reduced", tensor.label])
+
+
+@pytest.mark.parametrize("n", [4, 100_000])
+def test_p25_a_reducer_on_top_of_torchs(n):
+    sent = torch.arange(n).as_subclass(Labelled)
+    sent.label = "x"
+    with registered(Labelled, reduce_labelled):
+        (got,) = send([sent, sent])
+    assert got[0] is got[1] and type(got[0]) is Labelled and got[0].label == ["reduced", "x"]
+    assert torch.equal(got[0].as_subclass(torch.Tensor), torch.arange(n))
+
+
+def bytes_as_text(storage):
+    return bytes_to_storage, (bytes(storage.tolist()).hex(),)
+
+
+def bytes_to_storage(text):
+    return torch.UntypedStorage(list(bytes.fromhex(text))[::-1])
+
+
+@pytest.mark.parametrize("wrap", [list, lambda tensors: Record("r", tensors)], ids=["plain", "pickled"])
+def test_p25_a_reducer_of_storages_is_honoured(wrap):
+    sent = [torch.arange(4, dtype=torch.uint8), torch.nn.Parameter(torch.tensor([1, 2], dtype=torch.uint8), False)]
+    with registered(torch.UntypedStorage, bytes_as_text):
+        (got,) = send(wrap(sent))
+    got = got if isinstance(got, list) else got.data
+    assert [t.tolist() for t in got] == [[3, 2, 1, 0], [2, 1]] and type(got[1]) is torch.nn.Parameter
+
+
+# Descriptors
+
+
+class OpenFile:
+    """An open file that travels by a reducer of the user's. Whoever drops it closes it."""
+
+    def __init__(self, fd):
+        self.fd = fd
+
+    def __del__(self):
+        os.close(self.fd)
+
+    def read(self):
+        return os.read(self.fd, 100)
+
+
+def reduce_file(file):
+    return rebuild_file, (DupFd(file.fd),)
+
+
+def rebuild_file(fd):
+    return OpenFile(fd.detach())
+
+
+class SelfMade(OpenFile):
+    """The same without any registering."""
+
+    def __reduce__(self):
+        return rebuild_file, (DupFd(self.fd),)
+
+
+def pipe(text):
+    reading, writing = os.pipe()
+    os.write(writing, text)
+    os.close(writing)
+    return reading
+
+
+def connection(text):
+    receiving, sending = multiprocessing.Pipe()
+    sending.send_bytes(text)
+    return receiving
+
+
+def socket_pair(text):
+    receiving, sending = socket.socketpair()
+    sending.sendall(text)
+    sending.close()
+    return receiving
+
+
+def read_connection(receiving):
+    with receiving:
+        return receiving.recv_bytes()
+
+
+def read_socket(receiving):
+    with receiving:
+        return receiving.recv(100)
+
+
+def tensor_of(text):
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+def read_tensor(tensor):
+    return bytes(tensor.tolist())
+
+
+def reduce_storage(storage):
+    return reductions.reduce_storage(storage)
+
+
+# What a sample is made by, and how it is read.
+CARRIERS = {
+    "user's reducer": (lambda text: OpenFile(pipe(text)), OpenFile.read),
+    "own __reduce__": (lambda text: SelfMade(pipe(text)), OpenFile.read),
+    "connection": (connection, read_connection),
+    "socket": (socket_pair, read_socket),
+    "tensor": (tensor_of, read_tensor),
+}
+CARRIER = pytest.mark.parametrize("carrier", CARRIERS)
+
+
+@pytest.fixture
+def reducers_with_descriptors():
+    with registered(OpenFile, reduce_file), registered(torch.UntypedStorage, reduce_storage):
+        yield
+
+
+class OneLeavesEarly(IterableDataset):
+    """Worker 0 yields `n` samples and is exhausted; worker 1 yields one, after worker 0's process has ended."""
+
+    def __init__(self, make, n, note):
+        self.make, self.n, self.note = make, n, note
+
+    def pid(self):
+        return int(self.note.read_text()) if self.note.exists() else None
+
+    def left(self):
+        return self.pid() is not None and gone(self.pid())
+
+    def __iter__(self):
+        if get_worker_info().id == 0:
+            for i in range(self.n):
+                yield [i, self.make(b"text %d" % i)]
+            self.note.with_suffix(".part").write_text(str(os.getpid()))
+            self.note.with_suffix(".part").rename(self.note)
+        else:
+            yield wait_until(self.left, 20)
+
+
+@CARRIER
+@pytest.mark.parametrize("n", [2, 20])
+def test_t27_descriptors_that_wait_for_their_turn_outlive_their_worker(carrier, n, reducers_with_descriptors, tmp_path):
+    make, read = CARRIERS[carrier]
+    dataset = OneLeavesEarly(make, n, tmp_path / "pid")
+    iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, prefetch_factor=n + 1, collate_fn=untouched))
+    got = [next(iterator)]
+    assert next(iterator) is True and dataset.left(), "worker 0 was to leave first"
+    got += iterator
+    assert [(i, read(carried)) for i, carried in got] == [(i, b"text %d" % i) for i in range(n)]
+
+
+@CARRIER
+def test_t27_out_of_order(carrier, reducers_with_descriptors, tmp_path):
+    make, read = CARRIERS[carrier]
+    dataset = OneLeavesEarly(make, 5, tmp_path / "pid")
+    loader = DataLoader(
+        dataset, num_workers=2, batch_size=None, prefetch_factor=8, in_order=False, collate_fn=untouched
+    )
+    got = list(loader)
+    got.remove(True)
+    assert sorted((i, read(carried)) for i, carried in got) == [(i, b"text %d" % i) for i in range(5)]
+
+
+class Files(Dataset):
+    """Sample i is (an open file, how many descriptors the worker has)."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return i, OpenFile(pipe(b"%d" % i)), len(open_files())
+
+
+def test_t27_epochs_that_were_broken_off_leave_no_descriptor_in_the_worker(reducers_with_descriptors):
+    loader = DataLoader(
+        Files(), num_workers=1, batch_size=None, prefetch_factor=4, persistent_workers=True, collate_fn=untouched
+    )
+    counts = []
+    for _ in range(15):
+        iterator = iter(loader)
+        for i in range(2):
+            number, file, count = next(iterator)
+            assert number == i and file.read() == b"%d" % i
+            counts.append(count)
+    # Those of the tasks under way, and what their way takes.
+    assert max(counts) < min(counts) + 10, counts
+
+
+def test_t27_a_shutdown_with_descriptors_that_nobody_asked_for(reducers_with_descriptors):
+    for _ in range(3):
+        iterator = iter(DataLoader(Files(), num_workers=2, batch_size=None, collate_fn=untouched))
+        assert next(iterator)[0] == 0
+        time.sleep(0.1)
+        assert next(iterator)[0] == 1
+        iterator._shutdown_workers()
+
+
+class Special:
+    """Travels by a reducer of the user's, which needs nothing of its process, as far as he knows."""
+
+
+FAILURES = {}
+
+
+def rebuild_special(i):
+    if i in FAILURES:
+        raise FAILURES.pop(i)
+    return i
+
+
+def reduce_special(special):
+    return rebuild_special, (special.i,)
+
+
+def specials(n):
+    samples = [Special() for _ in range(n)]
+    for i, special in enumerate(samples):
+        special.i = i
+    return DataLoader(Given(samples), num_workers=2, batch_size=None, collate_fn=untouched, prefetch_factor=5)
+
+
+@pytest.mark.ours
+def test_an_interrupt_while_a_result_is_opened_loses_no_batch():
+    FAILURES.update({i: KeyboardInterrupt() for i in (0, 3, 8)})
+    got, interrupts = [], 0
+    with registered(Special, reduce_special):
+        iterator = iter(specials(10))
+        while len(got) < 10:
+            try:
+                got.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert list(iterator) == []
+    assert got == list(range(10)) and interrupts == 3
+
+
+@pytest.mark.ours
+def test_an_error_while_a_result_is_opened_stands_in_its_batchs_place():
+    FAILURES.update({2: ValueError("two"), 5: OSError("five")})
+    with registered(Special, reduce_special):
+        got = outcomes(iter(specials(7)), 8)
+    assert got.pop(5)[1] is OSError and got.pop(2) == ("error", ValueError, "two")
+    assert got == [("value", i) for i in (0, 1, 3, 4, 6)] + [("end",)]
+
+
+# Memory of a device
+
+
+class OnDevice(Dataset):
+    """Sample i is a tensor in the memory of the GPU."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return torch.full((1000, 30), float(i), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("collate", [None, untouched], ids=["collated", "plain"])
+def test_p25_cuda_tensors_come_from_spawned_workers(collate):
+    batching = dict(batch_size=2) if collate is None else dict(batch_size=None, collate_fn=collate)
+    loader = DataLoader(OnDevice(), num_workers=1, multiprocessing_context="spawn", persistent_workers=True, **batching)
+    for _ in range(2):
+        got = []
+        for batch in loader:
+            assert batch.is_cuda
+            got.append(batch.cpu().reshape(-1, 1000, 30))
+            del batch
+        assert torch.equal(torch.cat(got), torch.arange(6.0).reshape(6, 1, 1).expand(6, 1000, 30))
+    loader._iterator._shutdown_workers()
