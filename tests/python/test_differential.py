@@ -26,7 +26,9 @@ def run(*args):
     "method, programs, seconds", [("fork", 120, 70), ("forkserver", 3, 20), ("spawn", 2, 20)], ids=str
 )
 def test_programs_give_the_same_records(method, programs, seconds):
-    status, out, err = run("--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}")
+    status, out, err = run(
+        "--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}"
+    )
     assert status == 0, f"{out}\n{err}"
     assert " programs in " in out and not out.startswith("0 programs")
 

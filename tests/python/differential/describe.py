@@ -99,7 +99,11 @@ class _Walk:
             return [str(t.layout), *facts, self.content(plain.to_dense())]
         self.leaves.append(plain)
         strides = list(plain.stride()) if plain.numel() else []
-        return [*facts, {"leaf": len(self.leaves) - 1, "strides": strides, "compact": compact(plain.shape, strides)}, self.content(plain)]
+        return [
+            *facts,
+            {"leaf": len(self.leaves) - 1, "strides": strides, "compact": compact(plain.shape, strides)},
+            self.content(plain),
+        ]
 
     def content(self, t):
         t = t.contiguous().reshape(-1)

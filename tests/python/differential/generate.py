@@ -84,7 +84,12 @@ def draw(r, fixed, start_method):
     dataset = pick("dataset")
     size = r.randint(*SIZES[pick("size", ["0", "1", "2-9", *["10-49", "50-200"] * 3])])
     sampler = pick("sampler", None if dataset in MAP else ["none"])
-    sizes = {"none": None, "1": 1, "some": r.randint(2, r.choice([3, max(2, size // 3)])), "larger": size + r.randint(1, 5)}
+    sizes = {
+        "none": None,
+        "1": 1,
+        "some": r.randint(2, r.choice([3, max(2, size // 3)])),
+        "larger": size + r.randint(1, 5),
+    }
     batch_size = sizes[pick("batch_size", ["none", "1", "1", "some", "some", "some", "larger"])]
     if sampler in ("batch sampler", "list of batches", "array of batches"):
         batch_size = 1

@@ -22,7 +22,7 @@ def first_error_of_a_worker_again(program, theirs, ours):
         return
     said = {}
     for event in _items(theirs["main"]):
-        where = re.search(r"Caught (\w+) (in DataLoader worker process \d+)", event[3][1]) if event[2] == "error" else None
+        where = event[2] == "error" and re.search(r"Caught (\w+) (in DataLoader worker process \d+)", event[3][1])
         if where and where[1] == "UnboundLocalError" and "'fetcher'" in event[3][1]:
             event[3] = said.get((event[1], where[2]), event[3])
         elif where:
@@ -30,8 +30,8 @@ def first_error_of_a_worker_again(program, theirs, ours):
 
 
 def views_without_holes(program, theirs, ours):
-    """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order of
-    dimensions: a few rows of a large tensor must not move all of it (DESIGN section 3)."""
+    """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
+    of dimensions: a few rows of a large tensor must not move all of it (DESIGN section 3)."""
     if program.is_ordered and program.error_in != "sampler":
         pairs = zip(_items(theirs["main"]), _items(ours["main"]), strict=False)
     else:
@@ -52,12 +52,12 @@ def _compact(a, b, shared):
 
 
 def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
-    """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses the
-    batch, and keeps one task less under way for the rest of the epoch; ours gives the batch, raises at the next
+    """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses
+    the batch, and keeps one task less under way for the rest of the epoch; ours gives the batch, raises at the next
     call, and asks for the index again (PARITY T24).
 
-    Up to there all is compared. In the rest of that epoch torch's batches must be among ours, in the same order, and the
-    errors the same. What comes after that epoch is left out, because the sampler's random draws have moved.
+    Up to there all is compared. In the rest of that epoch torch's batches must be among ours, in the same order, and
+    the errors the same. What comes after that epoch is left out, because the sampler's random draws have moved.
     """
     if program.error_in != "sampler" or not program.num_workers:
         return []
@@ -72,7 +72,8 @@ def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
         opened = [e for e in record["main"][:at] if e[0] == "opened"]
         record["main"] = [*record["main"][:at], ["limit"]]
         record["workers"] = {k: v for k, v in record["workers"].items() if int(k.split("-")[0]) <= opened[-1][2]}
-    items, errors = zip(*([list(filter(_is_item, b)), [o for o in b if o[0] == "error" and not _is_item(o)]] for b in both), strict=True)
+    items = [[o for o in outcomes if _is_item(o)] for outcomes in both]
+    errors = [[o for o in outcomes if o[0] == "error" and not _is_item(o)] for outcomes in both]
     ended = ["end", []] in both[1]
     rest = iter(items[1])
     lost = next((k for k, item in enumerate(items[0]) if item not in rest), None)

@@ -98,7 +98,13 @@ def change(s, loader, name, value):
 
 
 def guarded(s, loader):
-    for name, value in [("batch_size", 3), ("dataset", None), ("sampler", []), ("batch_sampler", []), ("drop_last", True)]:
+    for name, value in [
+        ("batch_size", 3),
+        ("dataset", None),
+        ("sampler", []),
+        ("batch_sampler", []),
+        ("drop_last", True),
+    ]:
         change(s, loader, name, value)
     loader._DataLoader__initialized = False
     loader.drop_last = loader.drop_last

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 import rustloader
 import rustloader._iter
 
-from . import describe, parts, patterns, recorder
+from . import describe, parts, patterns, recorder, samplers
 
 LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
 ITERATORS = {
@@ -107,7 +107,7 @@ class Session:
                 more["multiprocessing_context"] = context
         if p.batch_size != 1:
             more["batch_size"] = p.batch_size
-        more.update(parts.sampler(p, self.note, self.dataset, self.generator))
+        more.update(samplers.sampler(p, self.note, self.dataset, self.generator))
         more.update(parts.collate(p, self.note))
         more.update(parts.init(p, self.note))
         kind, made = self.attempt(

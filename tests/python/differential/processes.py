@@ -106,8 +106,8 @@ def run_all(programs, jobs):
 
 
 def warn_once():
-    """Has torch say what it says once in a process. Its loader unpickles the stale batches of a reset, ours does not look at
-    them, so that the warnings would come at different steps."""
+    """Has torch say what it says once in a process. Its loader unpickles the stale batches of a reset, ours does not
+    look at them, so that the warnings would come at different steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor([[0]], [1.0], (2,))

@@ -146,7 +146,7 @@ class Program:
 
     @property
     def is_endless(self):
-        """Whether an epoch has no end: torch's worker answers each task with an error, and there are always more tasks."""
+        """Whether an epoch has no end: a broken worker answers each task with an error, and there are always more."""
         return self.sampler == "infinite" or (not self.is_map and self.error_in in ("init", "iter"))
 
     @property
