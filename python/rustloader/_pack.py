@@ -86,6 +86,9 @@ def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _reduce_array(array: np.ndarray) -> Any:
+    if array.nbytes < INLINE_LIMIT:
+        # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
+        return array.__reduce_ex__(4)
     if array.dtype.kind in "mM":
         # NumPy exports no buffer of these.
         numbers = array.view(np.dtype(np.int64).newbyteorder(array.dtype.byteorder))
