@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use super::arena::Arena;
 use super::block::{self, Left, WORKER};
+use super::forks;
 use super::layout::PAGE;
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
@@ -403,6 +404,8 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         self.window = WINDOW;
         self.peak = [0, self.peak[0]];
+        // In a worker nobody else asks whether the children have ended that its dataset has forked.
+        forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
             let list = &mut self.free[class];
@@ -424,6 +427,7 @@ impl Allocator {
 
     /// For a worker that has nothing to do: gives back the pages of idle blocks beyond `budget` bytes of pages in all.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
+        forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
             while self.warm > budget && self.free[class].cold < self.free[class].blocks.len() {

@@ -24,6 +24,7 @@ from support import (
     run_script,
     start_script,
     trim_pool,
+    wait_until,
     within,
     worker_pids,
 )
@@ -76,7 +77,7 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
     assert (status, out) == (1, "")
     assert "An attempt has been made to start a new process before the" in err
     assert DEATH.search(err.replace("\n", " ")), err
-    assert not in_session(process.pid)
+    assert wait_until(lambda: not in_session(process.pid), 20)
     # Under fork there is nothing to be guarded.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
 
@@ -97,7 +98,7 @@ def test_what_python_c_defines_is_there_under_fork_alone():
     first, second = out.splitlines()
     assert (status, first) == (0, str(BATCHES)) and DEATH.match(second)
     assert "Can't get attribute 'Mine' on <module '__main__'" in err
-    assert not in_session(process.pid)
+    assert wait_until(lambda: not in_session(process.pid), 20)
 
 
 def failed_start(loader):
