@@ -104,7 +104,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if reason is not None:
             _tell_handover(reason)
             self._passthrough = True
-            _in_torch(super().__init__, loader)
+            try:
+                _in_torch(super().__init__, loader)
+            except BaseException:
+                self._abandon_torchs()
+                raise
             return
         _in_torch(_BaseDataLoaderIter.__init__, self, loader)
         self._prefetch_factor = loader.prefetch_factor
@@ -118,6 +122,15 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         self._workers = []
         self._start_workers()
         self._reset(loader, first_iter=True)
+
+    def _abandon_torchs(self) -> None:
+        """Ends what torch's constructor had started before it failed: its own clean-up needs what was not made."""
+        try:
+            super()._shutdown_workers()
+        except AttributeError:
+            for process in self._workers:
+                process.kill()
+                process.join()
 
     # --- workers -----------------------------------------------------------------------------------------------
 

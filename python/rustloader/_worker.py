@@ -11,6 +11,7 @@ from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
+import numpy.random  # in the main process, not in each worker
 import torch
 import torch.multiprocessing
 from torch._utils import ExceptionWrapper

@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import tempfile
 import time
 
@@ -29,6 +30,7 @@ def in_child(body, *args, seconds=LIMIT):
         if pid == 0:
             os.close(reader)
             os.setsid()
+            sys.unraisablehook = sys.__unraisablehook__
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
             try:
