@@ -89,12 +89,16 @@ def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
         # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
         return array.__reduce_ex__(4)
-    if array.dtype.kind in "mM":
+    # With torch's loader arrays arrive in C or F order, in the machine's order of bytes, and can be written to; a buffer
+    # keeps what it has of all three.
+    dtype = array.dtype
+    native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
+    if native is not dtype or not (array.flags.writeable and array.flags.forc):
+        array = array.astype(native, order="A")
+    if native.kind in "mM":
         # NumPy exports no buffer of these.
-        numbers = array.view(np.dtype(np.int64).newbyteorder(array.dtype.byteorder))
-        return _rebuild_times, (numbers, array.dtype)
-    # A read-only buffer would arrive read-only; torch's loader delivers arrays that can be written to.
-    return (array if array.flags.writeable else array.copy(order="K")).__reduce_ex__(_PROTOCOL)
+        return _rebuild_times, (array.view(np.int64), native)
+    return array.__reduce_ex__(_PROTOCOL)
 
 
 def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
