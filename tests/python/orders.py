@@ -154,3 +154,10 @@ class Calls(Holds):
 
     def __getitem__(self, i):
         return self.thing(i)
+
+
+class Sums(Numbers):
+    """The batch of an index batch is what that is, how long, and its sum."""
+
+    def __getitems__(self, indices):
+        return type(indices).__name__, len(indices), int(sum(indices))
