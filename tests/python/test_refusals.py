@@ -19,7 +19,7 @@ HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memo
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"
-LATE = r"RuntimeError: DataLoader timed out after 0\.5 seconds"
+LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
