@@ -208,3 +208,10 @@ def pooled():
     """How many arenas wait for the next iterator."""
     errors, _ = walk(loader(Numbers(8), batch_size=None), [torch.tensor(i) for i in range(8)])
     return errors, rustloader._core._trim_pool()
+
+
+def growing():
+    """Each index batch is larger than those before, so that the main process needs more memory for it."""
+    sizes = [100 << n for n in range(8)]
+    lengths = loader(Numbers(1), workers=1, batch_sampler=[[0] * size for size in sizes], collate_fn=len)
+    return walk(lengths, sizes)[0]
