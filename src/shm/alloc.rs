@@ -30,8 +30,8 @@ const WINDOW: u32 = 64;
 const PATIENCE: u8 = 2;
 /// Fresh pages that may be reserved between two looks at the machine's headroom.
 const LOOK_EVERY: u64 = 8 << 20;
-/// Headroom that a reservation leaves to everybody else.
-const MARGIN: u64 = 32 << 20;
+/// Headroom that a reservation leaves to everybody else: as much as it takes itself, but within these bounds.
+const MARGIN: std::ops::RangeInclusive<u64> = 1 << 20..=32 << 20;
 /// For so long a reservation waits for those of other workers to be done when they seem to take too much.
 const SETTLE: Duration = Duration::from_secs(2);
 /// A block may be this many classes larger than what it is taken for.
@@ -344,11 +344,11 @@ impl Allocator {
             // Who looks at the same time sees this before the pages are there.
             let others = self.arena.promise(self.region, fresh);
             let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-            let free = room.bytes.saturating_sub(MARGIN);
+            let free = room.bytes.saturating_sub(fresh.clamp(*MARGIN.start(), *MARGIN.end()));
             let headroom = free.saturating_sub(others);
             if fresh <= headroom {
-                // All workers' credits together are less than the margin.
-                self.credit = LOOK_EVERY.min(MARGIN / u64::from(self.arena.geometry().workers));
+                let workers = u64::from(self.arena.geometry().workers);
+                self.credit = LOOK_EVERY.min((headroom - fresh) / 2 / workers);
                 return Ok(());
             }
             self.arena.promise(self.region, 0);

@@ -10,10 +10,13 @@ import time
 import torch
 from sample_data import Dying, Images, Numbers
 from support import DataLoader, gone, same, wait_until
-from torch.utils.data import default_collate
+from torch.utils.data import _utils, default_collate
+
+import rustloader
 
 # A batch of 4 images is too large to lie in the message itself.
 SIZE, BATCH = 24, 4
+MB = 1 << 20
 FOR_GOOD = "again, for good"
 # Where workers tell which system calls they have made.
 CALLS = None
@@ -99,7 +102,8 @@ def doomed():
 
 def late():
     """An item that takes longer than the timeout, twice."""
-    iterator = iter(loader(Deaf(8, 3.0), workers=1, batch_size=None, timeout=0.5))
+    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
+    iterator = iter(loader(Deaf(8, 2.0), workers=1, batch_size=None, timeout=0.2))
     errors = []
     for _ in range(2):
         try:
@@ -127,6 +131,7 @@ class Deaf(Numbers):
 
 def stubborn():
     """A worker that does not leave when it is told to, and ignores SIGTERM."""
+    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
     time.sleep(0.1)
@@ -166,3 +171,47 @@ class Forking(Numbers):
 def forking():
     expected = [torch.full((1, 5000), float(i)) for i in range(8)]
     return walk(loader(Forking(8), batch_size=None), expected)[0]
+
+
+class Wide(Numbers):
+    """A sample shows one megabyte, as a tensor of its own or as one that takes no memory."""
+
+    def __init__(self, n, expanded):
+        super().__init__(n)
+        self.sample = torch.ones(1, dtype=torch.uint8).expand(MB) if expanded else torch.ones(MB, dtype=torch.uint8)
+
+    def __getitem__(self, i):
+        return self.sample
+
+
+def wide(megabytes=(1, 50, 2, 50, 3), expanded=False, workers=1):
+    """Batches of so many megabytes, by our fast path or by torch's default_collate: last lines of errors, sizes."""
+    batches = loader(Wide(1, expanded), workers=workers, batch_sampler=[[0] * size for size in megabytes])
+    iterator, errors, sizes = iter(batches), [], []
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return errors, sizes
+        except MemoryError as error:
+            errors.append(str(error).splitlines()[-1])
+            continue
+        assert batch.shape[1] == MB and bool((batch[:, ::4096] == 1).all())
+        sizes.append(len(batch))
+
+
+def wide_by_torchs_collate():
+    return wide(expanded=True)
+
+
+def pooled():
+    """How many arenas wait for the next iterator."""
+    errors, _ = walk(loader(Numbers(8), batch_size=None), [torch.tensor(i) for i in range(8)])
+    return errors, rustloader._core._trim_pool()
+
+
+def growing():
+    """Each index batch is larger than those before, so that the main process needs more memory for it."""
+    sizes = [100 << n for n in range(8)]
+    lengths = loader(Numbers(1), workers=1, batch_sampler=[[0] * size for size in sizes], collate_fn=len)
+    return walk(lengths, sizes)[0]

@@ -68,11 +68,9 @@ def run(program, points="", where="main", environment=()):
     """What a program does while failpoints are armed in "main" or in each "worker"."""
     import programs
     from isolation import watched
-    from torch.utils.data import _utils
 
     from rustloader import _core
 
-    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     os.environ.update(environment)
     reader, programs.CALLS = os.pipe2(os.O_NONBLOCK)
     # A process arms what it finds at its first call.

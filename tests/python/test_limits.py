@@ -1,4 +1,4 @@
-"""Limits of a process: batches come from the engine, from torch's iterator after one log line, or an error names the limit.
+"""Limits of a process: batches come from the engine, or from torch's iterator, or an error names the limit.
 
 Each body runs in a forked child, so that its limits are its own.
 """
@@ -11,9 +11,9 @@ import signal
 import pytest
 import torch
 from isolation import in_child, watched
-from programs import FOR_GOOD, doomed, image_batches, loader, plain, twice, walk
+from programs import FOR_GOOD, image_batches, loader, plain, twice, walk
 from sample_data import Images, Numbers
-from support import DataLoader, run_script, wait_until
+from support import DataLoader, same
 
 pytestmark = pytest.mark.ours
 
@@ -58,7 +58,7 @@ def many_kept():
     first, batches = walk(kept, samples)
     assert sum(map(len, batches)) == 400
     second, _ = walk(kept, samples)
-    if not all(torch.equal(a, b) for got, want in zip(batches, samples, strict=True) for a, b in zip(got, want)):
+    if not all(map(same, batches, samples)):
         second.append("a tensor that was kept has changed")
     return first + second
 
@@ -82,7 +82,7 @@ def test_the_last_descriptor_goes_in_the_middle():
 
     def body():
         running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
-        first, kept = walk(running, image_batches())
+        first, _ = walk(running, image_batches())
         iterator = iter(running)
         before = [next(iterator)]
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -137,7 +137,7 @@ def test_an_address_space_that_shrinks_in_the_middle():
 
     def body():
         running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
-        first, kept = walk(running, image_batches())
+        first, _ = walk(running, image_batches())
         set_limit(resource.RLIMIT_AS, address_space() + (200 << 20))
         second, _ = walk(running, image_batches())
         return first + second + plain()

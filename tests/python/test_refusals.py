@@ -19,12 +19,22 @@ HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memo
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"
-LATE = r"RuntimeError: DataLoader timed out after 0\.5 seconds"
+LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
 # How many batches of a program come from the engine.
-BATCHES = {"plain": 6, "twice": 12, "doomed": 7, "late": 0, "stubborn": 0, "many": 68, "burst": 240, "forking": 8}
+BATCHES = {
+    "plain": 6,
+    "twice": 12,
+    "doomed": 7,
+    "late": 0,
+    "stubborn": 0,
+    "many": 68,
+    "burst": 240,
+    "forking": 8,
+    "growing": 8,
+}
 # What the programs say when nothing is refused.
 USUAL = {"doomed": KILLED, "late": LATE}
 
@@ -59,6 +69,8 @@ TABLE = [
     R("mmap", "ENOMEM EPERM", handover="all", calls="1 1+"),
     R("dontdump", "EINVAL", calls="1+"),
     R("populate", "ENOMEM EFAULT", program="twice", handover="all", error=NO_MEMORY),
+    # An index for which there was no memory is sent later.
+    R("populate", "ENOMEM", program="growing", error=NO_MEMORY, calls="4 5 6"),
     R("populate", "EINVAL EPERM"),
     R("populate", "EINTR", calls="1 3"),
     R("populate", "ENOMEM EAGAIN", "worker", error=NO_MEMORY, calls="1 3"),
