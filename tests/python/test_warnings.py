@@ -93,6 +93,32 @@ def test_p9_a_length_that_was_too_short(workers):
     assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__ if OLD_TORCH else __file__}
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_p9_lengths_are_checked_in_batches_and_per_epoch(workers, batch_size, monkeypatch):
+    """A length is asked for at some epochs; what was reported counts from the next one on, and counts batches."""
+
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 64)
+    dataset = Shards([5] * 3, reported=4)
+
+    def fn(cls):
+        more = dict(persistent_workers=True) if workers else {}
+        loader = cls(dataset, batch_size=batch_size, num_workers=workers, **more)
+        assert len(list(iter(loader))) > 0
+        len(loader)
+        for _ in range(2):
+            for _ in loader:
+                pass
+        if workers:
+            loader._iterator._shutdown_workers()
+
+    batches = (5 if batch_size is None else 3) * max(workers, 1)
+    found = check(fn, 2 * max(batches - 4, 0))
+    for k, (_, text, _) in enumerate(found):
+        assert f"but {5 + k % (batches - 4)} samples have been fetched. " in text
+        assert ("For multiprocessing data-loading" in text) == (workers > 0)
+
+
 def test_p9_a_length_that_nobody_asked_for_is_not_checked():
     check(lambda cls: list(cls(Shards([3, 3], reported=2), batch_size=None, num_workers=2)), 0)
 
