@@ -205,7 +205,10 @@ impl World<'_> {
             match action {
                 Action::Retire { worker } => {
                     let mut tasks = self.sent.iter().filter(|(_, holder)| *holder == worker.index());
-                    assert!(tasks.all(|(task, _)| self.ended[*task as usize] == 1), "its results were handed out");
+                    assert!(
+                        tasks.all(|(task, _)| self.ended[*task as usize] == 1),
+                        "its results were handed out"
+                    );
                     self.processes[worker.index()].gone = true;
                     // Its leaving is no death.
                     self.scheduler.on_event(self.now, Event::WorkerDied { worker }).unwrap();

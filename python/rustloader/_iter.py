@@ -324,7 +324,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         process = self._workers[worker_id]
         status = self._engine().exit_status(worker_id)
         if status is None:
-            # Under forkserver the main process is not the parent: the fork server alone knows, and tells it a little later.
+            # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
+            # later.
             process.join(_STATUS_AFTER)
         if status is None and process.exitcode:
             code = process.exitcode
@@ -490,8 +491,8 @@ def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
 
 
 def _start_helpers(context: Any) -> None:
-    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to every
-    process that the user starts later."""
+    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to
+    every process that the user starts later."""
     method = context.get_start_method()
     if method == "forkserver":
         forkserver.ensure_running()

@@ -89,8 +89,8 @@ def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
         # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
         return array.__reduce_ex__(4)
-    # With torch's loader arrays arrive in C or F order, in the machine's order of bytes, and can be written to; a buffer
-    # keeps what it has of all three.
+    # With torch's loader arrays arrive in C or F order, in the machine's order of bytes, and can be written to; a
+    # buffer keeps what it has of all three.
     dtype = array.dtype
     native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
     if native is not dtype or not (array.flags.writeable and array.flags.forc):

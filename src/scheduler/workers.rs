@@ -65,7 +65,8 @@ pub(super) struct Workers {
 impl Workers {
     /// `count` fresh workers that may hold `max_tasks` tasks together.
     pub fn new(count: usize, max_tasks: u32, in_order: bool) -> Self {
-        let fresh = Worker { front: NIL, back: NIL, load: 0, kept: 0, resumes: 0, life: Life::Active, listed: false };
+        let fresh =
+            Worker { front: NIL, back: NIL, load: 0, kept: 0, resumes: 0, life: Life::Active, listed: false };
         let mut workers = Self {
             table: vec![fresh; count],
             open: Bitmap::new(count),

@@ -1,4 +1,4 @@
-"""Memory limits: a batch that is too large is a MemoryError before the OOM killer comes, and the next batch is delivered."""
+"""Memory limits: a batch that is too large is a MemoryError before the OOM killer comes; the next one is delivered."""
 
 import contextlib
 import os
