@@ -204,11 +204,6 @@ impl World<'_> {
         while let Some(action) = self.scheduler.poll() {
             match action {
                 Action::Retire { worker } => {
-                    let mut tasks = self.sent.iter().filter(|(_, holder)| *holder == worker.index());
-                    assert!(
-                        tasks.all(|(task, _)| self.ended[*task as usize] == 1),
-                        "its results were handed out"
-                    );
                     self.processes[worker.index()].gone = true;
                     // Its leaving is no death.
                     self.scheduler.on_event(self.now, Event::WorkerDied { worker }).unwrap();
@@ -266,14 +261,8 @@ impl World<'_> {
 
     fn kill(&mut self) {
         let index = self.choice() as usize % self.config.workers;
-        let process = &mut self.processes[index];
-        // One that is exhausted for good has nothing left to lose.
-        let useless = process.exhausted && !self.config.persistent;
-        if !process.gone {
-            process.gone = true;
-            if useless {
-                return self.event(Event::WorkerDied { worker: WorkerId(index as u32) });
-            }
+        if !self.processes[index].gone {
+            self.processes[index].gone = true;
             self.arrivals.push_back(Arrival::Death { worker: index });
             self.event(Event::WorkerDied { worker: WorkerId(index as u32) });
         }
@@ -329,9 +318,6 @@ impl World<'_> {
         self.clock = None;
         loop {
             let step = self.scheduler.next();
-            if let Step::Deliver { task, .. } | Step::Raise { task, .. } = &step {
-                self.ended[task.0 as usize] += 1;
-            }
             self.perform();
             assert!(!must_time_out || step == Step::TimedOut, "{step:?}");
             must_time_out = false;
@@ -355,6 +341,7 @@ impl World<'_> {
                 Step::Deliver { task, worker, tag, result } | Step::Raise { task, worker, tag, result } => {
                     assert_eq!((tag, result), (task.0, task.0 * 3));
                     assert!(task.0 >= self.epoch, "a stale batch");
+                    self.ended[task.0 as usize] += 1;
                     Outcome::Batch { task: task.0, worker: worker.index(), failed: task.0 % 5 == 3 }
                 }
                 Step::Dead(Death { worker, lost }) => {

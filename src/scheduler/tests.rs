@@ -113,28 +113,6 @@ fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death
 }
 
 #[test]
-fn an_exhausted_worker_stays_until_its_last_result_was_handed_out() {
-    for in_order in [true, false] {
-        let mut machine = primed(2, 2, in_order);
-        done(&mut machine, 0, 0);
-        exhausted(&mut machine, 0, 2);
-        assert_eq!((machine.poll(), machine.poll()), (dropped(2), None));
-        assert!(!machine.is_active(WorkerId(0)));
-        assert_eq!((machine.next(), machine.next()), (Step::Submit, Step::Submit));
-        assert_eq!(machine.poll(), None, "its batch is only on its way");
-        assert_eq!(machine.next(), batch(0, 0));
-        assert_eq!((machine.poll(), machine.poll()), (Some(Action::Retire { worker: WorkerId(0) }), None));
-    }
-    let mut machine = primed(2, 1, true);
-    done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.submit(2)), (Step::Submit, Ok((TaskId(2), WorkerId(0)))));
-    exhausted(&mut machine, 0, 2);
-    died(&mut machine, 0);
-    assert_eq!(machine.next(), Step::Submit, "it had nothing left to lose");
-    assert_eq!((machine.next(), machine.next()), (batch(0, 0), WAIT));
-}
-
-#[test]
 fn the_share_of_the_others_grows_when_a_worker_is_exhausted() {
     let mut machine = primed(3, 2, false);
     exhausted(&mut machine, 2, 2);

@@ -42,7 +42,6 @@ impl<T, R> Scheduler<T, R> {
         }
         self.outstanding -= 1;
         self.ready += 1;
-        self.workers.at(worker.0).kept += 1;
         let entry = self.reorder.slot_mut(slot);
         entry.state = state;
         entry.result = Some(result);
@@ -76,19 +75,10 @@ impl<T, R> Scheduler<T, R> {
         if self.persistent {
             self.workers.deactivate(worker.0, Life::Exhausted);
         } else {
-            self.workers.deactivate(worker.0, Life::Leaving);
-            self.let_go(worker);
-        }
-        Ok(())
-    }
-
-    /// Tells a worker to leave that nobody needs any more, once its last result has been handed out.
-    fn let_go(&mut self, worker: WorkerId) {
-        let entry = self.workers.at(worker.0);
-        if entry.life == Life::Leaving && entry.kept == 0 {
-            entry.life = Life::Retired;
+            self.workers.deactivate(worker.0, Life::Retired);
             self.effects.push_back(Action::Retire { worker });
         }
+        Ok(())
     }
 
     /// A worker has done with the abandoned epoch.
@@ -111,9 +101,9 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The end of a worker's process. For a worker that nobody needs any more it is none of our business.
+    /// The end of a worker's process. For a worker that was told to leave it is none of our business.
     pub(super) fn on_death(&mut self, worker: WorkerId) -> Result<()> {
-        if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Leaving | Life::Retired) {
+        if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Retired) {
             return Ok(());
         }
         let Worker { front, resumes, .. } = *self.entry(worker)?;
@@ -192,8 +182,6 @@ impl<T, R> Scheduler<T, R> {
     pub(super) fn deliver(&mut self, slot: u32) -> Step<T, R> {
         let entry = self.reorder.slot(slot);
         let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
-        self.workers.at(worker.0).kept -= 1;
-        self.let_go(worker);
         match self.reorder.release(slot) {
             (Some(tag), Some(result)) if failed => self.answer(Step::Raise { task, worker, tag, result }),
             (Some(tag), Some(result)) => self.answer(Step::Deliver { task, worker, tag, result }),

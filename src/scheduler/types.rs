@@ -69,8 +69,7 @@ pub enum Event<R> {
 /// An effect that has to happen whether or not anybody asks for a batch.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<T, R> {
-    /// Tell the worker to leave, once what `next` has answered was taken in; it is not needed any more, and its end is no
-    /// death.
+    /// Tell the worker to leave; it is not needed any more, and its end is no death.
     Retire {
         /// The worker.
         worker: WorkerId,

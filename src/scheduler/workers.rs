@@ -12,10 +12,7 @@ pub(super) enum Life {
     Active,
     /// Its iterable dataset has ended for this epoch; the worker stays for the next one.
     Exhausted,
-    /// Its iterable dataset has ended and there is no next epoch for it. It stays until its last batch has been handed
-    /// out: what that refers to (a descriptor, memory of a device) may go with the process.
-    Leaving,
-    /// It was told to leave.
+    /// Its iterable dataset has ended and there is no next epoch for it: it is told to leave.
     Retired,
     /// Its process has ended without being told to.
     Dead,
@@ -30,8 +27,6 @@ pub(super) struct Worker {
     pub back: u32,
     /// Tasks dispatched to it in this epoch and not yet delivered (torch's `_workers_num_tasks`).
     pub load: u32,
-    /// Its results of this epoch that have not been handed out.
-    pub kept: u32,
     /// Resume messages that it has not answered yet; while there is one, all that it sends is stale.
     pub resumes: u16,
     /// Where it stands in its life.
@@ -65,8 +60,7 @@ pub(super) struct Workers {
 impl Workers {
     /// `count` fresh workers that may hold `max_tasks` tasks together.
     pub fn new(count: usize, max_tasks: u32, in_order: bool) -> Self {
-        let fresh =
-            Worker { front: NIL, back: NIL, load: 0, kept: 0, resumes: 0, life: Life::Active, listed: false };
+        let fresh = Worker { front: NIL, back: NIL, load: 0, resumes: 0, life: Life::Active, listed: false };
         let mut workers = Self {
             table: vec![fresh; count],
             open: Bitmap::new(count),
@@ -86,7 +80,6 @@ impl Workers {
         self.full.clear();
         for (index, worker) in self.table.iter_mut().enumerate() {
             worker.load = 0;
-            worker.kept = 0;
             worker.life = Life::Active;
             worker.listed = false;
             self.open.insert(index);
