@@ -217,7 +217,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         # Still no call: see `_next_data`.
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            warnings.warn(_LENGTH_WARNING.format(self._dataset, length, self._num_yielded), stacklevel=3)
+            text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
+            if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
+                warnings.warn(text, stacklevel=3)
+            else:
+                _in_torch(warnings.warn, text, None, 1)
         return data
 
     def _next_data(self) -> Any:
@@ -485,3 +489,5 @@ _LENGTH_WARNING = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
+# Older versions of torch have theirs point into torch's own file.
+_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
