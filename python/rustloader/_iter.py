@@ -64,8 +64,6 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 _in_torch: Callable[..., Any] = types.FunctionType(
     _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
 )
-# Whether the warning about a length points to the caller of `next`; in older versions it points into torch's file.
-_WARNS_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _IterType(type):
@@ -244,7 +242,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
-            if _WARNS_CALLER:
+            if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
                 warnings.warn(text, stacklevel=3)
             else:
                 _in_torch(warnings.warn, text, None, 1)
@@ -535,3 +533,5 @@ _LENGTH_WARNING = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
+# Older versions of torch have theirs point into torch's own file.
+_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts

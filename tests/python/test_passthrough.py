@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import gc
+import inspect
 import itertools
 import logging
 import types
@@ -296,22 +298,27 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
     assert len(caplog.records) == (1 if persistent else 3)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_t28_warnings_of_a_handed_over_loader_point_to_torchs_file():
     def caught(cls):
         loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
         with warnings.catch_warnings(record=True) as found, pytest.raises(Exception, match="lambda"):
             warnings.simplefilter("always")
             iterator_class = TorchIter if cls is TorchDataLoader else Mine
-            loader._get_iterator = lambda: iterator_class(loader)
+            loader._get_iterator = functools.partial(iterator_class, loader)
             iter(loader)
-        return [(w.category, str(w.message), w.filename) for w in found]
+        del loader
+        gc.collect()
+        return [(w.category, str(w.message), w.filename) for w in found if w.category is UserWarning]
 
     class Mine(LoaderIter):
         def _process_data(self, *args):
             return super()._process_data(*args)
 
-    ((category, text, file),) = caught(DataLoader)
-    assert (category, file) == (UserWarning, torch_dataloader.__file__) and text.startswith("Got pickle error")
+    found = caught(DataLoader)
+    # Older versions of torch say nothing.
+    assert len(found) == int("Got pickle error" in inspect.getsource(TorchIter.__init__))
+    assert {file for _, _, file in found} <= {torch_dataloader.__file__}
 
 
 def test_torchs_own_loader_is_untouched():
