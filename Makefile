@@ -17,7 +17,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build demo test test-rust test-loom test-python lint bench compare wheel clean
+.PHONY: help venv build failpoints demo test test-rust test-loom test-python fuzz-programs lint bench compare wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -45,18 +45,23 @@ test-rust: ## Only the Rust tests (debug with failpoints, then the property test
 test-loom: ## Only the loom models of the lock-free parts
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-test-python: build ## Only the Python tests (ARGS='-k name')
+test-python: build failpoints ## Only the Python tests (ARGS='-k name')
 	$(BIN)/python -m pytest tests/python $(ARGS)
+
+fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
+	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
 
 lint: build ## Formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
 	$(CARGO) clippy --all-targets --features python -- -D warnings
-	$(CARGO) clippy --all-targets --features failpoints -- -D warnings
+	$(CARGO) clippy --all-targets --features python,failpoints -- -D warnings
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
+
+failpoints: target/failpoints/.built ## Build the extension that tests have system calls refused in (not installed)
 
 bench: ## Rust benchmarks of scheduler, ring and arena (criterion; no Python)
 	$(CARGO) bench $(ARGS)
@@ -88,8 +93,16 @@ endif
 $(VENV)/.made-with: pyproject.toml scripts/venv.sh
 	@sh scripts/venv.sh $(VENV)
 
+HAS_CARGO = command -v $(CARGO) >/dev/null || { echo 'error: cargo was not found. Install Rust (rustup), or put its bin folder on PATH.' >&2; exit 1; }
+
+target/failpoints/.built: $(VENV)/.made-with $(RUST_SOURCES)
+	@$(HAS_CARGO)
+	@echo 'Building the Rust extension with failpoints ...'
+	@$(CARGO) build --quiet --lib --profile failpoints --features python,failpoints
+	@touch $@
+
 $(VENV)/.built: $(VENV)/.made-with $(RUST_SOURCES)
-	@command -v $(CARGO) >/dev/null || { echo 'error: cargo was not found. Install Rust (rustup), or put its bin folder on PATH.' >&2; exit 1; }
+	@$(HAS_CARGO)
 	@echo 'Building the Rust extension (release) ...'
 	@PIP_QUIET=1 VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(BIN)/maturin develop --release
 	@touch $@

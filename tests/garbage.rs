@@ -15,7 +15,7 @@ fn words() -> impl Strategy<Value = [u64; 8]> {
         any::<u64>(),
         0..64u64,
         Just(u64::MAX),
-        (0..6u64, 0..64u64).prop_map(|(k, b)| k | b << 32)
+        (0..7u64, 0..64u64).prop_map(|(k, b)| k | b << 32)
     ];
     proptest::array::uniform8(word)
 }

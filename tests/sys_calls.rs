@@ -1,5 +1,6 @@
 //! Every system call has its failpoint, or a reason to have none: read out of the sources.
 
+#[cfg(feature = "failpoints")]
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 

@@ -3,7 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, start_time};
+use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, has_exited, start_time};
 
 /// A child that does `work` and then exits with code 0.
 fn fork(work: impl FnOnce()) -> i32 {
@@ -136,14 +136,19 @@ fn start_times_grow() {
 #[test]
 fn without_a_pidfd_a_child_tells_its_end_until_it_is_reaped() {
     let pid = fork(sleep_for_ever);
+    let time = start_time(pid).unwrap();
     assert_eq!(child_status(pid), None);
+    assert!(!has_exited(pid, time) && !has_exited(pid, 0));
+    assert!(has_exited(pid, time + 1), "another process has the number");
     // SAFETY: kill takes plain numbers.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     await_exit(&PidFd::open(pid).unwrap());
     for _ in 0..2 {
         assert_eq!(child_status(pid), Some(ExitStatus::Signal(libc::SIGKILL)));
+        assert!(has_exited(pid, time));
     }
     reap(pid);
+    assert!(has_exited(pid, time) && has_exited(pid, 0));
     assert_eq!(child_status(pid), None);
     assert_eq!(child_status(std::process::id() as i32), None);
     assert_eq!(child_status(-1), None);

@@ -2,7 +2,8 @@
 
 Shutdown routines that were copied out of torch touch its queues and its event; subclasses read its counters. The
 engine has no such parts: what stands here answers for them, so that such code does no harm and ends the workers.
-Subclasses that put themselves between these parts are found by :func:`foreign_part`, and run whole on torch's iterator.
+Subclasses that put themselves between these parts are found by :func:`foreign_part`, and run whole on torch's iterator;
+so does every loader once a program has replaced such a part in torch's own modules (:func:`replaced_part`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,36 @@ import itertools
 import types
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import _utils
+from torch.utils.data import dataloader as torch_dataloader
+
 if TYPE_CHECKING:
     from rustloader._iter import _MultiProcessingDataLoaderIter as Iter
 
-__all__ = ["attribute", "foreign_part"]
+__all__ = ["attribute", "foreign_part", "is_torchs", "replaced_part"]
 
 # Methods of torch's loop that have no counterpart in the engine.
 _FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
 # A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
 # shutdown routine is none of these: see `attribute`.)
 _FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
+# Methods of torch's iterator in whose place the engine works, or that it has no place for.
+_REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
+
+
+def is_torchs(function: Any, module: types.ModuleType) -> bool:
+    """Whether a function was written in a module of torch's, and not put there by somebody else."""
+    return getattr(function, "__globals__", None) is vars(module)
+
+
+def replaced_part(torchs: type) -> str | None:
+    """What of torch's own iterator or worker a program has replaced; None when all is torch's."""
+    if not is_torchs(_utils.worker._worker_loop, _utils.worker):
+        return "torch.utils.data._utils.worker._worker_loop was replaced"
+    for name in _REPLACED_METHODS:
+        if not is_torchs(getattr(torchs, name), torch_dataloader):
+            return f"{name} of torch's own iterator was replaced"
+    return None
 
 
 def foreign_part(cls: type, ours: type) -> str | None:

@@ -36,7 +36,6 @@ logger = logging.getLogger("rustloader")
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
 _TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
-_torchs_worker_loop = _utils.worker._worker_loop
 
 # What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
 _BATCH, _ERROR, _DEAD, _END, _TIMED_OUT, _NO_PIN_THREAD = range(6)
@@ -65,8 +64,6 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 _in_torch: Callable[..., Any] = types.FunctionType(
     _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
 )
-# Whether the warning about a length points to the caller of `next`; in older versions it points into torch's file.
-_WARNS_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _IterType(type):
@@ -81,8 +78,9 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
     transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
-    replaced ``_worker_loop``, a subclass with hooks that the engine has no place for, a system without memfd)
-    the iterator is torch's own in every method, and the logger ``rustloader`` says so once.
+    ``_worker_loop`` or a method of torch's iterator that a program has replaced, a subclass with hooks that the engine
+    has no place for, a system without memfd) the iterator is torch's own in every method, and the logger ``rustloader``
+    says so once.
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
@@ -98,12 +96,17 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     def __init__(self, loader: Any) -> None:
         reason = _why_not(type(self), loader)
         core = None
-        if reason is None and loader.num_workers > 0 and loader.prefetch_factor > 0:
+        # Compared as in torch, whose TypeError says how.
+        if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
             core, reason = _make_engine(loader)
         if reason is not None:
-            logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+            _tell_handover(reason)
             self._passthrough = True
-            super().__init__(loader)
+            try:
+                _in_torch(super().__init__, loader)
+            except BaseException:
+                self._abandon_torchs()
+                raise
             return
         _in_torch(_BaseDataLoaderIter.__init__, self, loader)
         self._prefetch_factor = loader.prefetch_factor
@@ -117,6 +120,15 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         self._workers = []
         self._start_workers()
         self._reset(loader, first_iter=True)
+
+    def _abandon_torchs(self) -> None:
+        """Ends what torch's constructor had started before it failed: its own clean-up needs what was not made."""
+        try:
+            super()._shutdown_workers()
+        except AttributeError:
+            for process in self._workers:
+                process.kill()
+                process.join()
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -214,7 +226,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
 
     def _draw(self) -> Callable[[], Any]:
         """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
-        if type(self)._next_index is _BaseDataLoaderIter._next_index:
+        if _internals.is_torchs(type(self)._next_index, torch_dataloader):
             return cast("Callable[[], Any]", self._sampler_iter.__next__)
         return self._next_index
 
@@ -235,7 +247,7 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
-            if _WARNS_CALLER:
+            if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
                 warnings.warn(text, stacklevel=3)
             else:
                 _in_torch(warnings.warn, text, None, 1)
@@ -318,7 +330,8 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         process = self._workers[worker_id]
         status = self._engine().exit_status(worker_id)
         if status is None:
-            # Under forkserver the main process is not the parent: the fork server alone knows, and tells it a little later.
+            # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
+            # later.
             process.join(_STATUS_AFTER)
         if status is None and process.exitcode:
             code = process.exitcode
@@ -453,9 +466,21 @@ def _why_not(cls: type, loader: Any) -> str | None:
         return f"the engine needs Linux, and this is {sys.platform}"
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
-    if _utils.worker._worker_loop is not _torchs_worker_loop:
-        return "torch.utils.data._utils.worker._worker_loop was replaced"
-    return _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
+    return _internals.replaced_part(_TorchIter) or _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
+
+
+def _tell_handover(reason: str) -> None:
+    logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+
+
+def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
+    """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
+    if not _internals.is_torchs(get_iterator, torch_dataloader):
+        return "DataLoader._get_iterator of torch was replaced"
+    iterator = torch_dataloader._MultiProcessingDataLoaderIter
+    if iterator is not _TorchIter and not issubclass(iterator, _MultiProcessingDataLoaderIter):
+        return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"
+    return None
 
 
 def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
@@ -478,8 +503,8 @@ def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
 
 
 def _start_helpers(context: Any) -> None:
-    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to every
-    process that the user starts later."""
+    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to
+    every process that the user starts later."""
     method = context.get_start_method()
     if method == "forkserver":
         forkserver.ensure_running()
@@ -522,3 +547,5 @@ _LENGTH_WARNING = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
+# Older versions of torch have theirs point into torch's own file.
+_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts

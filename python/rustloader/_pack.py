@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_sharer
@@ -23,6 +24,9 @@ from torch.multiprocessing import reductions
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 
 __all__ = ["dump_index", "dumps", "dumps_alone", "leaves_are_ours", "load_index", "loads"]
+
+# The first with buffers beside the pickle.
+_PROTOCOL = 5
 
 _extra_reducers: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
@@ -82,12 +86,19 @@ def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _reduce_array(array: np.ndarray) -> Any:
-    if array.dtype.kind in "mM":
+    if array.nbytes < INLINE_LIMIT:
+        # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
+        return array.__reduce_ex__(4)
+    # With torch's loader arrays arrive in C or F order, in the machine's order of bytes, and can be written to; a
+    # buffer keeps what it has of all three.
+    dtype = array.dtype
+    native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
+    if native is not dtype or not (array.flags.writeable and array.flags.forc):
+        array = array.astype(native, order="A")
+    if native.kind in "mM":
         # NumPy exports no buffer of these.
-        numbers = array.view(np.dtype(np.int64).newbyteorder(array.dtype.byteorder))
-        return _rebuild_times, (numbers, array.dtype)
-    # A read-only buffer would arrive read-only; torch's loader delivers arrays that can be written to.
-    return (array if array.flags.writeable else array.copy(order="K")).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return _rebuild_times, (array.view(np.int64), native)
+    return array.__reduce_ex__(_PROTOCOL)
 
 
 def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
@@ -135,7 +146,7 @@ def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
     """torch's reduction of a subclass's instance, but where that holds a whole storage this holds the view of it."""
-    reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
         case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
             content = torch._utils._rebuild_tensor(storage, *rest[:3])
@@ -144,13 +155,19 @@ def _reduce_subclass(tensor: torch.Tensor) -> Any:
     return reduced
 
 
+# What the pickler does with an object that its table has nothing for.
+_reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", _PROTOCOL)
+
+
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers of types; torch's subclasses are known by what they inherit."""
+    """The reducers of types. Subclasses of tensors are found when their first instance comes; other types are noted as
+    well, which spares a call for each object."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
-            return _reduce_subclass
-        raise KeyError(kind)
+        if issubclass(kind, type):
+            raise KeyError(kind)
+        is_subclass = issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__
+        return self.setdefault(kind, _reduce_subclass if is_subclass else _reduce_by_itself)
 
 
 class _Beside:
@@ -244,7 +261,7 @@ def _table(reducers: _Reducers) -> _Reducers:
 
 def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=5, buffer_callback=callback)
+    pickler = pickle.Pickler(out, protocol=_PROTOCOL, buffer_callback=callback)
     pickler.dispatch_table = table
     pickler.dump(value)
     return out.getvalue()

@@ -11,14 +11,17 @@ from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
+import numpy.random  # in the main process, not in each worker
 import torch
 import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
+from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader import _pack
 from rustloader._collate import use_arena
 from rustloader._core import Engine, Port, WorkerStopped
+from rustloader._internals import is_torchs
 
 __all__ = ["Connection", "Job", "run"]
 
@@ -221,8 +224,11 @@ def _type_name(value: Any) -> str:
 
 
 def _is_torchs_own_fetcher(dataset_kind: int) -> bool:
-    """Whether the fetcher's class and its ``fetch`` are those that torch came with; libraries replace them."""
+    """Whether the fetcher will be torch's, in its class and its ``fetch``; libraries replace them."""
     fetch = _utils.fetch
     kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
-    code = getattr(kind.fetch, "__code__", None)
-    return kind.__module__ == fetch.__name__ and code is not None and code.co_filename == fetch.__file__
+    return (
+        is_torchs(_DatasetKind.create_fetcher, torch_dataloader)
+        and kind.__module__ == fetch.__name__
+        and is_torchs(kind.fetch, fetch)
+    )

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader._iter import _in_torch, _MultiProcessingDataLoaderIter
+from rustloader._iter import _in_torch, _MultiProcessingDataLoaderIter, _other_iterator, _tell_handover
 
 __all__ = ["DataLoader"]
 
@@ -32,6 +32,10 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
+            return super()._get_iterator()
+        other = _other_iterator(super()._get_iterator)
+        if other is not None:
+            _tell_handover(other)
             return super()._get_iterator()
         _in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)

@@ -37,13 +37,13 @@ impl Process {
     /// Whether it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         match &self.pidfd {
-            Some(pidfd) => {
-                pidfd.has_exited().unwrap_or_else(|_| !sys::pidfd::runs(self.pid, self.start_time))
-            }
-            None => {
-                sys::pidfd::child_status(self.pid).is_some() || !sys::pidfd::runs(self.pid, self.start_time)
-            }
+            Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
+            None => self.has_exited_by_number(),
         }
+    }
+
+    fn has_exited_by_number(&self) -> bool {
+        sys::pidfd::has_exited(self.pid, self.start_time)
     }
 
     /// How it ended, where that can be told.

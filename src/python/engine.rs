@@ -39,6 +39,9 @@ mod code {
     pub const NO_PIN_THREAD: u8 = 5;
 }
 
+/// Seconds from which on a timeout is none: 30 years.
+const LONGEST_TIMEOUT: f64 = 1e9;
+
 /// So often an unpickling that has failed is tried again.
 const RELOADS: usize = 4;
 
@@ -311,13 +314,9 @@ impl PyEngine {
         persistent: bool,
         timeout: f64,
     ) -> PyResult<Self> {
-        let timeout = match timeout {
-            none if none <= 0.0 => None,
-            some => Some(
-                Duration::try_from_secs_f64(some)
-                    .map_err(|_| PyValueError::new_err(format!("timeout={some} is not a time in seconds")))?,
-            ),
-        };
+        // As in torch, what is not greater than 0 is no limit (NaN is neither); nor is what no clock can count.
+        let timeout = if timeout > 0.0 && timeout < LONGEST_TIMEOUT { Some(timeout) } else { None };
+        let timeout = timeout.map(Duration::from_secs_f64);
         let settings = Settings { workers, prefetch_factor, in_order, persistent, timeout };
         let engine = py.detach(|| Engine::new(settings))?;
         let hands = engine.hands().clone();

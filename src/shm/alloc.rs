@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use super::arena::Arena;
 use super::block::{self, Left, WORKER};
+use super::forks;
 use super::layout::PAGE;
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
@@ -29,8 +30,8 @@ const WINDOW: u32 = 64;
 const PATIENCE: u8 = 2;
 /// Fresh pages that may be reserved between two looks at the machine's headroom.
 const LOOK_EVERY: u64 = 8 << 20;
-/// Headroom that a reservation leaves to everybody else.
-const MARGIN: u64 = 32 << 20;
+/// Headroom that a reservation leaves to everybody else: as much as it takes itself, but within these bounds.
+const MARGIN: std::ops::RangeInclusive<u64> = 1 << 20..=32 << 20;
 /// For so long a reservation waits for those of other workers to be done when they seem to take too much.
 const SETTLE: Duration = Duration::from_secs(2);
 /// A block may be this many classes larger than what it is taken for.
@@ -219,7 +220,8 @@ impl Allocator {
     pub fn collect(&mut self) -> Result<()> {
         let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
-        let count = arena.block_count(*region);
+        // Our own count: what stands in shared memory may be nonsense.
+        let count = idle_since.len() as u32;
         block::take_returned(
             &arena.region_head(*region).returned,
             count,
@@ -342,11 +344,11 @@ impl Allocator {
             // Who looks at the same time sees this before the pages are there.
             let others = self.arena.promise(self.region, fresh);
             let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-            let free = room.bytes.saturating_sub(MARGIN);
+            let free = room.bytes.saturating_sub(fresh.clamp(*MARGIN.start(), *MARGIN.end()));
             let headroom = free.saturating_sub(others);
             if fresh <= headroom {
-                // All workers' credits together are less than the margin.
-                self.credit = LOOK_EVERY.min(MARGIN / u64::from(self.arena.geometry().workers));
+                let workers = u64::from(self.arena.geometry().workers);
+                self.credit = LOOK_EVERY.min((headroom - fresh) / 2 / workers);
                 return Ok(());
             }
             self.arena.promise(self.region, 0);
@@ -402,6 +404,8 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         self.window = WINDOW;
         self.peak = [0, self.peak[0]];
+        // In a worker nobody else asks whether the children have ended that its dataset has forked.
+        forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
             let list = &mut self.free[class];
@@ -423,6 +427,7 @@ impl Allocator {
 
     /// For a worker that has nothing to do: gives back the pages of idle blocks beyond `budget` bytes of pages in all.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
+        forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
             while self.warm > budget && self.free[class].cold < self.free[class].blocks.len() {

@@ -118,6 +118,17 @@ impl PidFd {
     }
 }
 
+/// Whether the process `pid` that was started at `start_time` (0: whenever) has ended, for where there are no pidfds. Of a
+/// child waitid tells it: /proc shows a zombie while other threads of it still run, and its status cannot be had yet.
+pub fn has_exited(pid: i32, start_time: u64) -> bool {
+    match wait_status(libc::P_PID, pid as libc::id_t) {
+        Ok(Some(_)) => true,
+        // Unless another child has got the number meanwhile.
+        Ok(None) => self::start_time(pid).is_ok_and(|time| start_time != 0 && time != start_time),
+        Err(()) => !runs(pid, start_time),
+    }
+}
+
 /// How the child `pid` of this process ended, without reaping it, for where there are no pidfds. `None` while it lives, and for
 /// what is no child or has been reaped.
 pub fn child_status(pid: i32) -> Option<ExitStatus> {

@@ -90,7 +90,9 @@ fn sample() -> Vec<u8> {
         w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast())
     };
     w.str("rest");
-    w.open(Group::List, 7);
+    w.open(Group::List, 8);
+    let far = w.bytes_outside(50_000);
+    w.fill(far, 2, 0);
     w.empty(Dtype::INT64, &[0, 3], &Plan::new(&[0, 3], &[24, 8], 8, Style::Tensor).unwrap(), 300);
     w.none();
     w.bool(true);
@@ -126,7 +128,7 @@ fn depth_is_bounded() {
 
 #[test]
 fn huge_counts_are_refused() {
-    for kind in [tag::LIST, tag::TUPLE, tag::DICT, tag::STR, tag::BYTES] {
+    for kind in [tag::LIST, tag::TUPLE, tag::DICT, tag::STR, tag::BYTES, tag::BYTES_OUTSIDE] {
         assert!(count(&[kind, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0, 0]).is_err());
     }
     assert!(count(&[tag::TENSOR, 8, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]).is_err());

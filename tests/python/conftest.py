@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import sys
 import time
 from collections import Counter
 from multiprocessing import forkserver
@@ -26,6 +27,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
     config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
     config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
 
 
 def pytest_collection_modifyitems(config, items):
@@ -101,7 +106,7 @@ def left(before, now):
 def nothing_left_behind(request):
     """Descriptors, threads, children, mappings and shared memory files are what they were before the test."""
     trim_pool()
-    before = state()
+    before, imported = state(), len(sys.modules)
     yield
     end_scripts()
     gc.collect()
@@ -115,6 +120,8 @@ def nothing_left_behind(request):
             break
         time.sleep(0.05)
     assert not over, f"left behind: {over}"
+    if len(sys.modules) > imported:
+        gc.freeze()  # as above
 
 
 @pytest.fixture(autouse=True)

@@ -41,9 +41,6 @@ class Does(Dataset):
         os.kill(os.getpid(), signal)
         time.sleep(60)
 
-    def index(self, given):
-        return type(given).__name__, repr(given)
-
     def inner_loader(self, workers):
         return [int(x) for x in DataLoader(range(3), num_workers=workers)]
 
@@ -140,3 +137,24 @@ class PickledOnce(Numbers):
         if self.pickled > 1:
             raise TypeError("no second time")
         return self.__dict__
+
+
+class Characters(Holds):
+    """Sample i is character i of a file."""
+
+    def __getitem__(self, i):
+        return os.pread(self.thing.fileno(), 1, i).decode()
+
+
+class Calls(Holds):
+    """Sample i is what a function gives for i."""
+
+    def __getitem__(self, i):
+        return self.thing(i)
+
+
+class Sums(Numbers):
+    """The batch of an index batch is what that is, how long, and its sum."""
+
+    def __getitems__(self, indices):
+        return type(indices).__name__, len(indices), int(sum(indices))

@@ -1,59 +1,217 @@
-"""Short programs around a loader, for refusals.py. Each answers what it saw: "batches", or errors as texts."""
+"""Short programs around a loader, run under failpoints by refusals.py. Each answers with the texts of its errors."""
 
+import json
+import multiprocessing.util
 import os
+import re
 import signal
 import time
 
 import torch
-from sample_data import Dying, Images, Numbers, Slow
-from support import DataLoader, same
+from sample_data import Dying, Images, Numbers
+from support import DataLoader, gone, same, wait_until
+from torch.utils.data import _utils, default_collate
 
-# A batch of 4 images is larger than what lies in the message itself.
+import rustloader
+
+# A batch of 4 images is too large to lie in the message itself.
 SIZE, BATCH = 24, 4
+MB = 1 << 20
+FOR_GOOD = "again, for good"
+# Where workers tell which system calls they have made.
+CALLS = None
 
 
-def want(dataset=None):
-    return [x for x in torch.utils.data.DataLoader(dataset or Images(SIZE), batch_size=BATCH)]
+def tell_calls(_):
+    """A worker_init_fn: at its end the worker tells which kinds of calls it has made."""
+
+    def tell():
+        from rustloader import _core
+
+        os.write(
+            CALLS, json.dumps([kind for kind, calls in _core._failpoint_calls().items() if calls]).encode() + b"\n"
+        )
+
+    multiprocessing.util.Finalize(None, tell, exitpriority=1)
 
 
-def walk(loader, expected):
-    """An epoch: texts of errors, each in its batch's place. A batch that is wrong, lost or doubled is told as such."""
-    errors, place = [], 0
+def loader(dataset, workers=2, **kw):
+    return DataLoader(dataset, num_workers=workers, worker_init_fn=tell_calls if CALLS else None, **kw)
+
+
+def text_of(error):
+    return re.sub(r"pid \d+", "pid N", f"{type(error).__name__}: {error}")
+
+
+def walk(loader, expected, keep=True):
+    """One epoch: (errors, batches). An error that a worker caught stands in its batch's place. A batch that is wrong,
+    lost or doubled is an error as well."""
+    errors, batches, place = [], [], 0
     try:
         iterator = iter(loader)
-        kept = []
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                if errors and errors[-1] == text and place == last:
-                    return [*errors, "for good"], kept
-                errors.append(text)
-                last = place
-                if "Caught" in text:
-                    place += 1
-                    last = None
-                continue
-            if place >= len(expected) or not same(batch, expected[place]):
-                return [*errors, f"wrong batch at {place}"], kept
-            kept.append(batch)
-            place += 1
-        if place != len(expected):
-            errors.append(f"{place} of {len(expected)} batches")
-        return errors, kept
     except Exception as error:
-        return [f"iter: {type(error).__name__}: {error}"], []
+        return [f"iter: {text_of(error)}"], []
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except Exception as error:
+            text = text_of(error)
+            if "Caught " in text:
+                place += 1
+            elif errors and errors[-1] == text:
+                return [*errors, FOR_GOOD], batches
+            errors.append(text)
+        else:
+            if place >= len(expected) or not same(batch, expected[place]):
+                return [*errors, f"batch {place} is wrong"], batches
+            if keep:
+                batches.append(batch)
+            del batch
+            place += 1
+    if place != len(expected):
+        errors.append(f"{place} of {len(expected)} batches came")
+    return errors, batches
+
+
+def image_batches():
+    return [default_collate([Images(SIZE)[i] for i in range(at, at + BATCH)]) for at in range(0, SIZE, BATCH)]
 
 
 def plain():
+    """One epoch with one worker."""
+    return walk(loader(Images(SIZE), workers=1, batch_size=BATCH), image_batches())[0]
+
+
+def twice():
     """Two epochs; the second one's workers are forked while the first one's batches are held."""
-    expected = want()
-    loader = DataLoader(Images(SIZE), batch_size=BATCH, num_workers=2)
-    first, kept = walk(loader, expected)
-    second, _ = walk(loader, expected)
-    if not all(map(same, kept, expected)):
-        second.append("a kept batch has changed")
+    expected = image_batches()
+    images = loader(Images(SIZE), batch_size=BATCH)
+    first, kept = walk(images, expected)
+    second, _ = walk(images, expected)
+    if not first and not all(map(same, kept, expected)):
+        second.append("a batch that was kept has changed")
     return [*first, *second]
+
+
+def doomed():
+    """A worker is killed at sample 7 of 20."""
+    return walk(loader(Dying(20, 7, signal.SIGKILL), batch_size=None), [torch.tensor(i) for i in range(20)])[0]
+
+
+def late():
+    """An item that takes longer than the timeout, twice."""
+    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
+    iterator = iter(loader(Deaf(8, 2.0), workers=1, batch_size=None, timeout=0.2))
+    errors = []
+    for _ in range(2):
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            errors.append(text_of(error))
+    iterator._shutdown_workers()
+    return errors
+
+
+class Deaf(Numbers):
+    """Each item takes so many seconds, and SIGTERM does not end it."""
+
+    def __init__(self, n, seconds):
+        super().__init__(n)
+        self.seconds = seconds
+
+    def __getitem__(self, i):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            time.sleep(0.1)
+        return torch.tensor(i)
+
+
+def stubborn():
+    """A worker that does not leave when it is told to, and ignores SIGTERM."""
+    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
+    iterator = iter(loader(Deaf(4, 60), batch_size=None))
+    pids = [worker.pid for worker in iterator._workers]
+    time.sleep(0.1)
+    iterator._shutdown_workers()
+    return [] if wait_until(lambda: all(map(gone, pids)), 2) else ["a worker has survived"]
+
+
+def many():
+    """More workers than ppoll is used for."""
+    return walk(loader(Numbers(68), workers=34, batch_size=None), [torch.tensor(i) for i in range(68)])[0]
+
+
+class Burst(Numbers):
+    """Samples of 1 MB, then a long time small ones."""
+
+    def __getitem__(self, i):
+        return torch.full((1_000_000 if i < 8 else 20_000,), i % 100, dtype=torch.uint8)
+
+
+def burst():
+    """A worker gives pages back that it needs no longer."""
+    samples = Burst(240)
+    return walk(loader(samples, workers=1, batch_size=None), [samples[i] for i in range(240)], keep=False)[0]
+
+
+class Forking(Numbers):
+    """Each item forks a child while a tensor of the dataset lies in shared memory."""
+
+    def __getitem__(self, i):
+        self.held = default_collate([torch.full((5000,), float(i))])
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return self.held
+
+
+def forking():
+    expected = [torch.full((1, 5000), float(i)) for i in range(8)]
+    return walk(loader(Forking(8), batch_size=None), expected)[0]
+
+
+class Wide(Numbers):
+    """A sample shows one megabyte, as a tensor of its own or as one that takes no memory."""
+
+    def __init__(self, n, expanded):
+        super().__init__(n)
+        self.sample = torch.ones(1, dtype=torch.uint8).expand(MB) if expanded else torch.ones(MB, dtype=torch.uint8)
+
+    def __getitem__(self, i):
+        return self.sample
+
+
+def wide(megabytes=(1, 50, 2, 50, 3), expanded=False, workers=1):
+    """Batches of so many megabytes, by our fast path or by torch's default_collate: last lines of errors, sizes."""
+    batches = loader(Wide(1, expanded), workers=workers, batch_sampler=[[0] * size for size in megabytes])
+    iterator, errors, sizes = iter(batches), [], []
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return errors, sizes
+        except MemoryError as error:
+            errors.append(str(error).splitlines()[-1])
+            continue
+        assert batch.shape[1] == MB and bool((batch[:, ::4096] == 1).all())
+        sizes.append(len(batch))
+
+
+def wide_by_torchs_collate():
+    return wide(expanded=True)
+
+
+def pooled():
+    """How many arenas wait for the next iterator."""
+    errors, _ = walk(loader(Numbers(8), batch_size=None), [torch.tensor(i) for i in range(8)])
+    return errors, rustloader._core._trim_pool()
+
+
+def growing():
+    """Each index batch is larger than those before, so that the main process needs more memory for it."""
+    sizes = [100 << n for n in range(8)]
+    lengths = loader(Numbers(1), workers=1, batch_sampler=[[0] * size for size in sizes], collate_fn=len)
+    return walk(lengths, sizes)[0]

@@ -1,25 +1,44 @@
-"""Loader programs under failpoints, each case in a fresh child of a process that has imported torch: for test_refusals.
+"""Runs programs under failpoints, each in a fresh child of a process that has imported torch.
 
-A script with this as its main module reads cases from stdin and writes reports to stdout, one JSON document a line.
+As a script it reads cases from stdin and writes reports to stdout, one JSON document a line.
 """
 
 import contextlib
-import faulthandler
 import gc
 import importlib.machinery
 import importlib.util
 import json
-import logging
 import os
-import select
-import signal
+import subprocess
 import sys
-import tempfile
-import time
+import warnings
 
-CORE = os.path.join(os.path.dirname(__file__), "..", "..", "target", "failpoints", "librustloader.so")
-# A case that takes longer hangs.
-LIMIT = 20.0
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+CORE = os.path.join(HERE, "..", "..", "target", "failpoints", "librustloader.so")
+
+
+def reports_of(cases, scripts=2):
+    """The reports of cases, which are the arguments of `run`, in their order; made by scripts that share the work."""
+    if not os.path.exists(CORE):
+        reason = "the extension with failpoints is not built: make failpoints"
+        (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    started = []
+    for at in range(scripts):
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        script = subprocess.Popen([sys.executable, __file__], env=dict(os.environ, PYTHONPATH=path), text=True, **pipes)
+        started.append(script)
+        script.stdin.write("".join(json.dumps(case) + "\n" for case in cases[at::scripts]))
+        script.stdin.close()
+        script.stdin = None
+    found = [None] * len(cases)
+    for at, script in enumerate(started):
+        out, err = script.communicate(timeout=1200)
+        assert script.returncode == 0 and not err, err
+        found[at::scripts] = map(json.loads, out.splitlines())
+    return found
 
 
 def load_core():
@@ -34,95 +53,41 @@ def load_core():
 
 def main():
     load_core()
+    import programs  # noqa: F401
     import torch
+    from isolation import in_child
 
     torch.set_num_threads(1)
-    import programs  # noqa: F401
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     gc.freeze()
     for line in sys.stdin:
-        print(json.dumps(in_child(json.loads(line))), flush=True)
+        print(json.dumps(in_child(run, *json.loads(line))), flush=True)
 
 
-def in_child(case):
-    """Runs one case in a child of its own session, which is ended when it hangs."""
-    start = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            os.setsid()
-            for stream in (1, 2):
-                os.dup2(output.fileno(), stream)
-            code = 1
-            with contextlib.suppress(BaseException):
-                faulthandler.dump_traceback_later(LIMIT - 2)
-                text = json.dumps(run(**case)).encode()
-                faulthandler.cancel_dump_traceback_later()
-                os.write(writer, text)
-                code = 0
-            os._exit(code)
-        os.close(writer)
-        report = {"hangs": not select.select([reader], [], [], LIMIT)[0]}
-        if not report["hangs"]:
-            with open(reader, "rb") as file:
-                report.update(json.loads(file.read() or b"{}"))
-        else:
-            os.close(reader)
-        end = time.monotonic() + 5
-        while (left := session(pid) - {pid}) and time.monotonic() < end and not report["hangs"]:
-            time.sleep(0.01)
-        report["processes"] = len(left)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        report["status"] = os.waitpid(pid, 0)[1]
-        output.seek(0)
-        report["output"] = output.read().decode(errors="replace")
-    report["seconds"] = round(time.monotonic() - start, 2)
-    return report
-
-
-def session(sid):
-    """The processes of a session that have not ended."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            state, _, _, session = file.read().rpartition(")")[2].split()[:4]
-            if int(session) == sid and state not in "ZX":
-                found.add(int(pid))
-    return found
-
-
-def run(program, points, where):
-    """What a program does while failpoints are armed `where`: in "main" or in each "worker"."""
+def run(program, points="", where="main", environment=()):
+    """What a program does while failpoints are armed in "main" or in each "worker"."""
     import programs
-    from conftest import left, state
-    from rustloader import _core
-    from support import trim_pool
-    from torch.utils.data import _utils
+    from isolation import watched
 
-    _utils.MP_STATUS_CHECK_INTERVAL = 1.0
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("rustloader").addHandler(handler)
-    before = state()
+    from rustloader import _core
+
+    os.environ.update(environment)
+    reader, programs.CALLS = os.pipe2(os.O_NONBLOCK)
+    # A process arms what it finds at its first call.
     if where == "worker":
         _core._failpoint_calls()
     os.environ["RUSTLOADER_FAILPOINT"] = points
     if where == "main":
         _core._failpoint_calls()
         del os.environ["RUSTLOADER_FAILPOINT"]
-    calls = [_core._failpoint_calls()]
-    outcome = getattr(programs, program)()
-    calls.append(_core._failpoint_calls())
-    trim_pool()
-    end = time.monotonic() + 2
-    while (over := left(before, state())) and time.monotonic() < end:
-        time.sleep(0.02)
-        trim_pool()
-    called = sorted(kind for kind in calls[1] if calls[1][kind] > calls[0][kind])
-    return {"outcome": outcome, "log": lines, "left": over, "called": called, "engine": _core.engine_batches()}
+    report = watched(getattr(programs, program))
+    called = set()
+    if where == "main":
+        called.update(kind for kind, calls in _core._failpoint_calls().items() if calls)
+    else:
+        with contextlib.suppress(BlockingIOError):
+            called.update(*map(json.loads, os.read(reader, 1 << 16).splitlines()))
+    return {**report, "called": sorted(called)}
 
 
 if __name__ == "__main__":

@@ -206,14 +206,28 @@ def gone(pid):
         return True
 
 
+def children_of(parent):
+    """Pids of a process's children, the reaped ones excepted."""
+    return {pid for pid, stat in all_processes() if int(stat[1]) == parent}
+
+
 def children():
-    """Pids of this process's children, the reaped ones excepted."""
-    found = set()
+    """Those of this process."""
+    return children_of(os.getpid())
+
+
+def in_session(leader):
+    """Pids of the processes that live in the session of a script."""
+    return {pid for pid, stat in all_processes() if int(stat[3]) == leader and stat[0] not in "ZX"}
+
+
+def all_processes():
+    """Pid and the fields of /proc/PID/stat from the state on, of each process."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
-            if int(f.read().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(pid))
-    return found
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as f:
+                stat = f.read().rpartition(")")[2].split()
+            yield int(pid), stat
 
 
 def threads_named(name):
@@ -229,12 +243,16 @@ def worker_pids(iterator):
     return [w.pid for w in iterator._workers]
 
 
-def start_script(source, **kw):
-    """Starts a Python script in a session of its own. It sees `DataLoader`, the loader under test."""
+def start_script(source, file=None, **kw):
+    """Starts a Python script in a session of its own, by `python -c` or out of a file. It sees `DataLoader`, the loader
+    under test."""
     head = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    source = head + textwrap.dedent(source)
+    if file is not None:
+        file.write_text(source)
     process = subprocess.Popen(
-        [sys.executable, "-c", head + textwrap.dedent(source)],
+        [sys.executable, "-c", source] if file is None else [sys.executable, str(file)],
         env=env,
         start_new_session=True,
         text=True,

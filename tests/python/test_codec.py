@@ -755,12 +755,13 @@ BATCH = {
     "array": np.arange(5),
     "bigarray": np.zeros((100, 100)).T,
     "rest": [1, 2.5, "text", b"bytes", None, (True, 1j), [1, 2, 3]],
+    "bytes": bytes(range(256)) * 100,
 }
 SMALL, BIG = torch.arange(20), torch.zeros(5000, dtype=torch.int64)
 TANGLED = {
     "small": [SMALL, SMALL[3:], SMALL.unfold(0, 3, 1), SMALL.view(torch.int32)],
     "big": (BIG[5:], BIG[::2], BIG, BATCH["image"]),
-    "rest": [BATCH["rest"], BATCH["rest"], BATCH["image"], SMALL],
+    "rest": [BATCH["rest"], BATCH["rest"], BATCH["image"], SMALL, BATCH["bytes"], BATCH["bytes"]],
 }
 
 
@@ -815,6 +816,10 @@ def test_garbage_is_an_error(small: bool) -> None:
         b"\x10\x40\xff\xff\xff\xff\x07" + bytes(12) + b"\x00",  # a storage beyond the leaf
         b"\x10\x40\x08" + bytes(4) + struct.pack("<Q", 2**64 - 4) + b"\x00",
         b"\x10\x40\x08\x05" + bytes(11) + b"\x00",  # of a leaf that is not there
+        b"\x11\x80\x80\x80\x01" + bytes(12),  # bytes beyond the leaf
+        b"\x11\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01" + bytes(12),
+        b"\x11\x05" + bytes(4) + struct.pack("<Q", 2**64 - 4),
+        b"\x11\x05\x01" + bytes(11),
     ],
 )
 def test_broken_payloads(payload: bytes) -> None:
@@ -845,6 +850,16 @@ def test_adopted_leaves(offset: int) -> None:
             check_array(a, b)
     with pytest.raises(RuntimeError, match="leaf 0"):
         _roundtrip(want[0], adopt=2)  # floats at an odd place
+
+
+@pytest.mark.parametrize("n", [0, 1, 16 * 1024 - 1, 16 * 1024, 300_000])
+@pytest.mark.parametrize("offset", [None, 0, 70])
+def test_bytes_of_all_sizes_and_the_identity_of_large_ones(n: int, offset: int | None) -> None:
+    some = bytes(i % 251 for i in range(n))
+    got = back({"a": [some, some[1:]], "b": (some, torch.zeros(3))}, adopt=offset)
+    assert got["a"] == [some, some[1:]] and got["b"][0] == some
+    assert all(type(x) is bytes for x in got["a"])
+    assert n < 16 * 1024 or got["b"][0] is got["a"][0]
 
 
 def test_lease_buffer() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from sample_data import Epochs, Shards, as_list
-from support import BOTH, DataLoader, epoch, outcomes, wait_until, worker_pids
+from support import BOTH, DataLoader, epoch, outcomes, outcomes_of, wait_until, worker_pids
 from torch.utils.data import IterableDataset
 
 LENGTHS = [(5,), (1, 6), (6, 1), (0, 4), (0, 0), (2, 0, 5)]
@@ -118,6 +118,87 @@ def test_p17_an_error_in_the_stream(persistent):
     theirs, ours = map(run, BOTH)
     assert ours == theirs
     assert [o[0] for o in ours[0]] == ["value"] * 4 + ["error"] * 2 + ["end"]
+
+
+class Stumbling(IterableDataset):
+    """An iterator of its own: it raises at some samples, and goes on when it is asked again."""
+
+    def __init__(self, n, errors):
+        self.n, self.errors = n, errors
+
+    def __iter__(self):
+        self.i = -1
+        return self
+
+    def __next__(self):
+        self.i += 1
+        if self.i >= self.n:
+            raise StopIteration
+        if self.i in self.errors:
+            raise self.errors[self.i](f"at {self.i}")
+        return self.i
+
+
+@pytest.mark.parametrize(("workers", "batch_size"), [(1, None), (2, None), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p17_a_stream_goes_on_after_an_error(workers, batch_size, persistent):
+    """The samples that a batch had got before its error are lost, as in torch."""
+
+    def run(cls):
+        dataset = Stumbling(9, {2: KeyError, 5: ValueError, 8: OSError})
+        loader = cls(dataset, num_workers=workers, batch_size=batch_size, persistent_workers=persistent)
+        result = [outcomes_of(loader, 12 * workers) if not persistent else outcomes(iter(loader), 12 * workers)]
+        if persistent:
+            result.append(outcomes(iter(loader), 12 * workers))
+            loader._iterator._shutdown_workers()
+        return result
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+    kinds = [o[0] for o in ours[0]]
+    assert kinds.count("error") >= 2 * workers and kinds[-1] == "end"
+
+
+def test_p15_exhausted_workers_are_passed_over_among_many():
+    """Most of the workers have nothing, or little; the others' batches come in order, and the epoch ends."""
+    lengths = [0, 3, 0, 0, 12, 1, 0]
+    for persistent in (False, True):
+        loader = DataLoader(
+            Shards(lengths), num_workers=len(lengths), batch_size=None, persistent_workers=persistent, prefetch_factor=3
+        )
+        for _ in range(2):
+            got = plain(epoch(loader))
+            assert sorted(got) == sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
+            for w, n in enumerate(lengths):
+                assert [i for who, i in got if who == w] == list(range(n))
+
+
+class Growing(IterableDataset):
+    """Longer by one sample at each iter(); the length is what it was at the start."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.n += 1
+        return iter(range(self.n - 1))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_p22_a_persistent_dataset_keeps_what_it_has_become(batch_size):
+    def run(cls):
+        loader = cls(Growing(2), num_workers=2, batch_size=batch_size, persistent_workers=True)
+        found = [[b.tolist() if isinstance(b, torch.Tensor) else b for b in loader] for _ in range(3)]
+        found.append(list(itertools.islice(map(str, loader), 1)))
+        found.append(list(map(str, loader)))
+        loader._iterator._shutdown_workers()
+        return found
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
 
 
 def test_an_endless_dataset():

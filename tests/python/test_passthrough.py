@@ -1,15 +1,21 @@
 """Loaders that are handed over to torch's iterator, and subclasses that are not (DESIGN 1, T15, T16)."""
 
+import errno
+import functools
+import gc
+import inspect
+import itertools
 import logging
 import types
 import warnings
 
 import pytest
 import torch
-from sample_data import Numbers
+from sample_data import Draws, EagerSampler, LazySampler, Numbers
 from support import (
     DataLoader,
     LoaderIter,
+    TorchDataLoader,
     engine_batches,
     epoch,
     from_engine,
@@ -18,7 +24,10 @@ from support import (
     values,
     worker_pids,
 )
+from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
+
+import rustloader
 
 pytestmark = [pytest.mark.ours, pytest.mark.handover]
 
@@ -241,6 +250,75 @@ def test_a_small_address_space_is_still_ours():
         print(got, rustloader.engine_batches())
     """)
     assert (status, out) == (0, "[0, 1, 2, 3, 4] 5\n"), err
+
+
+def refused(*args):
+    raise OSError(errno.EPERM, "memfd_create failed")
+
+
+HANDOVERS = {
+    "worker loop": lambda patch: patch.setattr(
+        _utils.worker, "_worker_loop", functools.partial(_utils.worker._worker_loop)
+    ),
+    "method": lambda patch: patch.setattr(TorchIter, "_get_data", lambda self, real=TorchIter._get_data: real(self)),
+    "no memory": lambda patch: patch.setattr(rustloader._iter, "Engine", refused),
+    "subclass": lambda patch: None,
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("sampler", [LazySampler, EagerSampler])
+@pytest.mark.parametrize("reason", HANDOVERS)
+def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler, persistent, monkeypatch, caplog):
+    class Mine(LoaderIter):
+        def _process_data(self, *args):
+            return super()._process_data(*args)
+
+    def trace(cls, iterator_class=None):
+        torch.manual_seed(5)
+        log = []
+        loader = cls(
+            Draws(9), sampler=sampler(9, log, draw=True), num_workers=2, batch_size=2, persistent_workers=persistent
+        )
+        if iterator_class is not None:
+            loader._get_iterator = lambda: iterator_class(loader)
+        for taken in (2, 9, 9):
+            for batch in itertools.islice(loader, taken):
+                log.append({name: value.tolist() for name, value in batch.items()})
+                log.append(torch.get_rng_state().sum().item())
+        log.append(torch.rand(()).item())
+        if persistent:
+            loader._iterator._shutdown_workers()
+        return log
+
+    theirs = trace(TorchDataLoader)
+    HANDOVERS[reason](monkeypatch)
+    with from_engine(0):
+        assert trace(DataLoader, Mine if reason == "subclass" else None) == theirs
+    assert len(caplog.records) == (1 if persistent else 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_t28_warnings_of_a_handed_over_loader_point_to_torchs_file():
+    def caught(cls):
+        loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
+        with warnings.catch_warnings(record=True) as found, pytest.raises(Exception, match="lambda"):
+            warnings.simplefilter("always")
+            iterator_class = TorchIter if cls is TorchDataLoader else Mine
+            loader._get_iterator = functools.partial(iterator_class, loader)
+            iter(loader)
+        del loader
+        gc.collect()
+        return [(w.category, str(w.message), w.filename) for w in found if w.category is UserWarning]
+
+    class Mine(LoaderIter):
+        def _process_data(self, *args):
+            return super()._process_data(*args)
+
+    found = caught(DataLoader)
+    # Older versions of torch say nothing.
+    assert len(found) == int("Got pickle error" in inspect.getsource(TorchIter.__init__))
+    assert {file for _, _, file in found} <= {torch_dataloader.__file__}
 
 
 def test_torchs_own_loader_is_untouched():

@@ -1,18 +1,14 @@
-"""Spawned workers: a compact set, as a start takes seconds (P14, P15, P17, P20, P22, P25)."""
+"""Spawned workers: what test_start_methods.py has not (P14, P15, P17, P22, P25)."""
 
 import os
-import signal
 
 import numpy as np
 import pytest
 import torch
 from sample_data import (
     Draws,
-    Dying,
-    Epochs,
     Failing,
     Images,
-    Index,
     Labelled,
     Numbers,
     Pair,
@@ -20,7 +16,7 @@ from sample_data import (
     key_error,
     worker_id,
 )
-from support import BOTH, DataLoader, epoch, gone, outcomes, same, within, worker_pids
+from support import BOTH, DataLoader, epoch, gone, outcomes, same, worker_pids
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -104,12 +100,6 @@ def test_p14_seeds_are_torchs_under_spawn():
     assert ours == theirs
 
 
-def test_iterable_persistent():
-    loader = DataLoader(Epochs(), num_workers=2, batch_size=None, persistent_workers=True, **SPAWN)
-    for e in range(2):
-        assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
-
-
 def test_default_collate_and_kept_batches():
     dataset = Images(12, (3, 50, 50))
     expected = list(DataLoader(dataset, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(1)))
@@ -124,23 +114,6 @@ def test_default_collate_and_kept_batches():
         )
     )
     assert same(got, expected)
-
-
-@pytest.mark.ours
-def test_p20_a_dead_worker():
-    iterator = iter(DataLoader(Dying(9, 5, signal.SIGKILL), num_workers=2, batch_size=None, **SPAWN))
-    pids = worker_pids(iterator)
-    assert [next(iterator).item() for _ in range(5)] == list(range(5))
-    for _ in range(2):
-        with within(5), pytest.raises(RuntimeError) as caught:
-            next(iterator)
-        assert str(caught.value).startswith(f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. ")
-
-
-def test_indices_arrive_as_they_were_yielded():
-    sampler = ["a", (1, None), np.int64(3), {"k": [1]}, 2**80]
-    loader = DataLoader(Index(), sampler=sampler, batch_size=None, num_workers=1, **SPAWN)
-    assert epoch(loader) == [[type(i).__name__, repr(i)] for i in sampler]
 
 
 def test_errors_of_a_loader_that_cannot_be_sent():

@@ -7,8 +7,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from orders import FLOATS, Does, MeetsWhenUnpickled, Meeting, Shares, collate
-from sample_data import Epochs, Shards
+from orders import FLOATS, Does, Meeting, MeetsWhenUnpickled, Shares, collate
+from sample_data import Epochs, Index, Pair, Record, Shards
 from support import TORCH_MODE, DataLoader, children, epoch, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
@@ -47,12 +47,16 @@ def asked(served, *orders):
     return outcomes(iter(loader), len(orders) + 1)
 
 
+def workers_of(served, count):
+    """(worker, pid, pid of its parent) of so many batches."""
+    return [batch[0] for _, batch in asked(served, *[("who",)] * count)[:-1]]
+
+
 def test_batches_come_in_order_from_alternate_workers(served):
     loader, orders = served
     orders[:] = [[("number", 2 * i), ("number", 2 * i + 1)] for i in range(20)]
     assert values(epoch(loader)) == [[2 * i, 2 * i + 1] for i in range(20)]
-    workers = [worker for (((worker, _, _),),) in [(batch,) for _, batch in asked(served, *[("who",)] * 6)[:-1]]]
-    assert workers == [0, 1] * 3
+    assert [worker for worker, _, _ in workers_of(served, 6)] == [0, 1] * 3
 
 
 def test_the_workers_are_started_by_the_method_named(served):
@@ -60,9 +64,7 @@ def test_the_workers_are_started_by_the_method_named(served):
     method = loader.multiprocessing_context.get_start_method()
     assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
     mine = children()
-    for (_, pid, parent), worker in zip(
-        [batch[0] for _, batch in asked(served, ("who",), ("who",))[:-1]], loader._iterator._workers, strict=True
-    ):
+    for (_, pid, parent), worker in zip(workers_of(served, 2), loader._iterator._workers, strict=True):
         assert pid == worker.pid and (pid in mine) == (method != "forkserver")
         assert parent in mine | {multiprocessing.current_process().pid}
 
@@ -122,22 +124,24 @@ INDICES = {
     "float": 1.5,
     "bytes": b"abc",
     "int": 2**80,
-    "Meeting": Meeting("nowhere", 3),
+    "Pair": Pair(1, [Pair(2, None)]),
+    "Record": Record("a custom object", torch.arange(2)),
 }
 
 
-def test_t25_every_kind_of_index_arrives_as_it_was_yielded(served):
-    got = asked(served, *[("index", given) for given in INDICES.values()])
-    assert [batch[0][0] for _, batch in got[:-1]] == list(INDICES)
-    for (_, ((_, text),)), given in zip(got, INDICES.values(), strict=False):
-        assert text == repr(given) or type(given) is Meeting
+@pytest.mark.parametrize("method", METHODS)
+def test_t25_every_kind_of_index_arrives_as_it_was_yielded(method):
+    loader = DataLoader(
+        Index(), sampler=list(INDICES.values()), batch_size=None, num_workers=1, multiprocessing_context=method
+    )
+    assert epoch(loader) == [[name, repr(given)] for name, given in INDICES.items()]
 
 
 @pytest.mark.ours  # torch prints the error in a thread and waits for ever
 def test_t25_an_index_that_cannot_be_pickled_is_an_error_of_next(served):
     loader, orders = served
     orders[:] = [[("number", i)] for i in range(6)]
-    orders[4] = [("index", (i for i in ()))]
+    orders[4] = [("number", (i for i in ()))]
     got = outcomes(iter(loader), 7)
     assert [o for o in got if o[0] == "error"] == [("error", TypeError, "cannot pickle 'generator' object")]
     assert [o for o in got if o[0] != "error"] == [*[("value", [i]) for i in (0, 1, 2, 3, 5)], ("end",)]
@@ -203,13 +207,14 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context):
 @pytest.mark.parametrize("method", METHODS)
 def test_iterable_datasets_of_uneven_workers_and_several_epochs(method):
     context = torch.multiprocessing.get_context(method)
-    loader = DataLoader(Epochs(), num_workers=2, batch_size=None, persistent_workers=True, multiprocessing_context=context)
+    options = dict(num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(Epochs(), batch_size=None, persistent_workers=True, **options)
     for e in range(3):
         assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
     assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
     loader._iterator._shutdown_workers()
     if method != "spawn":  # it costs seconds, and nothing in it depends on the method any more
-        loader = DataLoader(Shards([1, 3]), num_workers=2, batch_size=2, multiprocessing_context=context)
+        loader = DataLoader(Shards([1, 3]), batch_size=2, **options)
         assert values(epoch(loader)) == [[[0, 0]], [[1, 0], [1, 1]], [[1, 2]]]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copyreg
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Given, Labelled, Record, untouched
-from support import DataLoader, epoch, gone, open_files, outcomes, send, wait_until
+from support import DataLoader, epoch, gone, open_files, outcomes, run_script, send, wait_until, worker_pids
 from torch.multiprocessing import reductions
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -292,6 +293,26 @@ def test_t27_a_shutdown_with_descriptors_that_nobody_asked_for(reducers_with_des
         iterator._shutdown_workers()
 
 
+class Dies(Dataset):
+    """The worker sends a descriptor and is killed at the next sample."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        if i == 0:
+            return OpenFile(pipe(b"text"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ours
+def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(reducers_with_descriptors):
+    iterator = iter(DataLoader(Dies(), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert wait_until(lambda: gone(worker_pids(iterator)[0]), 20)
+    (first, kind, _), (second, *_, text) = outcomes(iterator, 2)
+    assert first == second == "error" and issubclass(kind, OSError) and "is killed by signal" in text
+
+
 class Special:
     """Travels by a reducer of the user's, which needs nothing of its process, as far as he knows."""
 
@@ -344,26 +365,37 @@ def test_an_error_while_a_result_is_opened_stands_in_its_batchs_place():
 
 
 class OnDevice(Dataset):
-    """Sample i is a tensor in the memory of the GPU."""
+    """Sample i is a tensor in the memory of a device."""
+
+    def __init__(self, device):
+        self.device = device
 
     def __len__(self):
         return 6
 
     def __getitem__(self, i):
-        return torch.full((1000, 30), float(i), device="cuda")
+        return torch.full((1000, 30), float(i), device=self.device)
+
+
+def through_spawned_workers(device):
+    """In a process of its own: what CUDA starts stays."""
+    for batching in (dict(batch_size=2), dict(batch_size=None, collate_fn=untouched)):
+        loader = DataLoader(
+            OnDevice(device), num_workers=1, multiprocessing_context="spawn", persistent_workers=True, **batching
+        )
+        for _ in range(2):
+            got = []
+            for batch in loader:
+                assert batch.device.type == device
+                got.append(batch.cpu().reshape(-1, 1000, 30))
+                del batch
+            assert torch.equal(torch.cat(got), torch.arange(6.0).reshape(6, 1, 1).expand(6, 1000, 30))
+        loader._iterator._shutdown_workers()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("collate", [None, untouched], ids=["collated", "plain"])
-def test_p25_cuda_tensors_come_from_spawned_workers(collate):
-    batching = dict(batch_size=2) if collate is None else dict(batch_size=None, collate_fn=collate)
-    loader = DataLoader(OnDevice(), num_workers=1, multiprocessing_context="spawn", persistent_workers=True, **batching)
-    for _ in range(2):
-        got = []
-        for batch in loader:
-            assert batch.is_cuda
-            got.append(batch.cpu().reshape(-1, 1000, 30))
-            del batch
-        assert torch.equal(torch.cat(got), torch.arange(6.0).reshape(6, 1, 1).expand(6, 1000, 30))
-    loader._iterator._shutdown_workers()
+def test_p25_cuda_tensors_come_from_spawned_workers():
+    source = "from test_transport_reducers import through_spawned_workers as run; run('cuda'); print('done')"
+    status, out, err = run_script(source, 85)
+    assert (status, out) == (0, "done\n"), err

@@ -1,8 +1,12 @@
 """Warnings: same texts, same categories, and all of them point to where torch's point (P9, T28).
 
-Most of torch's point into its own dataloader.py; the one about a length points to whoever called next().
+Most of torch's point into its own dataloader.py; the one about a length points to whoever called next(), but not in
+old versions, which also lack some of the others.
 """
 
+import gc
+import inspect
+import os
 import warnings
 
 import pytest
@@ -10,11 +14,9 @@ import torch
 from sample_data import Numbers, Shards
 from support import BOTH, DataLoader
 
+TorchIter = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+SAYS_NO_ACCELERATOR = "no accelerator is found" in inspect.getsource(torch.utils.data.dataloader)
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-
-
-# torch 2.6 and others warn of less, and always with their own file's name.
-OLD_TORCH = not hasattr(torch._utils, "cpu_count")
 
 
 def warnings_of(fn, cls):
@@ -25,19 +27,23 @@ def warnings_of(fn, cls):
     return [(w.category, str(w.message), w.filename) for w in caught if w.category is UserWarning]
 
 
-def check(fn, count):
+def check(fn, count=None):
+    """Both loaders warn of the same; so often, if that is said."""
     theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
-    assert len(ours) == count
+    assert count is None or len(ours) == count
     assert ours == theirs
     return ours
 
 
 @pytest.fixture
 def one_core(monkeypatch):
-    if OLD_TORCH:
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    else:
-        monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    cores(monkeypatch, 1)
+
+
+def cores(monkeypatch, count):
+    """Newer versions of torch ask torch._utils, older ones os."""
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: count, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
 
 def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
@@ -67,11 +73,11 @@ def test_p9_pin_memory_without_an_accelerator(workers):
         loader = cls(Numbers(2), num_workers=workers, pin_memory=True)
         assert [b.tolist() for b in loader] == [[0], [1]]
 
-    check(fn, 0 if OLD_TORCH else 1)
+    check(fn, 1 if SAYS_NO_ACCELERATOR else 0)
 
 
 @NO_ACCELERATOR
-@pytest.mark.skipif(OLD_TORCH, reason="this torch takes the device at its word, and finds no driver")
+@pytest.mark.skipif(not SAYS_NO_ACCELERATOR, reason="this torch pins for pin_memory_device whatever the machine has")
 def test_p9_pin_memory_device_is_deprecated():
     def fn(cls):
         list(cls(Numbers(2), num_workers=1, pin_memory=True, pin_memory_device="cuda"))
@@ -90,7 +96,35 @@ def test_p9_a_length_that_was_too_short(workers):
 
     found = check(fn, 1 if workers == 0 else 4)
     assert "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. " in found[0][1]
-    assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__ if OLD_TORCH else __file__}
+    (base,) = TorchIter.__mro__[1:2]
+    to_caller = "stacklevel=2" in inspect.getsource(base.__next__)
+    assert {file for _, _, file in found} == {__file__ if to_caller else torch.utils.data.dataloader.__file__}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_p9_lengths_are_checked_in_batches_and_per_epoch(workers, batch_size, monkeypatch):
+    """A length is asked for at some epochs; what was reported counts from the next one on, and counts batches."""
+
+    cores(monkeypatch, 64)
+    dataset = Shards([5] * 3, reported=4)
+
+    def fn(cls):
+        more = dict(persistent_workers=True) if workers else {}
+        loader = cls(dataset, batch_size=batch_size, num_workers=workers, **more)
+        assert len(list(iter(loader))) > 0
+        len(loader)
+        for _ in range(2):
+            for _ in loader:
+                pass
+        if workers:
+            loader._iterator._shutdown_workers()
+
+    batches = (5 if batch_size is None else 3) * max(workers, 1)
+    found = check(fn, 2 * max(batches - 4, 0))
+    for k, (_, text, _) in enumerate(found):
+        assert f"but {5 + k % (batches - 4)} samples have been fetched. " in text
+        assert ("For multiprocessing data-loading" in text) == (workers > 0)
 
 
 def test_p9_a_length_that_nobody_asked_for_is_not_checked():
@@ -103,9 +137,14 @@ def test_p9_a_worker_that_cannot_be_pickled():
         loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
         with pytest.raises(Exception, match="lambda"):
             iter(loader)
+        del loader
+        gc.collect()
 
-    found = warnings_of(fn, DataLoader) if OLD_TORCH else check(fn, 1)  # an intended difference
-    assert len(found) == 1 and found[0][1].startswith("Got pickle error when attempting to start a worker Process.")
+    theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
+    # Ours warns with every version of torch.
+    assert len(ours) == 1 and theirs in ([], ours)
+    assert ours[0][1].startswith("Got pickle error when attempting to start a worker Process.")
+    assert ours[0][2] == torch.utils.data.dataloader.__file__
 
 
 def test_t28_users_filter_by_torchs_module(one_core):

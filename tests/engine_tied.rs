@@ -1,0 +1,99 @@
+//! A result that is tied to its worker is opened before the worker is told to leave.
+
+use std::process::Command;
+use std::sync::Arc;
+
+use rustloader::engine::completions::Message;
+use rustloader::engine::{Ending, Engine, Step};
+use rustloader::scheduler::Settings;
+use rustloader::shm::arena::Arena;
+use rustloader::wire::{ResultKind, TaskEntry, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+
+type Opened = Engine<u64, Vec<u8>>;
+
+fn start(workers: u32) -> (Arc<Arena>, Opened, Vec<Port>) {
+    let arena = Arena::create_sized(1 << 30, workers, 16).unwrap();
+    let settings = Settings {
+        workers: workers as usize,
+        prefetch_factor: 4,
+        in_order: true,
+        persistent: false,
+        timeout: None,
+    };
+    let mut engine = Opened::over(arena.clone(), settings).unwrap();
+    let port = |worker| {
+        let doorbell = engine.hands().doorbell.as_fd().try_clone_to_owned().unwrap();
+        Port::open(arena.clone(), worker, doorbell).unwrap()
+    };
+    let ports = (0..workers).map(port).collect();
+    for tag in 0..u64::from(4 * workers) {
+        engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
+    }
+    (arena, engine, ports)
+}
+
+fn task(port: &Port) -> TaskEntry {
+    match port.receive().unwrap() {
+        Received::Task(entry) => entry,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn answer(port: &Port, kind: ResultKind, payload: &[u8]) {
+    port.send(task(port).task, kind, &[], payload, Timings::default()).unwrap();
+}
+
+/// The next step that is no submission; indices have run out.
+fn step(engine: &mut Opened) -> Step<u64, Vec<u8>> {
+    loop {
+        match engine.step().unwrap() {
+            Step::Submit => {}
+            other => return other,
+        }
+    }
+}
+
+#[test]
+fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
+    let (arena, mut engine, ports) = start(2);
+    answer(&ports[0], ResultKind::Tied, b"first");
+    answer(&ports[0], ResultKind::Plain, b"second");
+    answer(&ports[0], ResultKind::Tied, b"third");
+    ports[0].answer(task(&ports[0]).task, ResultKind::Exhausted).unwrap();
+
+    for payload in [&b"first"[..], b"third"] {
+        // Asked again it says the same, and nothing behind the result has been looked at.
+        let Step::Open(_) = step(&mut engine) else { panic!("the result is to be opened") };
+        let Step::Open(incoming) = step(&mut engine) else { panic!("the result is to be opened") };
+        assert_eq!(engine.active(), [true, true]);
+        let message = Message::open(&arena, &incoming, Vec::new()).unwrap();
+        assert_eq!(message.payload(), payload);
+        engine.opened(message.payload().to_vec()).unwrap();
+    }
+    assert!(matches!(step(&mut engine), Step::DeliverOpened { tag: 0, opened } if opened == b"first"));
+    assert_eq!(engine.active(), [false, true]);
+    assert_eq!(task(&ports[0]).kind, TaskKind::Leave);
+
+    answer(&ports[1], ResultKind::Plain, b"of the other");
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 1, .. }));
+    let Step::Deliver { tag: 2, incoming } = step(&mut engine) else { panic!("the second result") };
+    drop(Message::open(&arena, &incoming, Vec::new()).unwrap());
+    assert!(engine.opened(Vec::new()).is_err(), "nothing is to be opened");
+}
+
+#[test]
+fn a_tied_result_that_nobody_opens_is_given_back() {
+    let (arena, mut engine, ports) = start(1);
+    let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
+    engine.started(0, process.id() as i32).unwrap();
+    let before = arena.usage().1;
+    answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
+    assert!(arena.usage().1 > before);
+    let Step::Open(_) = step(&mut engine) else { panic!("the result is to be opened") };
+    ports[0].leave();
+    process.kill().unwrap();
+    process.wait().unwrap();
+    assert!(matches!(engine.finish(), Ending::Pool(_)));
+    assert_eq!(arena.usage().1, before);
+}

@@ -1,0 +1,189 @@
+"""Turns what a user can hold in hand (batches, exceptions, warnings) into plain lists that can be compared."""
+
+import array
+import collections
+import dataclasses
+import os
+import re
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from .recorder import crc
+
+ATOMS = (type(None), bool, int, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+
+
+def name_of(kind):
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def value(batch):
+    """A batch: types, dtypes, shapes, strides, bytes, who is the same object as who, and who shares elements."""
+    return _Walk().batch(batch)
+
+
+def tensors(batch):
+    """The strided tensors of a batch."""
+    walk = _Walk()
+    walk.walk(batch)
+    return walk.leaves
+
+
+class _Walk:
+    def __init__(self):
+        self.seen = {}  # id -> number of the object
+        self.kept = []
+        self.leaves = []  # tensors and arrays with memory
+
+    def batch(self, batch):
+        described = self.walk(batch)
+        shared = self.shared()
+        return [described, shared] if shared else [described]
+
+    def walk(self, v):
+        kind = type(v)
+        if kind in ATOMS:
+            return [kind.__name__, repr(v)]
+        if kind is float:
+            return ["float", v.hex()]
+        if id(v) in self.seen:
+            return ["again", self.seen[id(v)]]
+        if not (kind is tuple and not v):
+            self.seen[id(v)] = len(self.seen)
+            self.kept.append(v)
+        return [name_of(kind), *self.parts(v)]
+
+    def parts(self, v):
+        if isinstance(v, torch.Tensor):
+            return self.tensor(v)
+        if isinstance(v, np.ndarray):
+            return self.array(v)
+        if isinstance(v, np.generic):
+            return [str(v.dtype), v.tobytes().hex()]
+        if isinstance(v, torch.UntypedStorage):
+            return [v.nbytes(), crc(bytes(v.tolist()))]
+        if isinstance(v, type) or callable(v):
+            return [getattr(v, "__qualname__", normal(repr(v)))]
+        if isinstance(v, (bytearray, memoryview)):
+            return [bytes(v).hex()]
+        if isinstance(v, (set, frozenset)):
+            return sorted((self.walk(x) for x in v), key=repr)
+        if isinstance(v, BaseException):
+            return [self.walk(list(v.args)), self.attributes(v)]
+        if dataclasses.is_dataclass(v):
+            return [[f.name, self.walk(getattr(v, f.name))] for f in dataclasses.fields(v)]
+        if isinstance(v, (dict, collections.UserDict)):
+            extra = [repr(v.default_factory)] if isinstance(v, collections.defaultdict) else []
+            return [*extra, [[self.walk(k), self.walk(x)] for k, x in v.items()]]
+        if isinstance(v, (list, tuple, collections.deque)):
+            return [[self.walk(x) for x in v], *self.attributes(v)]
+        if isinstance(v, array.array):
+            return [v.typecode, v.tobytes().hex()]
+        if hasattr(v, "__dict__"):
+            return self.attributes(v)
+        return [normal(repr(v))]
+
+    def attributes(self, v):
+        return [[k, self.walk(x)] for k, x in sorted(getattr(v, "__dict__", {}).items())]
+
+    def tensor(self, t):
+        more = self.attributes(t)
+        if t.is_nested:
+            parts = t.unbind()
+            return ["nested", str(t.dtype), t.requires_grad, [[list(x.shape), self.content(x)] for x in parts], more]
+        facts = [str(t.dtype), str(t.device), list(t.shape), t.requires_grad, t.is_leaf, t._is_view(), more]
+        plain = t.detach().as_subclass(torch.Tensor) if type(t) is not torch.Tensor else t.detach()
+        if t.layout != torch.strided:
+            return [str(t.layout), *facts, self.content(plain.to_dense())]
+        self.leaves.append(plain)
+        strides = list(plain.stride()) if plain.numel() else []
+        return [
+            *facts,
+            {"leaf": len(self.leaves) - 1, "strides": strides, "compact": compact(plain.shape, strides)},
+            self.content(plain),
+        ]
+
+    def content(self, t):
+        t = t.contiguous().reshape(-1)
+        return crc(t.view(torch.uint8).numpy().tobytes()) if t.numel() else 0
+
+    def array(self, a):
+        more = self.attributes(a)
+        order = "C" if a.flags.c_contiguous else "F" if a.flags.f_contiguous else "-"
+        facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides) if a.size else [], a.flags.writeable]
+        # torch's large arrays have a base as well.
+        facts += [a.base is None or a.nbytes >= 1000, more]
+        if a.dtype.hasobject:
+            return [*facts, [self.walk(x) for x in a.ravel().tolist()]]
+        return [*facts, crc(a.tobytes())]
+
+    def shared(self):
+        """The pairs of tensors that share elements, with how far the second lies behind the first."""
+        pairs = []
+        spans = [(n, t.data_ptr(), _extent(t), t) for n, t in enumerate(self.leaves) if t.numel()]
+        for k, (n, start, length, t) in enumerate(spans):
+            for m, other_start, other_length, other in spans[:k]:
+                if start < other_start + other_length and other_start < start + length:
+                    common = np.intersect1d(_addresses(t), _addresses(other)).size
+                    if common:
+                        pairs.append([m, n, start - other_start, int(common)])
+        return pairs
+
+
+def _extent(t):
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+
+
+def _addresses(t):
+    at = np.zeros((), np.int64)
+    for n, s in zip(t.shape, t.stride(), strict=True):
+        at = np.add.outer(at, np.arange(n) * (s * t.element_size()))
+    return at.ravel() + t.data_ptr()
+
+
+def compact(shape, strides):
+    """The strides of the same order of dimensions without holes; dimensions of stride 0 stay as they are."""
+    found, step = list(strides), 1
+    if not strides:
+        return found
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
+        if strides[d] != 0 and shape[d] > 1:
+            found[d] = step
+            step *= shape[d]
+    return found
+
+
+def normal(text):
+    """A text without process ids and addresses, and without the library's own frames."""
+    text = re.sub(r"\bpid(\(s\))? [\d, ]+", r"pid\1 N", str(text))
+    text = re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
+    return re.sub(r'  File "([^"]*)", line \d+, in (\S+)\n((?:    .*\n)*)', _frame, text)
+
+
+def _frame(match):
+    file, function, code = match.groups()
+    if "/rustloader/" in file or file.endswith("utils/data/_utils/worker.py"):
+        return ""
+    return f"  {os.path.basename(file)} {function}: {code.strip().splitlines()[0] if code.strip() else ''}\n"
+
+
+def error(e):
+    """An exception: class, text, notes, cause; whatever a handler could ask for."""
+    text = str(e.args[0]) if e.args else ""
+    try:
+        shown = normal(e)
+    except Exception as failed:
+        shown = f"str() fails: {failed!r}"
+    found = [name_of(type(e)), normal(text), shown, [normal(n) for n in getattr(e, "__notes__", [])]]
+    for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
+        found.append(None if link is None else [name_of(type(link)), normal(link)])
+    return found
+
+
+def warning(w):
+    """A warning: category, text, and whether it points into user code or into a library."""
+    file = w.filename
+    place = "library" if "/torch/" in file or "/rustloader/" in file else "user"
+    return [w.category.__name__, normal(w.message), place]

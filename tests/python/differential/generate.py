@@ -1,0 +1,134 @@
+"""Makes programs: random ones, chosen so that every pair of values of two dimensions occurs."""
+
+import itertools
+import random
+
+from . import samples
+from .program import DIMENSIONS, MAP, Program, wrong
+
+# A new program is the best of so many. Each is made around a pair that has occurred too seldom.
+CANDIDATES = 12
+# A pair that has occurred so often is no longer asked for. (Not all programs have batches enough to count.)
+ENOUGH = 7
+# After so many tries around a pair no program has it.
+TRIES = 400
+
+SIZES = {"0": (0, 0), "1": (1, 1), "2-9": (2, 9), "10-49": (10, 49), "50-200": (50, 200)}
+
+
+def pairs(program):
+    """The pairs of values that a program tries."""
+    values = [[(name, v) for v in program.value_of(name)] for name in DIMENSIONS]
+    for one, other in itertools.combinations(values, 2):
+        yield from itertools.product(one, other)
+
+
+def all_pairs():
+    values = [[(name, v) for v in DIMENSIONS[name]] for name in DIMENSIONS]
+    for one, other in itertools.combinations(values, 2):
+        yield from itertools.product(one, other)
+
+
+class Generator:
+    """Gives programs for which `only` is true, the same ones for the same arguments.
+
+    Attributes:
+        missing: how often each pair has occurred that has not occurred often enough.
+        impossible: the pairs that no program has.
+    """
+
+    def __init__(self, seed, start_method="fork", only=lambda program: True):
+        self.random = random.Random(f"{seed} {start_method}")
+        self.start_method, self.only = start_method, only
+        self.missing = dict.fromkeys(all_pairs(), 0)
+        self.order = list(self.missing)
+        self.impossible = set()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        best = max((self.candidate() for _ in range(CANDIDATES)), key=self.gain)
+        for pair in pairs(best):
+            if pair in self.missing:
+                self.missing[pair] += 1
+                if self.missing[pair] == ENOUGH:
+                    del self.missing[pair]
+        return best
+
+    def gain(self, program):
+        return sum(1 / (1 + self.missing[pair]) for pair in pairs(program) if pair in self.missing)
+
+    def candidate(self):
+        """A random program with a pair that has occurred too seldom."""
+        while True:
+            while self.order and self.order[-1] not in self.missing:
+                self.order.pop()
+            pair = self.random.choice(self.order) if self.order else ()
+            if pair and pair not in self.missing:
+                continue
+            for _ in range(TRIES):
+                p = draw(self.random, dict(pair), self.start_method)
+                if wrong(p) is None and self.only(p) and all(v in p.value_of(name) for name, v in pair):
+                    return p
+            self.impossible.add(pair)
+            self.missing.pop(pair)
+
+
+def draw(r, fixed, start_method):
+    """A random program, which may be a wrong one. `fixed`: values of dimensions that it is to have."""
+
+    def pick(name, weighted=None):
+        return fixed[name] if name in fixed else r.choice(weighted or DIMENSIONS[name])
+
+    dataset = pick("dataset")
+    size = r.randint(*SIZES[pick("size", ["0", "1", "2-9", *["10-49", "50-200"] * 3])])
+    sampler = pick("sampler", None if dataset in MAP else ["none"])
+    sizes = {
+        "none": None,
+        "1": 1,
+        "some": r.randint(2, r.choice([3, max(2, size // 3)])),
+        "larger": size + r.randint(1, 5),
+    }
+    batch_size = sizes[pick("batch_size", ["none", "1", "1", "some", "some", "some", "larger"])]
+    if sampler in ("batch sampler", "list of batches", "array of batches"):
+        batch_size = 1
+    structure = pick("structure")
+    collate = pick("collate")
+    known = collate in ("default", "wrapped default") and batch_size is not None
+    kinds = r.sample(list(samples.COLLATED if known else samples.MAKE), 1 if structure == "alone" else r.randint(1, 3))
+    if "samples" in fixed:
+        kinds[0] = fixed["samples"]
+    if known and (r.random() < 0.1 or kinds[0] in samples.REFUSED):
+        kinds = [kinds[0] if kinds[0] in samples.REFUSED else r.choice(list(samples.REFUSED))]
+    error_in = pick("error_in", ["nowhere"] * 6 + list(DIMENSIONS["error_in"])) if "error" not in fixed else None
+    error_in = error_in or pick("error_in")
+    workers = pick("num_workers", [0, 1, 1, 2, 2, 2, 3, 3, 4] if start_method == "fork" else [1, 2])
+    more = {}
+    if workers:
+        more = {name: pick(name) for name in ("prefetch_factor", "persistent", "timeout", "context", "init")}
+        more["in_order"] = pick("in_order", [True, True, False])
+    return Program(
+        seed=r.randrange(2**31),
+        dataset=dataset,
+        size=size,
+        samples=tuple(dict.fromkeys(kinds)),
+        structure=structure,
+        sampler=sampler,
+        batch_size=batch_size,
+        drop_last=pick("drop_last"),
+        collate=collate,
+        num_workers=workers,
+        generator=pick("generator"),
+        pin_memory=pick("pin_memory", [False, False, False, True]),
+        error_in=error_in,
+        error="none" if error_in == "nowhere" else pick("error", DIMENSIONS["error"][1:]),
+        error_at=() if error_in == "nowhere" else tuple(sorted(r.sample(range(max(size, 4)), r.randint(1, 3)))),
+        length_asked=pick("length_asked"),
+        warnings_raise=pick("warnings_raise", [False, False, True]),
+        pattern=pick("pattern"),
+        epochs=r.choice([2, 2, 3]) if start_method == "fork" else 2,
+        take=r.randint(1, 6),
+        start_method=start_method,
+        **more,
+    )

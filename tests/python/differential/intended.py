@@ -1,0 +1,97 @@
+"""The differences that are wanted, each with its reason, as narrow as can be. Everything else is a bug.
+
+Each function changes the two records so that what is intended is the same on both sides, and nothing else. Where an
+intended difference has rules of its own, the function gives the texts of what breaks them.
+"""
+
+import re
+
+
+def level(program, theirs, ours):
+    return [text for function in LIST for text in function(program, theirs, ours) or ()]
+
+
+def _items(events):
+    return [e for e in events if e[0] == "next"]
+
+
+def first_error_of_a_worker_again(program, theirs, ours):
+    """After an error of worker_init_fn, or of the first iter(dataset), torch's worker answers every later task with an
+    UnboundLocalError about its own variable; ours repeats the error that was (PARITY T24)."""
+    if program.error_in not in ("init", "iter"):
+        return
+    said = {}
+    for event in _items(theirs["main"]):
+        where = event[2] == "error" and re.search(r"Caught (\w+) (in DataLoader worker process \d+)", event[3][1])
+        if where and where[1] == "UnboundLocalError" and "'fetcher'" in event[3][1]:
+            event[3] = said.get((event[1], where[2]), event[3])
+        elif where:
+            said[event[1], where[2]] = event[3]
+
+
+def views_without_holes(program, theirs, ours):
+    """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
+    of dimensions: a few rows of a large tensor must not move all of it (DESIGN section 3)."""
+    if program.is_ordered and program.error_in != "sampler":
+        pairs = zip(_items(theirs["main"]), _items(ours["main"]), strict=False)
+    else:
+        pairs = ((event, event) for record in (theirs, ours) for event in _items(record["main"]))
+    for a, b in pairs:
+        if a[2] == b[2] == "value":
+            shared = {leaf for pair in a[3][1:] for first, second, *_ in pair for leaf in (first, second)}
+            _compact(a[3], b[3], shared)
+
+
+def _compact(a, b, shared):
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a["leaf"] not in shared and b["strides"] in (a["strides"], a["compact"]):
+            a["strides"] = b["strides"] = a["compact"]
+    elif isinstance(a, list) and isinstance(b, list):
+        for x, y in zip(a, b, strict=False):
+            _compact(x, y, shared)
+
+
+def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
+    """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses
+    the batch, and keeps one task less under way for the rest of the epoch; ours gives the batch, raises at the next
+    call, and asks for the index again (PARITY T24).
+
+    Up to there all is compared. In the rest of that epoch torch's batches must be among ours, in the same order, and
+    the errors the same. What comes after that epoch is left out, because the sampler's random draws have moved.
+    """
+    if program.error_in != "sampler" or not program.num_workers:
+        return []
+    at = next((k for k, e in enumerate(theirs["main"]) if _is_sampler_error(theirs["main"], k)), None)
+    if at is None:
+        return []
+    both, number = [], theirs["main"][at][1]
+    for record in (theirs, ours):
+        tail = record["main"][at:]
+        end = next((k for k, e in enumerate(tail) if e[0] == "opened" and e[1] == number), len(tail))
+        both.append([e[2:] for e in tail[:end] if e[0] == "next" and e[1] == number])
+        opened = [e for e in record["main"][:at] if e[0] == "opened"]
+        record["main"] = [*record["main"][:at], ["limit"]]
+        record["workers"] = {k: v for k, v in record["workers"].items() if int(k.split("-")[0]) <= opened[-1][2]}
+    items = [[o for o in outcomes if _is_item(o)] for outcomes in both]
+    errors = [[o for o in outcomes if o[0] == "error" and not _is_item(o)] for outcomes in both]
+    ended = ["end", []] in both[1]
+    rest = iter(items[1])
+    lost = next((k for k, item in enumerate(items[0]) if item not in rest), None)
+    if lost is not None and ended:
+        return [f"item {lost} after an error of the sampler is not among ours: {items[0][lost]}"]
+    if any(a != b for a, b in zip(*errors, strict=False)) or (ended and len(errors[0]) > len(errors[1])):
+        return [f"errors from the first one of the sampler on\n  torch: {errors[0]}\n  ours:  {errors[1]}"]
+    return []
+
+
+def _is_item(outcome):
+    return outcome[0] == "value" or (outcome[0] == "error" and "DataLoader worker process" in outcome[1][1])
+
+
+def _is_sampler_error(events, k):
+    """Whether an event is a `next` of torch's that the sampler's error has ended."""
+    own = events[k - 1][0] == "sampler" and events[k - 1][1] not in ("next", "iter", "len", "StopIteration")
+    return own and events[k][0] == "next" and events[k][2] == "error"
+
+
+LIST = [views_without_holes, first_error_of_a_worker_again, no_batch_lost_by_an_error_of_the_sampler]

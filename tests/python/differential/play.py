@@ -1,0 +1,289 @@
+"""Runs a program with one of the loaders and gives the record of everything that can be observed."""
+
+import contextlib
+import logging
+import random
+import warnings
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch.utils.data import dataloader as torchs
+from torch.utils.data import get_worker_info
+
+import rustloader
+import rustloader._iter
+
+from . import describe, parts, patterns, recorder, samplers
+
+LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
+ITERATORS = {
+    "torch": torchs._MultiProcessingDataLoaderIter,
+    "ours": rustloader._iter._MultiProcessingDataLoaderIter,
+}
+
+# So many batches end an epoch that has no end of its own.
+LIMIT = 60
+
+LOADER_ATTRIBUTES = (
+    "batch_size drop_last num_workers prefetch_factor pin_memory pin_memory_device timeout persistent_workers in_order "
+    "_dataset_kind _auto_collation _IterableDataset_len_called"
+).split()
+ITERATOR_ATTRIBUTES = (
+    "_num_yielded _base_seed _IterableDataset_len_called _num_workers _prefetch_factor _in_order _persistent_workers "
+    "_pin_memory _pin_memory_device _timeout _drop_last _auto_collation _dataset_kind _world_size _rank "
+    "_profile_name _shared_seed _pg _shutdown"
+).split()
+
+
+class Session:
+    """A run of a program: makes loaders and iterators, and notes what each step gives."""
+
+    def __init__(self, program, which, folder):
+        self.program, self.which = program, which
+        self.note = recorder.make(folder)
+        self.cls = LOADERS[which]
+        self.iterator_class = ITERATORS[which] if program.num_workers else torchs._SingleProcessDataLoaderIter
+        self.iterators = []
+        self.caught = []
+        self.handed_over = []
+        self.delivered = self.batches = 0
+        self.kept, self.raised = [], None
+        torch.manual_seed(program.seed), random.seed(program.seed + 1), np.random.seed(program.seed % 2**32)
+        self.generator = torch.Generator().manual_seed(program.seed + 2) if program.generator else None
+        self.dataset = parts.dataset(program, self.note)
+        if program.pattern == "subclass":
+            self.cls = type("Mine", (self.cls,), {"__iter__": self.own_iter(self.cls)})
+
+    @staticmethod
+    def own_iter(base):
+        def __iter__(loader):
+            yield from base.__iter__(loader)
+
+        return __iter__
+
+    # --- noting
+
+    def after(self, *event):
+        """Notes a step, then what has changed with it: warnings and random generators."""
+        self.note(*event)
+        while self.caught:
+            w = self.caught.pop(0)
+            # torch's loader has threads when it forks, ours has none (PARITY T23).
+            if not (w.category is DeprecationWarning and "multi-threaded" in str(w.message)):
+                self.note("warning", *describe.warning(w))
+        self.note("rng", *recorder.rng(self.generator))
+
+    def attempt(self, name, function, *args, of=None):
+        """Calls, notes the outcome, and gives (kind, value)."""
+        try:
+            value = function(*args)
+        except StopIteration as e:
+            kind, value, told = "end", None, describe.error(e) if e.args else []
+        except Exception as e:
+            kind, value, told = "error", None, describe.error(e)
+            self.raised = type(e)
+            # Its frames hold iterators.
+            e.__traceback__ = None
+        else:
+            kind, told = "value", None
+        if kind == "value" and name == "next":
+            told = describe.value(value)
+        self.after(name, *([] if of is None else [self.number(of)]), kind, told)
+        return kind, value
+
+    def number(self, iterator):
+        return [it is iterator for it in self.iterators].index(True)
+
+    # --- steps
+
+    def loader(self):
+        p = self.program
+        more = {}
+        if p.num_workers:
+            more = dict(prefetch_factor=p.prefetch_factor, persistent_workers=p.persistent, in_order=p.in_order)
+            context = p.start_method if p.context == "name" else torch.multiprocessing.get_context(p.start_method)
+            if p.context != "none" or p.start_method != "fork":
+                more["multiprocessing_context"] = context
+        if p.batch_size != 1:
+            more["batch_size"] = p.batch_size
+        more.update(samplers.sampler(p, self.note, self.dataset, self.generator))
+        more.update(parts.collate(p, self.note))
+        more.update(parts.init(p, self.note))
+        kind, made = self.attempt(
+            "loader",
+            lambda: self.cls(
+                self.dataset,
+                num_workers=p.num_workers,
+                drop_last=p.drop_last,
+                timeout=p.timeout,
+                generator=self.generator,
+                pin_memory=p.pin_memory,
+                **more,
+            ),
+        )
+        if kind == "value":
+            self.look_at_loader(made)
+            if p.length_asked:
+                self.length(made)
+        return made
+
+    def length(self, of):
+        try:
+            found = len(of)
+        except Exception as e:
+            found = describe.error(e)
+            e.__traceback__ = None
+        self.after("len", found)
+
+    def open(self, loader, make=iter):
+        recorder.generation += 1
+        kind, iterator = self.attempt("iter", make, loader)
+        if kind == "value":
+            self.iterators.append(iterator)
+            self.note("opened", self.number(iterator), recorder.generation)
+            self.look_at_iterator(iterator, loader)
+            self.counters(iterator)
+            if self.program.length_asked and hasattr(iterator, "__len__"):
+                self.length(iterator)
+        return iterator
+
+    def next(self, iterator):
+        kind, value = self.attempt("next", next, iterator, of=iterator)
+        self.counters(iterator)
+        if kind == "value":
+            self.keep(value)
+        if self.which == "ours" and self.program.num_workers > 0:
+            # A warning that is raised takes the batch with it, as in torch.
+            self.delivered += kind == "value" or (kind == "error" and self.raised is UserWarning)
+        return kind, value
+
+    def keep(self, batch):
+        """Keeps every third batch to the end of the program, and writes into the tensors of the others."""
+        self.batches += 1
+        if self.batches % 3 == 0:
+            self.kept.append((batch, describe.value(batch)))
+            return
+        for tensor in describe.tensors(batch):
+            with contextlib.suppress(RuntimeError):  # elements that lie on one another
+                tensor.detach().fill_(1)
+
+    def take(self, iterator, count):
+        """So many calls of next; fewer when the end comes."""
+        for _ in range(count):
+            if self.next(iterator)[0] == "end":
+                return
+
+    def drain(self, iterator):
+        """Calls next to the end, and beyond it."""
+        # A StopIteration that a dataset raises looks like the end; a program has three at most.
+        ends, enough = 0, 4 if self.program.error == "StopIteration" else 3
+        for _ in range(LIMIT if self.program.is_endless else 2000):
+            ends = ends + 1 if self.next(iterator)[0] == "end" else 0
+            if ends == enough:
+                break
+        else:
+            self.note("limit")
+            return
+        self.alive(iterator)
+        self.look_at_iterator(iterator)
+
+    def epoch(self, loader):
+        iterator = self.open(loader)
+        if iterator is not None:
+            self.drain(iterator)
+        return iterator
+
+    def close(self, iterator):
+        """Ends the workers, as the last reference would."""
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+            self.alive(iterator)
+        self.after("closed", get_worker_info() is None)
+
+    # --- looking
+
+    def alive(self, iterator):
+        workers = getattr(iterator, "_workers", [])
+        self.note("alive", [w.is_alive() for w in workers])
+
+    def look_at_loader(self, loader):
+        names = sorted(vars(loader))
+        values = [[name, repr(getattr(loader, name))] for name in LOADER_ATTRIBUTES]
+        kinds = [
+            [name, describe.name_of(type(getattr(loader, name)))]
+            for name in ("sampler", "batch_sampler", "collate_fn", "generator", "_index_sampler", "worker_init_fn")
+        ]
+        context = loader.multiprocessing_context
+        self.note("the loader has", names, values, kinds, context and context.get_start_method())
+
+    def look_at_iterator(self, iterator, loader=None):
+        values = [[name, repr(getattr(iterator, name, "absent"))] for name in ITERATOR_ATTRIBUTES]
+        same = loader is not None and [
+            getattr(iterator, "_" + name, None) is getattr(loader, name)
+            for name in ("dataset", "collate_fn", "worker_init_fn", "index_sampler")
+            if hasattr(loader, name)
+        ]
+        kinds = [isinstance(iterator, k) for k in (torchs._BaseDataLoaderIter, torchs._MultiProcessingDataLoaderIter)]
+        self.note("the iterator has", type(iterator).__name__, kinds, values, same, iter(iterator) is iterator)
+        status = getattr(iterator, "_workers_status", None)
+        if status is not None:
+            self.note("status", [type(s).__name__ for s in status], list(status))
+        if loader is not None:
+            workers = getattr(iterator, "_workers", [])
+            self.note("workers", [[w.name, w.daemon, type(w).__name__, w.is_alive()] for w in workers])
+
+    def counters(self, iterator):
+        """torch's counters, as far as they do not tell of timing."""
+        p = self.program
+        if p.is_ordered and p.is_map and hasattr(iterator, "_send_idx") and not iterator._shutdown:
+            tasks = sorted((task, info[0]) for task, info in iterator._task_info.items())
+            self.note("counters", iterator._send_idx, iterator._rcvd_idx, list(iterator._workers_num_tasks), tasks)
+
+    def record(self):
+        self.note("kept batches are what they were", [describe.value(batch) == was for batch, was in self.kept])
+        own = [it for it in self.iterators if isinstance(it, rustloader._iter._MultiProcessingDataLoaderIter)]
+        return {
+            "main": self.note.events,
+            "workers": recorder.workers(self.note.folder),
+            "handed over": [*self.handed_over, *(["an iterator"] if any(it._passthrough for it in own) else [])],
+            "missing": self.delivered - rustloader.engine_batches(),
+        }
+
+
+@contextlib.contextmanager
+def watched(session):
+    """Warnings and our log lines go to the session."""
+
+    class Collect(logging.Handler):
+        def emit(self, line):
+            session.handed_over.append(line.getMessage())
+
+    handler = Collect(logging.WARNING)
+    logging.getLogger("rustloader").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if session.program.warnings_raise:
+            warnings.filterwarnings("error", message="Length of IterableDataset")
+        session.caught = caught
+        yield
+    logging.getLogger("rustloader").removeHandler(handler)
+
+
+def play(program, which, folder):
+    """The record of a program's run."""
+    # The fork server imports torch once, not each of its workers.
+    torch.multiprocessing.set_forkserver_preload(["rustloader._worker", parts.__name__])
+    session = Session(program, which, folder)
+    with watched(session):
+        session.after("start")
+        loader = session.loader()
+        if loader is not None:
+            patterns.PATTERNS[program.pattern](session, loader)
+        # As cyclic garbage torch's workers would take 5 s each.
+        seen = []
+        for iterator in [*session.iterators, getattr(loader, "_iterator", None)]:
+            if not any(iterator is other for other in seen):
+                seen.append(iterator)
+                session.close(iterator)
+        return session.record()

@@ -1,0 +1,123 @@
+"""A clean process for each run: forked from this one, which has torch imported and no threads, ended at a limit."""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+
+import torch
+
+from . import play
+
+# Seconds that a run may take. torch's loader takes 0.1 to 2 s; the machine may be busy.
+LIMIT = {"fork": 90, "spawn": 400, "forkserver": 400}
+
+
+class Run:
+    """A run of one program by one loader, under way."""
+
+    def __init__(self, program, which):
+        self.program, self.which = program, which
+        self.folder = tempfile.mkdtemp(prefix="differential-")
+        self.limit = time.monotonic() + LIMIT[program.start_method]
+        self.result, writing = os.pipe()
+        sys.stdout.flush(), sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self.result)
+                self.child(writing)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writing)
+        self.received = b""
+
+    def child(self, writing):
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(stderr, 2)
+        faulthandler.dump_traceback_later(self.limit - time.monotonic() - 2, file=stderr)
+        calls = os.path.join(self.folder, "calls")
+        os.mkdir(calls)
+        try:
+            record = play.play(self.program, self.which, calls)
+        except BaseException:
+            record = {"broken": traceback.format_exc()}
+        with open(writing, "wb") as f:
+            pickle.dump(record, f)
+
+    def read(self):
+        """Reads what is there; True at the end."""
+        data = os.read(self.result, 1 << 20)
+        self.received += data
+        return not data
+
+    def finish(self):
+        """The record, after the end or in the place of one that does not come."""
+        late = time.monotonic() > self.limit
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.close(self.result)
+        os.waitpid(self.pid, 0)
+        with contextlib.suppress(OSError), open(os.path.join(self.folder, "stderr")) as f:
+            stderr = f.read()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            record = pickle.loads(self.received)
+        except Exception:
+            record = {"broken": f"{'it took too long' if late else 'it died'}\n{stderr}"}
+        record["stderr"] = stderr
+        return record
+
+
+def run_all(programs, jobs):
+    """Runs programs with both loaders, `jobs` processes at a time; gives (program, torch's record, our record)."""
+    warn_once()
+    waiting = ((p, which) for p in programs for which in ("torch", "ours"))
+    under_way, records = {}, {}
+    try:
+        while True:
+            while len(under_way) < jobs and (item := next(waiting, None)):
+                run = Run(*item)
+                under_way[run.result] = run
+            if not under_way:
+                return
+            for run in wait(under_way):
+                del under_way[run.result]
+                pair = records.setdefault(id(run.program), {})
+                pair[run.which] = run.finish()
+                if len(pair) == 2:
+                    del records[id(run.program)]
+                    yield run.program, pair["torch"], pair["ours"]
+    finally:
+        for run in under_way.values():
+            run.finish()
+
+
+def warn_once():
+    """Has torch say what it says once in a process. Its loader unpickles the stale batches of a reset, ours does not
+    look at them, so that the warnings would come at different steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_coo_tensor([[0]], [1.0], (2,))
+        torch.sparse_csr_tensor([0, 1], [0], [1.0])
+        torch.nested.nested_tensor([])
+
+
+def wait(under_way):
+    """The runs that have ended or are late, some time later."""
+    first = min(run.limit for run in under_way.values())
+    ready = select.select(list(under_way), [], [], max(0.0, first - time.monotonic()))[0]
+    ended = [under_way[fd] for fd in ready if under_way[fd].read()]
+    return ended or [run for run in under_way.values() if time.monotonic() > run.limit]

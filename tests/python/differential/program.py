@@ -1,0 +1,257 @@
+"""What a program is, the values that its dimensions take, and which of them go together."""
+
+import dataclasses
+import json
+
+from . import samples
+
+MAP = ("map", "getitems")
+ITERABLE = ("iterable", "iterable, longer than it says", "uneven shards", "empty shards", "its own iterator")
+
+DIMENSIONS = {
+    "dataset": (*MAP, *ITERABLE),
+    "size": ("0", "1", "2-9", "10-49", "50-200"),
+    "samples": tuple(samples.MAKE),
+    "structure": ("alone", "tuple", "dict", "list"),
+    "sampler": (
+        "default",
+        "shuffle",
+        "sequential",
+        "random",
+        "replacement",
+        "subset",
+        "weighted",
+        "distributed",
+        "batch sampler",
+        "list of batches",
+        "array of batches",
+        "tensors",
+        "odd indices",
+        "eager",
+        "lazy",
+        "walk",
+        "infinite",
+        "none",
+    ),
+    "batch_size": ("none", "1", "some", "larger"),
+    "drop_last": (False, True),
+    "collate": ("default", "wrapped default", "list", "dict", "tensors that share", "convert"),
+    "num_workers": (0, 1, 2, 3, 4),
+    "prefetch_factor": (None, 1, 2, 3, 4, 5, 6, 7, 8),
+    "persistent": (False, True),
+    "in_order": (True, False),
+    "timeout": (0, 90),
+    "generator": (False, True),
+    "pin_memory": (False, True),
+    "context": ("none", "name", "object"),
+    "init": ("none", "plain", "draws", "changes the dataset"),
+    "error_in": ("nowhere", "dataset", "collate", "sampler", "init", "iter"),
+    "error": (
+        "none",
+        "KeyError",
+        "two lines",
+        "OSError",
+        "StopIteration",
+        "two arguments",
+        "message",
+        "unicode",
+        "chained",
+        "group",
+        "IndexError",
+        "assertion",
+    ),
+    "length_asked": (False, True),
+    "warnings_raise": (False, True),
+    "pattern": (
+        "full epochs",
+        "break",
+        "again in mid-epoch",
+        "two iterators",
+        "nested loops",
+        "attributes",
+        "dataset changed",
+        "sampler changed",
+        "pickled",
+        "copied",
+        "deep copied",
+        "guarded",
+        "dropped at once",
+        "shut down",
+        "subclass",
+        "in a thread",
+        "iterator class",
+    ),
+}
+
+# The start methods: fork in the large set, the others in a small one of their own.
+START_METHODS = ("fork", "spawn", "forkserver")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    seed: int = 0
+    dataset: str = "map"
+    size: int = 10
+    samples: tuple = ("int",)
+    structure: str = "alone"
+    sampler: str = "default"
+    batch_size: int | None = 1
+    drop_last: bool = False
+    collate: str = "default"
+    num_workers: int = 2
+    prefetch_factor: int | None = None
+    persistent: bool = False
+    in_order: bool = True
+    timeout: int = 0
+    generator: bool = False
+    pin_memory: bool = False
+    context: str = "none"
+    init: str = "none"
+    error_in: str = "nowhere"
+    error: str = "none"
+    error_at: tuple = ()
+    length_asked: bool = False
+    warnings_raise: bool = False
+    pattern: str = "full epochs"
+    epochs: int = 2
+    take: int = 3
+    start_method: str = "fork"
+
+    # --- what follows from the values
+
+    @property
+    def is_map(self):
+        return self.dataset in MAP
+
+    @property
+    def of_the_worker(self):
+        """Whether batches depend on which worker makes them, and on what it made before."""
+        return self.init == "changes the dataset" or any(kind in samples.OF_THE_WORKER for kind in self.samples)
+
+    @property
+    def breaks_off(self):
+        """Whether an epoch may end before its last batch, so that it is timing what the workers did beyond."""
+        if self.is_endless or self.pattern == "subclass":  # a generator ends with an error
+            return True
+        if self.persistent and self.pattern in ("pickled", "copied", "deep copied"):  # the copy has the same iterator
+            return True
+        return self.pattern in (
+            "break",
+            "again in mid-epoch",
+            "two iterators",
+            "nested loops",
+            "dropped at once",
+            "shut down",
+        )
+
+    @property
+    def is_endless(self):
+        """Whether an epoch has no end: a broken worker answers each task with an error, and there are always more."""
+        return self.sampler == "infinite" or (not self.is_map and self.error_in in ("init", "iter"))
+
+    @property
+    def is_ordered(self):
+        """Whether torch's order of batches is the same in every run.
+
+        It is not without `in_order`, and not when workers of an iterable dataset end at different tasks: then
+        it is timing which worker gets the next task.
+        """
+        if self.num_workers <= 1:
+            return True
+        if not self.in_order:
+            return False
+        return self.is_map or self.dataset not in ("uneven shards", "empty shards")
+
+    def value_of(self, dimension):
+        """The values of a dimension that this program tries."""
+        value = getattr(self, dimension)
+        if dimension == "samples":
+            return value
+        if dimension == "size":
+            return (next(b for b, top in zip(DIMENSIONS["size"], (0, 1, 9, 49, 200), strict=True) if value <= top),)
+        if dimension == "batch_size":
+            if value is None:
+                return ("none",)
+            return ("1" if value == 1 else "larger" if value > self.size else "some",)
+        return (value,)
+
+    @property
+    def is_about_smallness(self):
+        """Size 0 or 1, a batch_size beyond the data, an iterable without items: few batches are the point."""
+        return self.size <= 1 or self.value_of("batch_size") == ("larger",) or self.dataset == "empty shards"
+
+    def json(self):
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text):
+        values = json.loads(text)
+        for name in ("samples", "error_at"):
+            values[name] = tuple(values.get(name, getattr(cls, name, ())))
+        return cls(**values)
+
+
+def wrong(p):
+    """Why a program makes no sense or is left out; None for a good one."""
+    iterable = not p.is_map
+    if p.start_method != "fork" and (p.num_workers not in (1, 2) or p.epochs > 2):
+        return "a worker that imports torch takes seconds to start"
+    custom_batches = p.sampler in ("batch sampler", "list of batches", "array of batches")
+    default_collate = p.collate in ("default", "wrapped default") and not (p.batch_size is None and not custom_batches)
+    if iterable != (p.sampler == "none"):
+        return "an iterable dataset has no sampler"
+    if p.drop_last and (p.batch_size is None or custom_batches):
+        return "drop_last needs a batch_size"
+    if custom_batches and p.batch_size != 1:
+        return "a batch sampler excludes batch_size"
+    if p.num_workers == 0 and (p.prefetch_factor or p.persistent or p.timeout or p.context != "none"):
+        return "an option of workers without workers"
+    if p.num_workers == 0 and (p.init != "none" or p.error_in == "init"):
+        return "worker_init_fn without workers"
+    if (p.error_in == "nowhere") != (p.error == "none"):
+        return "an error needs a place"
+    if (p.error_in == "iter") and (p.is_map or p.num_workers == 0 or p.persistent):
+        # In a persistent second epoch it kills torch's worker (PARITY T24).
+        return "errors of iter(dataset) are tried once for each worker"
+    if p.error_in == "init" and p.persistent:
+        # torch's worker goes on without its init function in the second epoch; ours repeats the error (T24).
+        return "an init function fails for good"
+    if p.error_in == "sampler" and p.sampler not in ("eager", "lazy", "walk", "infinite"):
+        return "torch's samplers do not fail"
+    if p.error_in == "init" and p.init == "none":
+        return "there is no worker_init_fn to fail"
+    if p.error_in == "collate" and p.collate == "default":
+        return "torch's function does not fail at will"
+    if p.error == "StopIteration" and p.error_in in ("sampler", "iter", "init"):
+        return "an end, not an error"
+    if p.size == 0 and p.sampler in ("random", "shuffle", "replacement", "weighted", "infinite", "subset"):
+        return "torch's samplers refuse an empty dataset, or there is nothing to repeat"
+    if default_collate and any(kind in samples.OTHER for kind in p.samples):
+        return "default_collate would walk into them"
+    if default_collate and len(p.samples) > 1 and any(kind in samples.REFUSED for kind in p.samples):
+        return "one kind that is refused hides the others"
+    if p.sampler == "infinite" and p.pattern not in ("break", "again in mid-epoch", "two iterators", "nested loops"):
+        return "an infinite sampler has no epoch"
+    if p.sampler == "infinite" and p.size == 0:
+        return "nothing to repeat"
+    if not p.is_ordered and p.of_the_worker and (p.is_map or p.breaks_off):
+        return "it is timing which worker makes a batch"
+    if not p.is_ordered and p.error_in in ("init", "iter"):
+        return "it is timing which tasks the broken worker gets"
+    if not p.is_ordered and not p.is_map and p.warnings_raise:
+        return "it is timing which batches are lost to the warning"
+    if not p.is_ordered and p.error == "StopIteration":
+        return "it is timing what came before what looks like the end"
+    if not p.is_ordered and p.error_in == "sampler":
+        return "it is timing which batch torch's loader loses (T24)"
+    if p.error == "group" and p.error_in in ("init", "iter"):
+        return "torch's text for it does not name the worker, so that its later errors cannot be told apart"
+    if not p.is_ordered and p.pattern == "subclass":
+        return "a generator ends with an error, and it is timing what came before"
+    if "cycle" in p.samples and (p.collate == "convert" or (p.collate == "default" and p.batch_size is None)):
+        return "the recursion goes as deep as the stack allows"
+    if p.structure == "alone" and len(p.samples) > 1:
+        return "several kinds need a structure"
+    if p.pattern == "two iterators" and p.persistent and not p.is_ordered:
+        return "a reset of an unordered epoch"
+    return None

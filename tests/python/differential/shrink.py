@@ -1,0 +1,51 @@
+"""Makes a program that shows a difference smaller, one value at a time."""
+
+import dataclasses
+
+from . import compare, processes
+from .program import Program, wrong
+
+
+def differs(program):
+    ((_, theirs, ours),) = processes.run_all([program], 2)
+    return compare.differences(program, theirs, ours)
+
+
+def shrink(program):
+    """A program with a difference of which no single value can be made simpler, and what differs there."""
+    found = differs(program)
+    going_on = bool(found)
+    while going_on:
+        going_on = False
+        for candidate in simpler(program):
+            if different := differs(candidate):
+                program, found, going_on = candidate, different, True
+                break
+    return program, found
+
+
+def simpler(program):
+    """Valid programs with one value made simpler: the default, or something smaller."""
+    plain = dataclasses.asdict(Program())
+    for name, value in dataclasses.asdict(program).items():
+        if name in ("seed", "start_method"):
+            continue
+        for other in smaller(name, value, plain[name]):
+            changed = {name: other}
+            if name == "error_in" and other == "nowhere":
+                changed |= {"error": "none", "error_at": ()}
+            if name == "num_workers" and other == 0:
+                continue
+            candidate = dataclasses.replace(program, **changed)
+            if wrong(candidate) is None:
+                yield candidate
+
+
+def smaller(name, value, plain):
+    """Simpler values, the simplest first. No value is ever reached again: the search ends."""
+    if name in ("samples", "error_at"):
+        return [(*value[:k], *value[k + 1 :]) for k in range(len(value))] if len(value) > 1 else []
+    if isinstance(value, int) and not isinstance(value, bool):
+        numbers = [n for n in (plain, 1, value // 2, value - 1) if n is None or 0 <= n < value]
+        return list(dict.fromkeys(n for n in numbers if n != 0 or plain == 0))
+    return [plain] if value != plain else []

@@ -1,0 +1,149 @@
+"""Memory limits: a batch that is too large is a MemoryError before the OOM killer comes; the next one is delivered."""
+
+import contextlib
+import os
+import re
+import shutil
+
+import pytest
+import refusals
+from isolation import in_child, watched
+from programs import wide
+from support import wait_until
+
+pytestmark = pytest.mark.ours
+
+WAY_OUT = "; use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
+NO_MEMORY = re.compile(
+    r"MemoryError: cannot get (\d+) bytes of shared memory for a batch: (.*), (\d+) bytes are left" + WAY_OUT
+)
+
+
+def memory_cgroup():
+    """The folder of this process's memory cgroup, and the names of the files: limit, kills."""
+    with open("/proc/self/cgroup") as file:
+        lines = [line.rstrip().split(":", 2) for line in file]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return f"/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.oom_control"
+    return f"/sys/fs/cgroup{lines[-1][2]}", "memory.max", "memory.events"
+
+
+def removed(folder):
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+    return not os.path.exists(folder)
+
+
+@pytest.fixture
+def small_cgroup():
+    """(function that moves the calling process into a cgroup of 400 MB, its limit, function that counts the kills)."""
+    parent, limit_file, kills_file = memory_cgroup()
+    folder = f"{parent}/rustloader-test-{os.getpid()}"
+    try:
+        os.mkdir(folder)
+        with open(f"{folder}/{limit_file}", "w") as file:
+            file.write(str(400 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+        pytest.skip(f"no memory cgroup can be made: {error}")
+
+    def join():
+        with open(f"{folder}/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+
+    def kills():
+        with open(f"{folder}/{kills_file}") as file:
+            return int(re.search(r"oom_kill (\d+)", file.read())[1])
+
+    yield join, f"is limited to {400 << 20} bytes ({limit_file})", kills
+    assert wait_until(lambda: removed(folder)), "the cgroup could not be removed"
+
+
+def in_cgroup(join, body, *args):
+    def inside():
+        join()
+        return body(*args)
+
+    report = in_child(watched, inside, seconds=60)
+    assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
+    assert report["left"] == {} and report["processes"] == 0 and report["log"] == [], report
+    return report["value"]
+
+
+@pytest.mark.parametrize("expanded", [False, True], ids=["our collate", "torch's collate"])
+def test_a_batch_beyond_the_cgroup_is_an_error_and_the_next_one_comes(small_cgroup, expanded):
+    join, limit, kills = small_cgroup
+    errors, sizes = in_cgroup(join, wide, (10, 500, 20, 600, 30), expanded)
+    assert sizes == [10, 20, 30] and kills() == 0
+    for text, megabytes in zip(errors, (500, 600), strict=True):
+        wanted, what, left = NO_MEMORY.fullmatch(text).groups()
+        assert int(wanted) == megabytes << 20 and limit in what and int(left) < 400 << 20
+
+
+def test_many_workers_together_do_not_exceed_the_cgroup(small_cgroup):
+    """Each looks before the pages of the others are there."""
+    join, limit, kills = small_cgroup
+    errors, sizes = in_cgroup(join, wide, [60] * 24, False, 6)
+    assert kills() == 0 and len(errors) + len(sizes) == 24 and set(sizes) == {60}
+    assert errors and all(limit in NO_MEMORY.fullmatch(text)[2] for text in errors)
+
+
+# Cgroups that a test makes up: (files, the limit in words, bytes that are left). The margin of 32 MB is not.
+MEMINFO = f"MemTotal: {1 << 20} kB\nMemAvailable: {1 << 20} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+TREES = {
+    "version 2": (
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "cgroup/cgroup.controllers": "memory\n",
+            "cgroup/a/memory.max": f"{100 << 20}\n",
+            "cgroup/a/memory.current": f"{40 << 20}\n",
+            "cgroup/a/b/memory.max": "max\n",
+            "cgroup/a/b/memory.current": "0\n",
+        },
+        f"the memory cgroup /a is limited to {100 << 20} bytes (memory.max)",
+        28 << 20,
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": "4:memory:/a\n",
+            "cgroup/memory/a/memory.limit_in_bytes": f"{90 << 20}\n",
+            "cgroup/memory/a/memory.usage_in_bytes": f"{50 << 20}\n",
+            "cgroup/memory/a/memory.stat": f"total_inactive_file {5 << 20}\n",
+        },
+        f"the memory cgroup /a is limited to {90 << 20} bytes (memory.limit_in_bytes)",
+        13 << 20,
+    ),
+    "the machine": (
+        {"proc/meminfo": MEMINFO.replace(f"MemAvailable: {1 << 20}", f"MemAvailable: {70 << 10}")},
+        f"the machine has {1 << 30} bytes of memory and 0 bytes of swap",
+        38 << 20,
+    ),
+}
+
+
+def test_made_up_limits_are_named_to_the_byte(tmp_path):
+    cases, expected = [], []
+    for name, (files, limit, left) in TREES.items():
+        for path, text in {"proc/meminfo": MEMINFO, **files}.items():
+            file = tmp_path / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        for program in ("wide", "wide_by_torchs_collate"):
+            cases.append((program, "", "main", {"RUSTLOADER_MEMORY_ROOT": str(tmp_path / name)}))
+            text = (
+                f"MemoryError: cannot get {50 << 20} bytes of shared memory for a batch: {limit}, {left} bytes are left"
+            )
+            expected.append([text + WAY_OUT] * 2)
+    full = tmp_path / "full"
+    shutil.copytree(tmp_path / "version 2", full)
+    (full / "cgroup/a/memory.current").write_text(f"{100 << 20}\n")
+    environment = {"RUSTLOADER_MEMORY_ROOT": str(full)}
+    # Nothing is left at all: small batches come still, and no arena is kept for later.
+    cases += [("pooled", "", "main", environment), ("pooled", "", "main", {})]
+    reports = refusals.reports_of(cases)
+    for report, errors in zip(reports, expected, strict=False):
+        assert report["value"] == [errors, [1, 2, 3]], report
+    assert [report["value"] for report in reports[-2:]] == [[[], 0], [[], 1]]
+    assert all(report["left"] == {} and report["output"] == "" and not report["hangs"] for report in reports)

@@ -1,0 +1,505 @@
+"""The ways of libraries with the class and the live iterator, without these libraries (PARITY 4; T4, T9, T10)."""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import multiprocessing
+import operator
+import types
+
+import pytest
+import torch
+from sample_data import Draws, Numbers, Shards, Value
+from support import (
+    BOTH,
+    DataLoader,
+    LoaderIter,
+    TorchDataLoader,
+    epoch,
+    from_engine,
+    gone,
+    values,
+    wait_until,
+    worker_pids,
+)
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import dataloader as torch_dataloader
+
+TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
+
+# Lightning
+
+
+def family(cls):
+    return {cls}.union(*map(family, cls.__subclasses__()))
+
+
+@contextlib.contextmanager
+def replaced_methods(base):
+    """`__init__`, `__setattr__` and `__delattr__` of a class and all its subclasses, as Lightning replaces them."""
+
+    def init(cls, original):
+        @functools.wraps(original)
+        def wrapper(self, *args, **kw):
+            outermost = not hasattr(self, "__pl_saved_args")
+            if outermost:
+                object.__setattr__(self, "__pl_saved_args", args)
+                object.__setattr__(self, "__pl_saved_kwargs", kw)
+            object.__setattr__(self, "__pl_inside_init", True)
+            original(self, *args, **kw)
+            object.__setattr__(self, "__pl_inside_init", not outermost)
+
+        return wrapper
+
+    def recorded(original):
+        @functools.wraps(original)
+        def wrapper(self, *args):
+            original(self, *args)
+            if not getattr(self, "__pl_inside_init", True):
+                record = getattr(self, "__pl_attrs_record", [])
+                object.__setattr__(self, "__pl_attrs_record", [*record, (original.__name__, *args)])
+
+        return wrapper
+
+    saved = []
+    for cls in family(base):
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if name in vars(cls) or cls is base:
+                original = getattr(cls, name)
+                saved.append((cls, name, vars(cls).get(name)))
+                setattr(cls, name, init(cls, original) if name == "__init__" else recorded(original))
+    try:
+        yield
+    finally:
+        for cls, name, before in saved:
+            if before is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, before)
+
+
+def test_p1_lightning_replaces_the_methods_of_every_loader_class():
+    class Mine(DataLoader):
+        def __init__(self, dataset, *args, extra=None, **kw):
+            self.extra = extra
+            super().__init__(dataset, *args, **kw)
+
+    before = {cls: dict(vars(cls)) for cls in family(TorchDataLoader)}
+    with replaced_methods(TorchDataLoader):
+        for cls in (DataLoader, Mine):
+            loader = cls(Numbers(4), 2, num_workers=1)
+            assert getattr(loader, "__pl_saved_args") == (loader.dataset, 2)
+            loader.worker_init_fn = None
+            loader.anything = 1
+            del loader.anything
+            assert getattr(loader, "__pl_attrs_record") == [
+                ("__setattr__", "worker_init_fn", None),
+                ("__setattr__", "anything", 1),
+                ("__delattr__", "anything"),
+            ]
+            with pytest.raises(ValueError, match="should not be set after"):
+                loader.batch_size = 3
+            again = type(loader)(*getattr(loader, "__pl_saved_args"), **getattr(loader, "__pl_saved_kwargs"))
+            assert values(epoch(again)) == values(epoch(loader)) == [[0, 1], [2, 3]]
+    assert {cls: dict(vars(cls)) for cls in before} == before
+    assert values(epoch(loader)) == [[0, 1], [2, 3]]
+
+
+def lightnings_arguments(loader, sampler):
+    """Arguments for a loader like this one with another sampler: what differs, by identity, from the defaults."""
+    attributes = {k: v for k, v in vars(loader).items() if not k.startswith("_")}
+    attributes["multiprocessing_context"] = loader.multiprocessing_context
+    parameters = dict(inspect.signature(loader.__init__).parameters)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        parameters.update(inspect.signature(DataLoader.__init__).parameters)
+    differing = {name for name, p in parameters.items() if name in attributes and p.default is not attributes[name]}
+    arguments = {k: v for k, v in attributes.items() if k in differing | {"dataset"}}
+    if isinstance(loader.dataset, IterableDataset):
+        arguments.update(batch_sampler=None, sampler=None)
+    elif type(loader.batch_sampler) is not BatchSampler and loader.batch_sampler is not None:
+        arguments.update(
+            batch_sampler=type(loader.batch_sampler)(sampler, loader.batch_sampler.batch_size, False),
+            sampler=None,
+            shuffle=False,
+            batch_size=1,
+            drop_last=False,
+        )
+    else:
+        arguments.update(sampler=sampler, shuffle=False, batch_sampler=None)
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(batch_size=3, num_workers=2, prefetch_factor=3, persistent_workers=True, in_order=False),
+        dict(batch_size=None, num_workers=1, timeout=60, multiprocessing_context="fork"),
+        dict(shuffle=True, drop_last=True, batch_size=2),
+        dict(),
+    ],
+    ids=str,
+)
+def test_t4_lightning_rebuilds_a_loader_from_its_attributes(arguments):
+    built = [
+        type(loader)(**lightnings_arguments(loader, SequentialSampler(loader.dataset)))
+        for loader in (cls(Numbers(7), **arguments) for cls in BOTH)
+    ]
+    theirs, ours = ({k: v for k, v in vars(b).items() if not k.endswith(("sampler", "dataset"))} for b in built)
+    contexts = [str(d.pop("_DataLoader__multiprocessing_context")).split(" at ")[0] for d in (theirs, ours)]
+    assert ours == theirs and contexts[0] == contexts[1]
+    assert sorted(map(str, values(epoch(built[1])))) == sorted(map(str, values(built[0])))
+    iterable = DataLoader(Shards([3]), num_workers=1, batch_size=None)
+    assert len(epoch(type(iterable)(**lightnings_arguments(iterable, None)))) == 3
+
+
+def test_t4_a_subclass_with_arguments_of_its_own_can_be_rebuilt():
+    class Mine(DataLoader):
+        def __init__(self, *args, scale=1, **kw):
+            super().__init__(*args, **kw)
+            self.scale = scale
+
+    loader = Mine(Numbers(4), scale=3, num_workers=1, batch_size=2)
+    again = Mine(**lightnings_arguments(loader, SequentialSampler(loader.dataset)))
+    assert again.scale == 3 and values(epoch(again)) == [[0, 1], [2, 3]]
+
+
+def test_p1_fabric_and_ray_copy_the_attributes_of_a_loader():
+    class Wrapped(DataLoader):
+        """Its own constructor is never called."""
+
+        def __init__(self, loader):
+            self.__dict__.update(loader.__dict__)
+            self._loader = loader
+
+        def __iter__(self):
+            for batch in self._loader:
+                yield batch + 1
+
+        def __len__(self):
+            return len(self._loader)
+
+    for base in BOTH:
+        wrapped = Wrapped(base(Numbers(4), num_workers=1, batch_size=2))
+        assert isinstance(wrapped, TorchDataLoader) and len(wrapped) == 2 and wrapped.batch_size == 2
+        assert values(list(wrapped)) == [[1, 2], [3, 4]]
+        with from_engine(2):
+            assert values(super(Wrapped, wrapped).__iter__()) == [[0, 1], [2, 3]]
+
+
+def test_lightnings_way_with_a_persistent_iterator():
+    loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        next(iter(loader))
+        assert hasattr(loader, "_iterator") and isinstance(loader._iterator, TorchIter)
+        pids = worker_pids(loader._iterator)
+        loader._iterator._shutdown_workers()
+        loader._iterator = None
+        assert all(map(gone, pids))
+    assert loader.multiprocessing_context is None
+    spawning = DataLoader(Numbers(3), num_workers=1, multiprocessing_context="spawn")
+    assert spawning.multiprocessing_context.get_start_method() == "spawn"
+
+
+def test_p5_a_worker_init_fn_set_later_is_used():
+    loader = DataLoader(Value(3), num_workers=1, batch_size=None)
+    assert epoch(loader) == [0] * 3
+    loader.worker_init_fn = lambda worker: setattr(get_worker_info().dataset, "value", 10 + worker)
+    assert epoch(loader) == [10] * 3
+
+
+# accelerate and transformers
+
+ACCELERATE = (
+    "batch_size collate_fn num_workers pin_memory timeout worker_init_fn multiprocessing_context generator "
+    "prefetch_factor persistent_workers pin_memory_device in_order"
+).split()
+
+
+class Adapter:
+    """A loader in another one's clothes, which looks one batch ahead."""
+
+    def __init__(self, loader, batch_sampler):
+        ignored = ("batch_size",)
+        copied = {name: getattr(loader, name) for name in ACCELERATE if name not in ignored}
+        self.base = type(loader)(loader.dataset, batch_sampler=batch_sampler, **copied)
+
+    def __getattr__(self, name):
+        return getattr(self.base, name)
+
+    @property
+    def __class__(self):
+        return self.base.__class__
+
+    def __len__(self):
+        return len(self.base)
+
+    def __iter__(self):
+        iterator = iter(self.base)
+        try:
+            ahead = next(iterator)
+        except StopIteration:
+            return
+        while True:
+            try:
+                current, ahead = ahead, next(iterator)
+                yield current
+            except StopIteration:
+                yield ahead
+                return
+
+
+class Sharded(BatchSampler):
+    """Every second batch, and an attribute that training loops write to."""
+
+    num_processes = 2
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 1, None, self.num_processes)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_t10_accelerate_copies_attributes_and_looks_one_batch_ahead(persistent):
+    loader = DataLoader(Numbers(11), batch_size=2, num_workers=2, prefetch_factor=3, persistent_workers=persistent)
+    adapter = Adapter(loader, Sharded(SequentialSampler(loader.dataset), 2, False))
+    assert isinstance(adapter, DataLoader) and adapter.prefetch_factor == 3
+    adapter.batch_sampler.num_processes = 3
+    with from_engine(4):
+        for _ in range(2):
+            kept = list(adapter)
+            assert values(kept) == [[2, 3], [8, 9]]
+
+
+@pytest.mark.ours
+def test_t9_the_class_has_no_state_dict():
+    """Lightning and accelerate would call it, at every batch, and write into what it gives."""
+    loader = DataLoader(Numbers(4), num_workers=1)
+    for thing in (loader, iter(loader)):
+        assert not hasattr(thing, "state_dict") and not hasattr(thing, "load_state_dict")
+
+
+def test_t10_no_argument_is_ours_alone():
+    assert list(inspect.signature(DataLoader).parameters) == list(inspect.signature(TorchDataLoader).parameters)
+
+
+# ultralytics and timm
+
+
+class Forever:
+    """A sampler that begins anew for ever."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+class Infinite(DataLoader):
+    """As in ultralytics: the guard is gone around, and one iterator lives as long as the loader."""
+
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+        object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self):
+        self.iterator = self._get_iterator()
+
+    def close(self):
+        for worker in self.iterator._workers:
+            if worker.is_alive():
+                worker.terminate()
+        self.iterator._shutdown_workers()
+
+
+def test_p5_ultralytics_replaces_the_batch_sampler_and_resets():
+    dataset = Value(5)
+    loader = Infinite(dataset, batch_size=2, num_workers=2)
+    assert len(loader) == 3
+    for _ in range(3):
+        assert values(list(loader)) == [[0, 0], [0, 0], [0]]
+    dataset.value = 7  # as `close_mosaic` does
+    first = worker_pids(loader.iterator)
+    loader.reset()
+    assert values(list(loader)) == [[7, 7], [7, 7], [7]]
+    assert wait_until(lambda: all(map(gone, first)), 20)
+    last = worker_pids(loader.iterator)
+    if DataLoader is not TorchDataLoader:  # torch's handler of SIGCHLD raises in whatever comes next
+        loader.close()
+        assert all(map(gone, last))
+
+
+class MultiEpochs(DataLoader):
+    """As in timm: through the mangled flag."""
+
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+        self._DataLoader__initialized = False
+        if self.batch_sampler is None:
+            self.sampler = Forever(self.sampler)
+        else:
+            self.batch_sampler = Forever(self.batch_sampler)
+        self._DataLoader__initialized = True
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len((self.sampler if self.batch_sampler is None else self.batch_sampler).sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_p5_timm_replaces_the_sampler_through_the_mangled_flag(batch_size):
+    loader = MultiEpochs(Numbers(4), batch_size=batch_size, num_workers=2)
+    expected = [0, 1, 2, 3] if batch_size is None else [[0, 1], [2, 3]]
+    with from_engine(3 * len(expected)):
+        for _ in range(3):
+            assert values(list(loader)) == expected
+    with pytest.raises(ValueError, match="batch_sampler attribute should not be set after MultiEpochs is initialized"):
+        loader.batch_sampler = None
+
+
+class Mixup:
+    enabled = True
+
+    def __call__(self, samples):
+        return self.enabled, len(samples)
+
+
+def test_t1_timm_switches_an_attribute_of_the_collate_function():
+    loader = DataLoader(Numbers(4), batch_size=2, num_workers=1, collate_fn=Mixup())
+    assert epoch(loader) == [(True, 2)] * 2
+    loader.collate_fn.enabled = False
+    assert epoch(loader) == [(False, 2)] * 2
+
+
+# fastai, ignite, mmengine, detectron2
+
+
+class Fake:
+    """fastai's: no loader at all, but with each attribute that torch's iterator reads, and the dataset itself."""
+
+    _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
+    _index_sampler, generator, prefetch_factor = itertools.count(), None, 2
+    _dataset_kind = torch_dataloader._DatasetKind.Iterable
+    pin_memory, pin_memory_device, timeout, persistent_workers = False, "", 0, False
+
+    def __init__(self, source, num_workers):
+        self.source, self.num_workers, self.dataset = source, num_workers, self
+
+    def collate_fn(self, batch):
+        return batch
+
+    def worker_init_fn(self, worker):
+        info = get_worker_info()
+        info.dataset.source.offset, info.dataset.source.step = info.id, info.num_workers
+
+    @property
+    def multiprocessing_context(self):
+        return multiprocessing if self.num_workers > 0 else None
+
+    def __iter__(self):
+        return iter(self.source)
+
+
+class Source:
+    offset, step = 0, 1
+
+    def __iter__(self):
+        yield from (torch.tensor([i]) for i in range(self.offset, 7, self.step))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fastais_fake_loader_with_a_module_as_its_context(workers):
+    iterator = LoaderIter(Fake(Source(), workers))
+    with from_engine(7):
+        assert sorted(x.item() for x in iterator) == list(range(7))
+
+
+def test_the_iterator_reads_of_its_loader_what_torchs_reads():
+    def read_by(iterator_class, cls):
+        real, read = cls(Numbers(4), num_workers=1, batch_size=2), set()
+
+        class Spy:
+            def __getattr__(self, name):
+                read.add(name)
+                return getattr(real, name)
+
+        assert values(iterator_class(Spy())) == [[0, 1], [2, 3]]
+        return read
+
+    assert read_by(LoaderIter, DataLoader) <= read_by(TorchIter, TorchDataLoader)
+
+
+def test_ignite_rebuilds_with_another_batch_sampler():
+    loader = DataLoader(Numbers(6), batch_size=2, num_workers=1, shuffle=True)
+    assert loader._dataset_kind == torch_dataloader._DatasetKind.Map
+    left_out = ("batch_size", "sampler", "drop_last", "batch_sampler", "dataset_kind")
+    arguments = {k: getattr(loader, k) for k in vars(loader) if not k.startswith("_") and k not in left_out}
+    again = type(loader)(**arguments, batch_sampler=[[5, 4], [3]])
+    assert values(epoch(again)) == [[5, 4], [3]]
+
+
+def test_p8_mmengine_reads_the_samplers():
+    loader = DataLoader(Shards([4]), batch_size=3, num_workers=1)
+    assert loader.batch_sampler.batch_size == 3
+    sampler = DistributedSampler(Numbers(6), num_replicas=2, rank=0)
+    loader = DataLoader(Numbers(6), batch_size=3, sampler=sampler, num_workers=1)
+    first = values(epoch(loader))
+    loader.sampler.set_epoch(1)
+    assert values(epoch(loader)) != first
+    assert loader.batch_sampler.sampler is sampler
+
+
+class ToIterable(IterableDataset):
+    """detectron2's: a map-style dataset as an iterable one, sharded by worker."""
+
+    def __init__(self, dataset, sampler):
+        self.dataset, self.sampler = dataset, sampler
+
+    def __iter__(self):
+        info = get_worker_info()
+        for i in itertools.islice(iter(self.sampler), info.id, None, info.num_workers):
+            yield self.dataset[i]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(workers):
+    def run(cls):
+        loader = cls(
+            ToIterable(Draws(7), range(7)),
+            num_workers=workers,
+            batch_size=1,
+            collate_fn=operator.itemgetter(0),
+            generator=torch.Generator().manual_seed(5),
+        )
+        return [list(loader) for _ in range(2)]
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs and len(ours[0]) == 7
+
+
+def test_t4_a_namespace_of_nothing_but_the_table_serves():
+    """The attributes that PARITY lists for torch 2.13, and no other."""
+    names = (
+        "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
+        "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
+        "prefetch_factor timeout worker_init_fn"
+    )
+    real = DataLoader(Numbers(6), num_workers=2, batch_size=2, shuffle=True)
+    for iterator_class in {LoaderIter, TorchIter}:
+        torch.manual_seed(4)
+        got = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
+        torch.manual_seed(4)
+        assert got == values(epoch(real))

@@ -1,0 +1,167 @@
+"""DataPipes, which are handed over whole to torch's iterator: same results, seeds, shards and states (P27)."""
+
+import itertools
+import logging
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sample_data import LazySampler, as_list
+from support import BOTH, DataLoader, from_engine, outcomes_of, values
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.utils.data.datapipes.iter import IterableWrapper
+    from torch.utils.data.datapipes.map import SequenceWrapper
+
+pytestmark = [
+    pytest.mark.handover,
+    # Some of torch's pipes warn of their own end.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def fail_at_five(x):
+    if x == 5:
+        raise KeyError("five")
+    return x
+
+
+def draw(x):
+    return x, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+PIPES = {
+    "wrapper": lambda: IterableWrapper(range(12)),
+    "shards": lambda: IterableWrapper(range(12)).sharding_filter(),
+    "shuffled shards": lambda: IterableWrapper(range(12)).shuffle().sharding_filter(),
+    "shuffled behind the shards": lambda: IterableWrapper(range(12)).sharding_filter().shuffle(buffer_size=4),
+    "batches": lambda: IterableWrapper(range(12)).shuffle().sharding_filter().batch(2).map(sum),
+    "two sources": lambda: IterableWrapper(range(6)).shuffle().zip(IterableWrapper(range(6))).sharding_filter(),
+    "draws": lambda: IterableWrapper(range(8)).sharding_filter().map(draw),
+    "error": lambda: IterableWrapper(range(12)).sharding_filter().map(fail_at_five),
+    "map style": lambda: SequenceWrapper(range(12)).map(draw),
+}
+
+
+def states(pipe):
+    """What a pipe in the main process says of itself."""
+    return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
+
+
+def rng():
+    return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
+
+
+def trace(cls, pipe, epochs=(99, 3, 99), **arguments):
+    """Batches, states of the generators of main and of the pipe, over three epochs of which one is left early."""
+    torch.manual_seed(8), random.seed(8), np.random.seed(8)
+    generator = torch.Generator().manual_seed(9)
+    loader = cls(pipe, batch_size=None, generator=generator, collate_fn=as_is, **arguments)
+    steps = [rng()]
+    for taken in epochs:
+        iterator = iter(loader)
+        steps.append(rng())
+        for _ in range(taken):
+            try:
+                steps.append(next(iterator))
+            except StopIteration:
+                break
+            except KeyError as error:
+                steps.append(str(error).splitlines()[0])
+        steps.append((rng(), generator.get_state().sum().item(), states(pipe)))
+        if hasattr(iterator, "_shutdown_workers") and not loader.persistent_workers:
+            iterator._shutdown_workers()
+        del iterator
+    if loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+    return steps
+
+
+def as_is(x):
+    return x
+
+
+@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize("more", [dict(num_workers=0), dict(num_workers=2)], ids=["main", "workers"])
+def test_p27_pipes_give_what_torchs_loader_gives(kind, more):
+    theirs, ours = (trace(cls, PIPES[kind](), **more) for cls in BOTH)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["shuffled shards", "draws", "error"])
+def test_p27_persistent_workers_of_pipes(kind):
+    theirs, ours = (trace(cls, PIPES[kind](), num_workers=2, persistent_workers=True) for cls in BOTH)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_p27_the_shuffle_argument_reaches_the_pipe(shuffle):
+    for workers in (0, 1):
+        theirs, ours = (
+            trace(cls, PIPES["shuffled shards"](), (99,), num_workers=workers, shuffle=shuffle) for cls in BOTH
+        )
+        assert ours == theirs
+        numbers = [step for step in ours if isinstance(step, int)]
+        assert sorted(numbers) == list(range(12)) and (numbers == list(range(12))) is not shuffle
+
+
+def test_p27_shards_of_two_workers_cover_all_and_share_the_seed():
+    loader = DataLoader(PIPES["shuffled shards"](), batch_size=None, num_workers=3)
+    epochs = [values(list(loader)) for _ in range(2)]
+    assert all(sorted(e) == list(range(12)) for e in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_p27_the_sampler_of_a_map_pipe_is_called_as_by_torch():
+    def run(cls):
+        log = []
+        loader = cls(SequenceWrapper(range(20)), sampler=LazySampler(7, log), num_workers=2, batch_size=2)
+        for taken in (2, 9):
+            log.append("epoch")
+            for batch in itertools.islice(loader, taken):
+                log.append(batch.tolist())
+        return log
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+
+
+def test_p27_a_second_iterator_of_a_pipe_ends_the_first():
+    def run(cls):
+        loader = cls(PIPES["wrapper"](), batch_size=2)
+        first, second = iter(loader), iter(loader)
+        got = [next(second).tolist()]
+        try:
+            next(first)
+        except RuntimeError as error:
+            got.append(str(error).split(".")[0])
+        return got
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs and len(ours) == 2
+
+
+def test_p27_batching_and_lengths_of_pipes():
+    def run(cls):
+        loader = cls(PIPES["shards"](), batch_size=5, num_workers=2, collate_fn=as_list)
+        return [outcomes_of(loader, 5), len(cls(PIPES["wrapper"](), batch_size=5)), type(loader.dataset).__name__]
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+
+
+@pytest.mark.ours
+def test_p27_one_log_line_an_iterator_and_no_batch_of_the_engines(caplog):
+    loader = DataLoader(PIPES["shards"](), batch_size=None, num_workers=1)
+    with caplog.at_level(logging.WARNING, logger="rustloader"), from_engine(0):
+        for _ in range(2):
+            assert len(list(loader)) == 12
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines == ["a DataLoader runs on torch's own iterator: its dataset is a DataPipe"] * 2
+    caplog.clear()
+    assert len(list(DataLoader(PIPES["shards"](), batch_size=None))) == 12 and not caplog.records

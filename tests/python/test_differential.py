@@ -1,0 +1,159 @@
+"""Programs run through torch's loader and through ours, with equal records: see ``differential/``."""
+
+import copy
+
+import pytest
+from differential import compare, generate, processes, shrink
+from differential.program import Program, wrong
+from support import finish, start_script
+
+pytestmark = pytest.mark.ours
+
+
+def run(*args):
+    """The tester's exit status and output. It forks, so it has a process of its own."""
+    process = start_script(f"""
+        import runpy
+        sys.argv = {["differential", *args]!r}
+        runpy.run_module("differential", run_name="__main__", alter_sys=False)
+    """)
+    return finish(process, 280)
+
+
+# So many that they take a minute on two cores; `make fuzz-programs` runs others.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "method, programs, seconds", [("fork", 120, 70), ("forkserver", 3, 20), ("spawn", 2, 20)], ids=str
+)
+def test_programs_give_the_same_records(method, programs, seconds):
+    status, out, err = run(
+        "--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}"
+    )
+    assert status == 0, f"{out}\n{err}"
+    assert " programs in " in out and not out.startswith("0 programs")
+
+
+# The tester itself: it must be able to fail.
+
+
+@pytest.fixture(scope="module")
+def records():
+    """A program, and two equal records of it."""
+    program = Program(samples=("int", "holes"), structure="tuple", sampler="random", init="draws", collate="list")
+    ((_, theirs, ours),) = processes.run_all([program], 2)
+    return program, theirs, ours
+
+
+def events(record, name):
+    return [event for event in record["main"] if event[0] == name]
+
+
+def another_batch(record):
+    events(record, "next")[3][3][0][1][0][1][0][1] = "99"
+
+
+def another_dtype(record):
+    events(record, "next")[0][3][0][1][0][1][1][1] = "torch.float64"
+
+
+def batches_in_another_order(record):
+    one, other = events(record, "next")[:2]
+    one[3], other[3] = other[3], one[3]
+
+
+def strides_of_another_order(record):
+    events(record, "next")[0][3][0][1][0][1][1][8]["strides"] = [7]
+
+
+def a_moved_generator(record):
+    events(record, "rng")[2][2] += 1
+
+
+def a_sampler_asked_too_early(record):
+    k = max(k for k, event in enumerate(record["main"]) if event[0] == "sampler")
+    record["main"].insert(k - 3, record["main"].pop(k))
+
+
+def a_warning_more(record):
+    record["main"].insert(9, ["warning", "UserWarning", "text", "user"])
+
+
+def a_worker_alive(record):
+    events(record, "alive")[0][1][0] = True
+
+
+def an_attribute(record):
+    events(record, "the iterator has")[0][3][0][1] = "1"
+
+
+def a_worker_with_another_seed(record):
+    record["workers"]["1-1"][0][1][2] += 1
+
+
+def a_call_left_out(record):
+    del record["workers"]["2-0"][-1]
+
+
+def a_batch_of_torchs_iterator(record):
+    record["missing"] = 1
+
+
+def a_hand_over(record):
+    record["handed over"] = ["a DataLoader runs on torch's own iterator"]
+
+
+def something_on_stderr(record):
+    record["stderr"] = "Exception ignored in"
+
+
+DAMAGE = [
+    another_batch,
+    another_dtype,
+    batches_in_another_order,
+    strides_of_another_order,
+    a_moved_generator,
+    a_sampler_asked_too_early,
+    a_warning_more,
+    a_worker_alive,
+    an_attribute,
+    a_worker_with_another_seed,
+    a_call_left_out,
+    a_batch_of_torchs_iterator,
+    a_hand_over,
+    something_on_stderr,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_a_difference_is_found(records, damage):
+    program, theirs, ours = records
+    assert compare.differences(program, theirs, ours) == []
+    ours = copy.deepcopy(ours)
+    damage(ours)
+    assert compare.differences(program, theirs, ours)
+
+
+def test_a_run_that_dies_is_a_difference(records, monkeypatch):
+    program, theirs, _ = records
+    monkeypatch.setattr(processes.play, "play", lambda *_: processes.os._exit(3))
+    ((_, _, ours),) = processes.run_all([program], 2)
+    assert compare.differences(program, theirs, ours)[0].startswith("our run: it died")
+
+
+def test_the_same_seed_makes_the_same_programs():
+    first, second = ([next(generator) for _ in range(20)] for generator in map(generate.Generator, "aa"))
+    assert first == second
+    assert all(wrong(program) is None and Program.from_json(program.json()) == program for program in first)
+
+
+def test_a_difference_is_shrunk_to_what_it_needs(monkeypatch):
+    def differs(program):
+        return ["here"] if "f32" in program.samples and program.num_workers >= 2 and program.persistent else []
+
+    monkeypatch.setattr(shrink, "differs", differs)
+    start = Program(
+        samples=("int", "f32"), structure="dict", num_workers=4, persistent=True, size=50, batch_size=7, init="plain"
+    )
+    smaller, found = shrink.shrink(start)
+    assert found == ["here"]
+    assert smaller == Program(samples=("f32",), num_workers=2, persistent=True, size=1, epochs=1, take=1)

@@ -1,0 +1,127 @@
+"""Several ranks, each with a loader of its own: every sample and every random number as with torch (P13 to P15, T2)."""
+
+import random
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sample_data import Draws, Shards
+from support import BOTH, DataLoader, TorchDataLoader, values
+from torch.utils.data import DistributedSampler
+
+# Gloo's threads of earlier groups may still be about when workers are forked.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+RANKS = 4
+EPOCHS = 3
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def rank_main(rank, port, work, kind, out):
+    """One rank; it tells what it saw, or its error."""
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS)
+        cls = TorchDataLoader if kind == "torch" else DataLoader
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = work(cls, rank)
+        dist.barrier()
+        dist.destroy_process_group()
+        out.put((rank, None, result))
+    except BaseException as error:
+        out.put((rank, repr(error), None))
+        raise
+
+
+def on_every_rank(work, kind):
+    """The results of `work(loader class, rank)` of all ranks."""
+    context = torch.multiprocessing.get_context("fork")
+    out, port = context.SimpleQueue(), free_port()
+    ranks = [context.Process(target=rank_main, args=(rank, port, work, kind, out)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    found = sorted(out.get() for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0] * RANKS, found
+    return [result for _, _, result in found]
+
+
+def rng():
+    return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
+
+
+def seed(value):
+    torch.manual_seed(value), random.seed(value), np.random.seed(value)
+
+
+def three_epochs(cls, rank):
+    seed(100 + rank)
+    dataset = Draws(22)
+    seen = []
+    for shuffle, drop_last, persistent in ((True, False, False), (False, True, True)):
+        sampler = DistributedSampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=7)
+        loader = cls(dataset, sampler=sampler, batch_size=2, num_workers=2, persistent_workers=persistent)
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            iterator = iter(loader)
+            seen.append((iterator._world_size, iterator._rank, list(sampler), rng()))
+            for batch in iterator:
+                seen.append(({name: value.tolist() for name, value in batch.items()}, rng()))
+        if persistent:
+            loader._iterator._shutdown_workers()
+    iterable = cls(Shards([3, 2]), num_workers=2, batch_size=2)
+    seen.append(values(iterable))
+    return seen
+
+
+def test_four_ranks_see_what_they_see_with_torch():
+    theirs, ours = (on_every_rank(three_epochs, kind) for kind in ("torch", "ours"))
+    for rank in range(RANKS):
+        assert ours[rank] == theirs[rank], rank
+        assert ours[rank][0][:2] == (RANKS, rank)
+    assert len({str(result) for result in ours}) == RANKS
+
+
+def shared_pipe(cls, rank):
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    seed(rank)
+    pipe = IterableWrapper(range(24)).shuffle().sharding_filter()
+    loader = cls(pipe, batch_size=None, num_workers=2)
+    return [list(loader) for _ in range(2)] + [rng()]
+
+
+def test_p27_ranks_share_the_seed_of_a_pipe_and_divide_it():
+    theirs, ours = (on_every_rank(shared_pipe, kind) for kind in ("torch", "ours"))
+    assert ours == theirs
+    for epoch in range(2):
+        assert sorted(x for result in ours for x in result[epoch]) == list(range(24))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_distributed_samplers_without_a_group(world, drop_last):
+    dataset = Draws(11)
+
+    def run(cls):
+        torch.manual_seed(2)
+        found = []
+        for rank in range(world):
+            sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, drop_last=drop_last)
+            loader = cls(dataset, sampler=sampler, batch_size=None, num_workers=2)
+            for epoch in (0, 5):
+                sampler.set_epoch(epoch)
+                found.append((list(sampler), len(loader), list(loader)))
+        return found
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs

@@ -1,0 +1,238 @@
+"""Limits of a process: batches come from the engine, or from torch's iterator, or an error names the limit.
+
+Each body runs in a forked child, so that its limits are its own.
+"""
+
+import os
+import re
+import resource
+import signal
+
+import pytest
+import torch
+from isolation import in_child, watched
+from programs import FOR_GOOD, image_batches, loader, plain, twice, walk
+from sample_data import Images, Numbers
+from support import DataLoader, same
+
+pytestmark = pytest.mark.ours
+
+HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
+KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. ", FOR_GOOD]
+
+
+def limited(limits, body, *args):
+    """A report of body(*args) under soft limits {RLIMIT_x: number}."""
+
+    def inside():
+        for limit, number in limits.items():
+            set_limit(limit, number)
+        return body(*args)
+
+    report = in_child(watched, inside)
+    assert not report["hangs"] and report["status"] == 0, report
+    assert report["left"] == {} and report["processes"] == 0 and report["output"] == "", report
+    return report
+
+
+def set_limit(limit, number):
+    resource.setrlimit(limit, (number, resource.getrlimit(limit)[1]))
+
+
+def from_engine(report, batches, value=()):
+    assert (report["log"], report["engine"], report["value"]) == ([], batches, list(value)), report
+
+
+def from_torch(report, lines=1):
+    assert len(report["log"]) == lines and all(line.startswith(HANDED_OVER) for line in report["log"]), report
+    assert (report["engine"], report["value"]) == (0, []), report
+
+
+# Open files
+
+
+def many_kept():
+    """400 tensors of shared memory are held, and the next epoch's workers are forked while they are."""
+    samples = [[torch.full((5000,), float(4 * i + j)) for j in range(4)] for i in range(100)]
+    kept = loader(samples, batch_size=None)
+    first, batches = walk(kept, samples)
+    assert sum(map(len, batches)) == 400
+    second, _ = walk(kept, samples)
+    if not all(map(same, batches, samples)):
+        second.append("a tensor that was kept has changed")
+    return first + second
+
+
+def test_400_tensors_are_kept_with_64_open_files():
+    from_engine(limited({resource.RLIMIT_NOFILE: 64}, many_kept), 200)
+
+
+def no_descriptor_left():
+    """Lets this process open nothing more."""
+    while True:
+        try:
+            os.close(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            return
+        set_limit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
+
+
+def test_the_last_descriptor_goes_in_the_middle():
+    """What runs goes on, a new loader says what is missing, and with descriptors it runs again."""
+
+    def body():
+        running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
+        first, _ = walk(running, image_batches())
+        iterator = iter(running)
+        before = [next(iterator)]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        set_limit(resource.RLIMIT_NOFILE, 64)
+        no_descriptor_left()
+        before += list(iterator)
+        second, _ = walk(running, image_batches())
+        refused = plain()
+        set_limit(resource.RLIMIT_NOFILE, limit)
+        return [first, len(before), second, refused, plain()]
+
+    report = limited({}, body)
+    assert report["log"][0].startswith(HANDED_OVER) and "ulimit -n" in report["log"][0], report
+    first, before, second, refused, last = report["value"]
+    assert (first, before, second, last) == ([], 6, [], [])
+    assert refused[0].startswith("iter: OSError: [Errno 24] Too many open files")
+
+
+# Address space and file sizes
+
+
+def address_space():
+    """Bytes that this process has mapped."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[0]) * resource.getpagesize()
+
+
+def epochs_of_two_loaders():
+    """What a training does: some epochs over one loader, a look at another one after each, and memory of its own."""
+    errors = []
+    training = DataLoader(Images(24), batch_size=4, num_workers=2)
+    checking = DataLoader(Images(8), batch_size=4, num_workers=1, persistent_workers=True)
+    for _ in range(3):
+        errors += walk(training, image_batches())[0]
+        errors += walk(checking, image_batches()[:2])[0]
+        torch.empty(1 << 29, dtype=torch.uint8)
+    return errors
+
+
+def test_half_of_a_small_address_space_is_left_to_others():
+    from_engine(limited({resource.RLIMIT_AS: address_space() + (6 << 30)}, epochs_of_two_loaders), 24)
+
+
+def test_an_address_space_too_small_for_an_arena_hands_over():
+    report = limited({resource.RLIMIT_AS: address_space() + (1900 << 20)}, plain)
+    from_torch(report)
+    assert "ulimit -v" in report["log"][0]
+
+
+def test_an_address_space_that_shrinks_in_the_middle():
+    """Workers that run go on; a new loader runs on torch's iterator."""
+
+    def body():
+        running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
+        first, _ = walk(running, image_batches())
+        set_limit(resource.RLIMIT_AS, address_space() + (200 << 20))
+        second, _ = walk(running, image_batches())
+        return first + second + plain()
+
+    report = limited({}, body)
+    assert report["value"] == [] and report["engine"] == 12, report
+    assert len(report["log"]) == 1 and report["log"][0].startswith(HANDED_OVER)
+
+
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_limit_of_file_sizes_is_no_signal(action):
+    """SIGXFSZ would end the process. From 1 GiB on the arena fits under the limit."""
+
+    def body(size):
+        signal.signal(signal.SIGXFSZ, action)
+        set_limit(resource.RLIMIT_FSIZE, size)
+        return twice()
+
+    from_engine(limited({}, body, 4 << 30), 12)
+    from_torch(limited({}, body, 1 << 20), 2)
+
+
+@pytest.mark.parametrize(
+    "limit, number",
+    [
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_STACK, 256 << 10),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 0),
+        (resource.RLIMIT_RTPRIO, 0),
+    ],
+)
+def test_other_limits_do_not_matter(limit, number):
+    from_engine(limited({limit: number}, twice), 12)
+
+
+# Processes and threads
+
+
+def somebody_else():
+    """Becomes a user who has no other process: root is not limited, and others' processes would count."""
+    # What is imported at the first epoch may be unreadable afterwards.
+    assert plain() == []
+    os.setresgid(54321, 54321, 54321)
+    os.setresuid(54321, 54321, 54321)
+
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user who has no other process")
+
+
+@as_root
+def test_no_process_for_a_worker():
+    """The error names the limit, the workers that were started are ended, and with more processes it works."""
+
+    def body():
+        somebody_else()
+        files = len(os.listdir("/proc/self/fd"))
+        set_limit(resource.RLIMIT_NPROC, 4)
+        error = walk(DataLoader(Images(24), batch_size=4, num_workers=4), image_batches())[0]
+        set_limit(resource.RLIMIT_NPROC, 64)
+        # Python's multiprocessing forgets the two pipes of a process that cannot be forked.
+        return [*error, len(os.listdir("/proc/self/fd")) - files - 4, *twice()]
+
+    report = in_child(watched, body)
+    assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
+    assert report["left"].keys() <= {"descriptors"} and report["processes"] == 0, report
+    assert (report["log"], report["engine"]) == ([], 6 + 12)
+    error, more_files = report["value"]
+    assert more_files <= 2, "the arena and its doorbell, which the pool keeps"
+    assert re.match(r"iter: BlockingIOError: \[Errno 11\] Resource temporarily unavailable: worker [123] of", error)
+    assert "ulimit -u" in error
+
+
+@as_root
+def test_no_thread_for_a_watchdog():
+    """A worker that may have no thread works, and leaves when the main process is killed."""
+
+    def without_threads():
+        somebody_else()
+        os.register_at_fork(after_in_child=lambda: set_limit(resource.RLIMIT_NPROC, 1))
+
+    def body():
+        without_threads()
+        return twice()
+
+    from_engine(limited({}, body), 6 + 12)
+
+    def killed():
+        without_threads()
+        iterator = iter(DataLoader(Numbers(100), num_workers=2, batch_size=None))
+        next(iterator)
+        pid = iterator._workers[0].pid
+        assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    report = in_child(killed)
+    assert report["status"] == signal.SIGKILL and report["processes"] == 0 and report["output"] == "", report

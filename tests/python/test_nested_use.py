@@ -1,0 +1,231 @@
+"""Forks in the midst of it: grandchildren, children with loaders of their own, threads (T14; DESIGN 3)."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from sample_data import Images, Numbers
+from support import DataLoader, arena_bytes, gone, run_script, wait_until, within, worker_pids
+from torch.utils.data import default_collate
+
+
+def leave_behind(body):
+    """Runs body in a process that outlives the one that calls this: the pid of a grandchild."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        if grandchild:
+            os.write(tell, str(grandchild).encode())
+            os._exit(0)
+        signal.alarm(60)  # should the test forget it
+        try:
+            body()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    pid = int(os.read(told, 20))
+    os.close(told), os.close(tell)
+    return pid
+
+
+class Haunted:
+    """A collate_fn that at some of its worker's batches forks a process which holds the batch and outlives the worker.
+
+    It looks whether the batch stays what it was, until there is a file "go"; where it `writes` it then looks whether
+    the batch stays what it has written, until there is a file "stop". A file of its own tells how it went.
+    """
+
+    def __init__(self, folder, at, writes=False):
+        self.folder, self.at, self.writes, self.count = folder, at, writes, 0
+
+    def __call__(self, samples):
+        batch = default_collate(samples)
+        self.count += 1
+        if self.count in self.at and not self.there("go"):
+            leave_behind(lambda: self.haunt(batch[0]))
+        return batch
+
+    def there(self, name):
+        return (self.folder / name).exists()
+
+    def haunt(self, images):
+        good, expected = True, images.clone()
+        (self.folder / str(os.getpid())).touch()
+        for step in range(100_000):
+            if self.there("stop") or (not self.writes and self.there("go")):
+                break
+            if self.writes and self.there("go"):
+                images.fill_(step % 256)
+                expected.fill_(step % 256)
+            time.sleep(0.005)
+            good &= torch.equal(images, expected)
+        (self.folder / f"{'good' if good else 'wrong'} {os.getpid()}").touch()
+
+    def pids(self):
+        return [int(file.name) for file in self.folder.iterdir() if file.name.isdigit()]
+
+    def told(self):
+        return sorted(name for name, _, pid in (file.name.partition(" ") for file in self.folder.iterdir()) if pid)
+
+
+def right(images, dataset, k):
+    """Whether these are the images of batch k."""
+    return all(torch.equal(x, dataset.image(4 * k + i)) for i, x in enumerate(images))
+
+
+@pytest.mark.ours  # torch's batch changes with the grandchild's; its join waits for a pipe that the grandchild holds
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_grandchild_that_outlives_its_worker_reads_and_writes_what_is_its_own(persistent, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 80)
+    dataset, haunted = Images(48, (3, 80, 80)), Haunted(tmp_path, {3, 5}, writes=True)
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, collate_fn=haunted, persistent_workers=persistent)
+    with within(40):  # a worker that does not leave by itself is waited for 80 s
+        iterator = iter(loader)
+        pids = worker_pids(iterator)
+        kept = [images for images, _ in iterator]
+        assert all(right(images, dataset, k) for k, images in enumerate(kept))
+        assert wait_until(lambda: len(haunted.pids()) == 4, 20)
+        (tmp_path / "go").touch()
+        for _ in range(3):
+            for k, (images, _) in enumerate(loader):
+                time.sleep(0.005)
+                assert right(images, dataset, k)
+        iterator._shutdown_workers()
+    assert all(map(gone, pids)) and not any(map(gone, haunted.pids()))
+    for images, _ in DataLoader(dataset, batch_size=4, num_workers=2):
+        images.fill_(7)
+    assert all(right(images, dataset, k) for k, images in enumerate(kept))
+    (tmp_path / "stop").touch()
+    assert wait_until(lambda: all(map(gone, haunted.pids())), 20)
+    assert haunted.told() == ["good"] * 4
+
+
+@pytest.mark.ours
+def test_what_grandchildren_held_comes_back_when_they_have_ended(tmp_path):
+    dataset, haunted = Images(64, (3, 256, 256)), Haunted(tmp_path, range(1, 17))
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, collate_fn=haunted, persistent_workers=True)
+    for _ in loader:
+        pass
+    held = arena_bytes()
+    assert held > 14 * 4 * dataset.image(0).numel(), "each grandchild holds a batch"
+    (tmp_path / "go").touch()
+    assert wait_until(lambda: len(haunted.told()) == 16, 20)
+    assert wait_until(lambda: all(map(gone, haunted.pids())), 20)
+    for _ in range(10):
+        for k, (images, _) in enumerate(loader):
+            assert torch.equal(images[0], dataset.image(4 * k))
+    del images
+    assert haunted.told() == ["good"] * 16
+    assert arena_bytes() < held / 2
+
+
+@pytest.mark.timeout(180)
+def test_a_child_of_main_loads_and_leaves_by_sys_exit_while_main_iterates():
+    status, out, err = run_script(
+        """
+        from sample_data import Images
+        dataset = Images(40, (3, 64, 64))
+        def right(k, batch):
+            return all(torch.equal(x, dataset.image(4 * k + i)) for i, x in enumerate(batch[0]))
+        loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=not TORCH_MODE)
+        iterator = iter(loader)
+        held = [next(iterator) for _ in range(3)]
+        children = []
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                fresh = list(DataLoader(dataset, batch_size=4, num_workers=2))
+                assert all(right(k, batch) for k, batch in enumerate(held + fresh[len(held):]))
+                if TORCH_MODE:
+                    os._exit(5)  # at exit torch's iterator would end the parent's workers
+                sys.exit(5)
+            children.append(child)
+            held.append(next(iterator))
+        held += iterator
+        assert len(held) == 10 and all(right(k, batch) for k, batch in enumerate(held))
+        print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+        print(len(list(loader)))
+    """,
+        seconds=150,
+    )
+    assert (status, out, err) == (0, "[5, 5]\n10\n", "")
+
+
+@pytest.mark.ours  # torch's iterator serves both, and each gets a part of the batches
+def test_a_sampler_that_forks_does_not_give_the_iterator_to_the_child():
+    child = None
+
+    class Forks(torch.utils.data.Sampler):
+        def __iter__(self):
+            nonlocal child
+            for i in range(12):
+                if i == 7:
+                    child = os.fork()
+                yield i
+
+    got = []
+    try:
+        for x in DataLoader(Numbers(12), sampler=Forks(), batch_size=None, num_workers=2):
+            got.append(x.item())
+    except RuntimeError as error:
+        if child == 0:
+            os._exit(7 if "forked from" in str(error) else 8)
+        raise
+    finally:
+        if child == 0:
+            os._exit(9)
+    assert got == list(range(12))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def forks_beside_threads(in_child):
+    """Two threads iterate over loaders of their own while this one forks; the exit codes of the children."""
+    dataset, stop, wrong = Images(24, (3, 64, 64)), threading.Event(), []
+
+    def iterate():
+        while not stop.is_set():
+            for k, (images, _) in enumerate(DataLoader(dataset, batch_size=4, num_workers=1)):
+                if not right(images, dataset, k):
+                    wrong.append(k)
+
+    held = next(iter(DataLoader(dataset, batch_size=4, num_workers=1)))[0]
+    threads = [threading.Thread(target=iterate) for _ in range(2)]
+    [thread.start() for thread in threads]
+    codes = []
+    try:
+        for _ in range(6):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # a deadlock is an exit code as well
+                code = 9
+                try:
+                    same = right(held, dataset, 0)
+                    code = 5 if same and in_child(dataset) else 6
+                finally:
+                    os._exit(code)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    finally:
+        stop.set()
+        [thread.join() for thread in threads]
+    assert wrong == []
+    return codes
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_threads_iterate_while_another_forks():
+    assert forks_beside_threads(lambda dataset: True) == [5] * 6
+
+
+@pytest.mark.ours  # a promise that torch does not make: locks of its threads may be held in the child
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_child_forked_beside_busy_threads_can_load():
+    def load(dataset):
+        return [int(i) for _, labels in DataLoader(dataset, batch_size=4, num_workers=1) for i in labels] == list(
+            range(24)
+        )
+
+    assert forks_beside_threads(load) == [5] * 6

@@ -1,0 +1,216 @@
+"""Small, odd and missing file systems and seccomp filters around the DataLoader.
+
+Each body runs in a forked child with mounts or a filter of its own. Where this machine does not let a test
+make them it is skipped and says why.
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import struct
+
+import pytest
+import torch
+from isolation import in_child, watched
+from programs import FOR_GOOD, doomed, late, loader, plain, stubborn, twice, walk
+from sample_data import Numbers, Slow
+
+pytestmark = pytest.mark.ours
+
+KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. ", FOR_GOOD]
+LATE = ["RuntimeError: DataLoader timed out after 0.2 seconds"] * 2
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(answer, what):
+    if answer != 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+# Mounts
+
+CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 4096, 8192, 16384, 1 << 18
+
+
+def own_mounts():
+    checked(libc.unshare(CLONE_NEWNS), "unshare")
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+
+
+def mount(source, target, kind, flags=0, options=None):
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
+    checked(libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+
+
+def one_megabyte():
+    mount("shm", "/dev/shm", "tmpfs", 0, "size=1m")
+
+
+def read_only():
+    mount("shm", "/dev/shm", "tmpfs")
+    mount(None, "/dev/shm", None, MS_REMOUNT | MS_RDONLY)
+
+
+def no_tmpfs():
+    """An ordinary directory."""
+    os.mkdir("/tmp/rustloader-empty")
+    mount("/tmp/rustloader-empty", "/dev/shm", None, MS_BIND)
+
+
+def absent():
+    """A /dev without shm."""
+    mount("dev", "/mnt", "tmpfs")
+    for name in ("null", "zero", "urandom"):
+        open(f"/mnt/{name}", "w").close()
+        mount(f"/dev/{name}", f"/mnt/{name}", None, MS_BIND)
+    mount("/mnt", "/dev", None, MS_MOVE)
+    assert not os.path.exists("/dev/shm")
+
+
+def in_own_mounts(change, body, *args, status=0):
+    def inside():
+        own_mounts()
+        change()
+        return {"value": body(*args)}
+
+    try_out = in_child(lambda: own_mounts() or {})
+    if try_out["status"] != 0:
+        pytest.skip(f"no mount namespace can be had: {try_out['output'].splitlines()[-1]}")
+    try:
+        report = in_child(inside)
+    finally:
+        shutil.rmtree("/tmp/rustloader-empty", ignore_errors=True)
+    assert not report["hangs"] and report["status"] == status and report["processes"] == 0, report
+    return report
+
+
+class SharesMemory(Numbers):
+    """The dataset calls torch's own shared memory; sample 2 has 2 MB."""
+
+    def __init__(self, how):
+        super().__init__(6)
+        self.how = how
+
+    def __getitem__(self, i):
+        n = 500_000 if i == 2 else 5000
+        if self.how == "share_memory_":
+            return torch.full((n,), float(i)).share_memory_()
+        return torch.empty(0).set_(torch.UntypedStorage._new_shared(4 * n), 0, (n,)).fill_(i)
+
+
+def shares_memory(how):
+    expected = [torch.full((500_000 if i == 2 else 5000,), float(i)) for i in range(6)]
+    errors, batches = walk(loader(SharesMemory(how), batch_size=None), expected)
+    return [error.splitlines()[-1] for error in errors], len(batches)
+
+
+# {how /dev/shm is: what of six samples torch's own share_memory_ refuses, and its words}
+SHM = {
+    one_megabyte: (1, "No space left on device"),
+    read_only: (6, "Read-only file system"),
+    no_tmpfs: (0, ""),
+    absent: (6, "No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("change", SHM, ids=lambda change: change.__name__)
+def test_dev_shm_does_not_matter(change):
+    """Batches, default_collate and what torch allocates for it lie in the arena. Where a dataset uses /dev/shm itself
+    and is refused, that is the sample's error."""
+    assert in_own_mounts(change, twice)["value"] == []
+    assert in_own_mounts(change, shares_memory, "_new_shared")["value"] == [[], 6]
+    refused, words = SHM[change]
+    errors, batches = in_own_mounts(change, shares_memory, "share_memory_")["value"]
+    assert (len(errors), batches) == (refused, 6 - refused)
+    assert all(error.startswith("RuntimeError: unable to ") and words in error for error in errors)
+
+
+def no_proc():
+    mount("proc", "/proc", "tmpfs")
+    assert not os.listdir("/proc")
+
+
+@pytest.mark.parametrize("program, errors", [(twice, []), (doomed, KILLED), (late, LATE)])
+def test_without_proc(program, errors):
+    assert in_own_mounts(no_proc, program)["value"] == errors
+
+
+# seccomp
+
+
+def refuse(**calls):
+    """Has the kernel refuse system calls of this process and its children from here on: {call: errno}."""
+    machine = os.uname().machine
+    numbers = {
+        "x86_64": dict(memfd_create=319, pidfd_open=434, pidfd_send_signal=424, madvise=28),
+        "aarch64": dict(memfd_create=279, pidfd_open=434, pidfd_send_signal=424, madvise=233),
+    }[machine]
+    allow, fail = 0x7FFF0000, 0x00050000
+    load, equal, answer = 0x20, 0x15, 0x06
+    program = [(load, 0, 0, 0)]
+    for call, number in calls.items():
+        program += [(equal, 0, 1, numbers[call]), (answer, 0, 0, fail | number)]
+    program.append((answer, 0, 0, allow))
+    code = b"".join(struct.pack("HBBI", *line) for line in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    filter_ = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
+    checked(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    checked(libc.prctl(22, 2, filter_, 0, 0), "PR_SET_SECCOMP")
+
+
+def under_seccomp(body, **calls):
+    def inside():
+        refuse(**calls)
+        return body()
+
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("numbers of system calls are known for x86_64 and aarch64 alone")
+    try_out = in_child(lambda: refuse(memfd_create=errno.EPERM) or {})
+    if try_out["status"] != 0:
+        pytest.skip(f"no seccomp filter can be had: {try_out['output'].splitlines()[-1]}")
+    report = in_child(watched, inside)
+    assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
+    assert report["left"] == {} and report["processes"] == 0, report
+    return report
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_refused_memfd_hands_over_with_one_line(number):
+    report = under_seccomp(plain, memfd_create=number)
+    (line,) = report["log"]
+    assert line.startswith("WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: ")
+    assert "memfd_create failed" in line and "seccomp" in line and "\n" not in line
+    assert (report["engine"], report["value"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "program, errors, number",
+    [
+        (twice, [], errno.EPERM),
+        (doomed, KILLED, errno.EPERM),
+        (doomed, KILLED, errno.ENOSYS),
+        (late, LATE, errno.ENOSYS),
+        (stubborn, [], errno.EPERM),
+    ],
+)
+def test_without_pidfds_deaths_and_timeouts_are_seen_still(program, errors, number):
+    report = under_seccomp(program, pidfd_open=number, pidfd_send_signal=number)
+    assert (report["log"], report["value"]) == ([], errors)
+
+
+def test_workers_leave_when_main_is_killed_though_nothing_tells_its_end():
+    """No pidfds, no /proc, and the main process stays a zombie."""
+
+    def body():
+        refuse(pidfd_open=errno.ENOSYS)
+        next(iter(loader(Slow(9, {4: 30, 5: 30}), batch_size=None)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_own_mounts(no_proc, body, status=signal.SIGKILL)
+
+
+def test_without_madvise_pages_are_touched():
+    report = under_seccomp(twice, madvise=errno.EPERM)
+    assert (report["log"], report["engine"], report["value"]) == ([], 12, [])

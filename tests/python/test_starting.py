@@ -1,0 +1,194 @@
+"""The start itself: scripts, what cannot be sent to a worker, many workers (P9, S8)."""
+
+import os
+import re
+import warnings
+from multiprocessing import forkserver
+
+import pytest
+import torch
+from orders import Calls, Characters, Holds, PickledOnce
+from sample_data import WhoAmI
+from support import (
+    BOTH,
+    TORCH_MODE,
+    DataLoader,
+    children,
+    children_of,
+    epoch,
+    finish,
+    gone,
+    in_session,
+    mappings,
+    open_files,
+    run_script,
+    start_script,
+    trim_pool,
+    wait_until,
+    within,
+    worker_pids,
+)
+
+MINE = """
+    class Mine(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, i):
+            return i, SEEN
+    SEEN = None
+    def collate(samples):
+        return "mine", samples
+    def init(worker):
+        global SEEN
+        SEEN = f"init {worker}"
+    def loader(**kw):
+        return DataLoader(Mine(), batch_size=2, num_workers=1, collate_fn=collate, worker_init_fn=init, **kw)
+"""
+BATCHES = [("mine", [(0, "init 0"), (1, "init 0")]), ("mine", [(2, "init 0"), (3, "init 0")])]
+DEATH = re.compile(r"RuntimeError:? DataLoader worker \(pid.*\) exited unexpectedly")
+
+
+@pytest.mark.timeout(180)
+def test_a_script_with_all_in_main_and_a_start_method_that_is_set_after_the_construction(tmp_path):
+    status, out, err = run_script(
+        MINE
+        + """
+    def main():
+        one = loader()
+        for method in ("fork", "spawn", "forkserver"):
+            torch.multiprocessing.set_start_method(method, force=True)
+            iterator = iter(one)
+            print(iterator._workers[0]._popen.method, list(iterator))
+    if __name__ == "__main__":
+        main()
+    """,
+        seconds=150,
+        file=tmp_path / "script.py",
+    )
+    lines = [f"{method} {BATCHES}" for method in ("fork", "spawn", "forkserver")]
+    assert (status, out.splitlines(), err) == (0, lines, "")
+
+
+@pytest.mark.timeout(180)
+def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is_left(tmp_path):
+    source = MINE + '    print(list(loader(multiprocessing_context="%s")))'
+    process = start_script(source % "spawn", file=tmp_path / "script.py")
+    status, out, err = finish(process, 150)
+    assert (status, out) == (1, "")
+    assert "An attempt has been made to start a new process before the" in err
+    assert DEATH.search(err.replace("\n", " ")), err
+    assert wait_until(lambda: not in_session(process.pid), 20)
+    # Under fork there is nothing to be guarded.
+    assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
+
+
+@pytest.mark.timeout(180)
+def test_what_python_c_defines_is_there_under_fork_alone():
+    process = start_script(
+        MINE
+        + """
+    print(list(loader(multiprocessing_context="fork")))
+    try:
+        list(loader(multiprocessing_context="spawn"))
+    except RuntimeError as error:
+        print("RuntimeError", error)
+    """
+    )
+    status, out, err = finish(process, 150)
+    first, second = out.splitlines()
+    assert (status, first) == (0, str(BATCHES)) and DEATH.match(second)
+    assert "Can't get attribute 'Mine' on <module '__main__'" in err
+    assert wait_until(lambda: not in_session(process.pid), 20)
+
+
+def failed_start(loader):
+    """The error of iter(), and the warnings before it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            iter(loader)
+        except Exception as error:
+            return type(error), str(error), [(w.category, str(w.message)) for w in caught if "pickle" in str(w.message)]
+    raise AssertionError("the workers were started")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, on its way out
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("thing", ["an open file", "a lambda", "a generator"])
+def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thing):
+    with open(os.devnull) as file:
+        held = {"an open file": file, "a lambda": lambda: 0, "a generator": (i for i in ())}[thing]
+        dataset = Holds(3, held)
+        theirs, ours = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
+    assert ours == theirs
+    ((category, text),) = ours[2]
+    assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
+
+
+def test_files_and_lambdas_are_inherited_under_fork(tmp_path):
+    (tmp_path / "file").write_text("abc")
+    with open(tmp_path / "file") as file:
+        assert epoch(DataLoader(Characters(3, file), num_workers=2, batch_size=None)) == ["a", "b", "c"]
+    assert epoch(DataLoader(Calls(3, lambda i: -i), num_workers=2, batch_size=None)) == [0, -1, -2]
+
+
+@pytest.mark.ours  # torch leaves queues behind, and with a second worker the first one
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_start_that_failed_leaves_nothing(method):
+    loader = DataLoader(Holds(3, lambda: 0), num_workers=2, multiprocessing_context=method)
+    failed_start(loader)  # starts the helper processes of multiprocessing
+    before = children(), mappings(), sorted(open_files().values())
+    failed_start(loader)
+    trim_pool()
+    assert (children(), mappings(), sorted(open_files().values())) == before
+
+
+@pytest.mark.ours
+def test_a_worker_that_was_started_before_the_start_failed_is_ended():
+    def started():
+        return children_of(forkserver._forkserver._forkserver_pid)
+
+    loader = DataLoader(PickledOnce(3), num_workers=2, multiprocessing_context="forkserver")
+    assert failed_start(loader)[:2] == (TypeError, "no second time")
+    assert started() == set()
+
+
+@pytest.mark.parametrize("workers", [16, 64])
+def test_many_workers(workers, monkeypatch):
+    dataset = WhoAmI(2 * workers)
+    before = len(open_files())
+    loader = DataLoader(dataset, num_workers=workers, batch_size=None, persistent_workers=True)
+    expected = [[i, i % workers] for i in range(2 * workers)]
+    for _ in range(2):
+        assert epoch(loader) == expected
+    if not TORCH_MODE:
+        # Of each worker its pidfd, and the two pipes of its Process.
+        assert len(open_files()) - before <= 3 * workers + 4
+    iterator = iter(loader)
+    assert next(iterator) == [0, 0]
+    pids = worker_pids(iterator)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 80)
+    with within(40):  # far below what workers are waited for that do not leave by themselves
+        iterator._shutdown_workers()
+    assert len(set(pids)) == workers and all(map(gone, pids))
+
+
+@pytest.mark.timeout(180)
+def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
+    """SIGINT is blocked while workers start, and would be in each process of a server that is started meanwhile."""
+    source = """
+    import multiprocessing, signal
+    from multiprocessing import resource_tracker
+    def blocked(connection):
+        connection.send(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    if __name__ == "__main__":
+        resource_tracker.ensure_running()
+        list(DataLoader(range(2), num_workers=1, multiprocessing_context="forkserver"))
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=blocked, args=(theirs,))
+        process.start()
+        print(ours.recv())
+        process.join()
+    """
+    assert run_script(source, seconds=150, file=tmp_path / "script.py") == (0, "set()\n", "")

@@ -1,0 +1,243 @@
+"""Traps that have cost somebody a bug, and that no other file is about (PARITY: T18 to T27, the last of the table)."""
+
+import collections
+import itertools
+import multiprocessing
+import socket
+
+import pytest
+import torch
+from sample_data import Failing, Given, Numbers, Shards, as_list, key_error
+from support import (
+    BOTH,
+    DataLoader,
+    TorchDataLoader,
+    epoch,
+    outcome,
+    outcomes,
+    outcomes_of,
+    run_script,
+    values,
+)
+from torch.utils.data import IterableDataset, default_collate
+
+
+def identity(x):
+    return x
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_t18_no_index_is_dropped_out_of_order(workers, persistent):
+    """With errors, and with iterable datasets whose workers end at different times."""
+    more = dict(num_workers=workers, in_order=False, batch_size=None, persistent_workers=persistent, prefetch_factor=3)
+    errors = dict.fromkeys((0, 5, 6, 29), key_error)
+    lengths = [3, 0, 7, 1][:workers]
+    numbered, sharded = DataLoader(Failing(30, errors), **more), DataLoader(Shards(lengths), **more)
+    for _ in range(2):
+        got = collections.Counter(o[1] for o in outcomes(iter(numbered), 31) if o[0] != "end")
+        assert got.pop(KeyError) == len(errors)
+        assert got == collections.Counter(i for i in range(30) if i not in errors)
+        expected = sorted([w, i] for w in range(workers) for i in range(lengths[w]))
+        assert sorted(values(epoch(sharded))) == expected
+
+
+def test_t19_a_short_batch_behind_a_long_one_shows_nothing_of_it():
+    """Memory that is used again holds older bytes behind the view: no storage is larger than its tensor."""
+    sizes = [100_000, 20_000, 60_000, 5, 99_999, 4096]
+    samples = [torch.full((n,), float(n)) for n in sizes * 8]
+    for batch, n in zip(DataLoader(Given(samples), num_workers=1, batch_size=None), sizes * 8, strict=True):
+        whole = torch.empty(0).set_(batch.untyped_storage())
+        assert whole.shape == (n,) and bool((whole == n).all())
+        batch.fill_(-1)
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize(
+    "sample",
+    [torch.zeros(300, 40), [torch.zeros(70, 100)], {"x": torch.zeros(5000, dtype=torch.float64)}],
+    ids=["tensor", "list", "dict"],
+)
+def test_t20_default_collate_writes_straight_into_the_arena(sample):
+    def collate(samples):
+        batch = default_collate(samples)
+        tensor = batch if isinstance(batch, torch.Tensor) else next(iter(getattr(batch, "values", batch.__iter__)()))
+        return batch, in_arena(tensor.data_ptr())
+
+    for _, inside in epoch(DataLoader([sample] * 6, num_workers=2, batch_size=2, collate_fn=collate)):
+        assert inside
+    assert not in_arena(torch.zeros(70, 100).data_ptr())
+
+
+def in_arena(address):
+    with open("/proc/self/maps") as f:
+        for line in f:
+            start, end = (int(n, 16) for n in line.split()[0].split("-"))
+            if start <= address < end:
+                return "memfd:rustloader" in line
+    return False
+
+
+class Inherited(Numbers):
+    """A dataset with what only a child may be given, once for each of them."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        context = multiprocessing.get_context("spawn")
+        self.lock, self.queue, self.event = context.Lock(), context.Queue(), context.Event()
+        self.table = torch.arange(100_000)
+        self.seen = torch.zeros(n).share_memory_()
+
+    def __getitem__(self, i):
+        with self.lock:
+            self.seen[i] += 1
+        self.queue.put(i)
+        self.event.set()
+        return self.table[i]
+
+
+def test_t26_a_spawned_workers_dataset_with_locks_queues_and_tensors():
+    dataset = Inherited(6)
+    assert values(epoch(DataLoader(dataset, num_workers=2, batch_size=None, multiprocessing_context="spawn"))) == list(
+        range(6)
+    )
+    assert dataset.event.is_set()
+    assert sorted(dataset.queue.get(timeout=20) for _ in range(6)) == list(range(6))
+    assert dataset.seen.tolist() == [1] * 6
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+class Descriptors(IterableDataset):
+    """Its samples are descriptors, which a pickle cannot hold by itself."""
+
+    def __iter__(self):
+        kept = []
+        for i in range(4):
+            ours, theirs = multiprocessing.Pipe()
+            ours.send(i)
+            kept.append(ours)
+            left, right = socket.socketpair()
+            left.send(b"%d" % i)
+            kept.append(left)
+            yield theirs, right
+
+
+def test_t27_descriptors_arrive_while_their_worker_lives():
+    """Also those of the last batches, whose worker has nothing more to do."""
+
+    def run(cls):
+        got = []
+        for pipe, end in cls(Descriptors(), num_workers=2, batch_size=None, collate_fn=identity):
+            with pipe, end:
+                got.append((pipe.recv(), end.recv(10)))
+        return sorted(got)
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs == sorted([(i, b"%d" % i) for i in range(4)] * 2)
+
+
+@pytest.mark.ours
+def test_p20_open_files_do_not_run_out():
+    """torch raises `Too many open files. Communication with the workers is no longer possible.`"""
+    status, out, err = run_script("""
+        import resource
+        from sample_data import Images
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        kept = list(DataLoader(Images(200, (1, 4, 4)), num_workers=1, batch_size=None, collate_fn=list))
+        kept += list(DataLoader(Images(200, (3, 100, 100)), num_workers=1, batch_size=None, collate_fn=list))
+        print(len(kept), len(os.listdir("/proc/self/fd")) < 40)
+    """)
+    assert (status, out) == (0, "400 True\n"), err
+
+
+@pytest.mark.ours
+def test_p25_delivered_memory_is_not_torchs_shared_memory():
+    """Better on purpose: no file in /dev/shm. What is asked to be shared is, and a child sees what was."""
+    (batch,) = epoch(DataLoader(Given([torch.zeros(50_000)] * 2), num_workers=1, batch_size=2))
+    assert not batch.is_shared() and not batch.untyped_storage().resizable()
+    context = torch.multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(float(batch.add(1).sum())))
+    child.start()
+    assert queue.get() == 100_000.0
+    child.join()
+    assert batch.share_memory_().is_shared()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, 1e5, True])
+def test_p19_odd_timeouts_are_none_or_long(timeout):
+    for cls in BOTH:
+        loader = cls(Numbers(4), num_workers=1, batch_size=None)
+        loader.timeout = timeout
+        assert values(loader) == [0, 1, 2, 3]
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300])
+def test_p19_a_timeout_without_an_end_is_none(timeout):
+    """torch's queue says that it cannot convert it."""
+    loader = TorchDataLoader(Numbers(2), num_workers=1, timeout=timeout)
+    iterator = iter(loader)
+    assert outcome(next, iterator)[1] is OverflowError
+    iterator._shutdown_workers()
+    assert values(epoch(DataLoader(Numbers(4), num_workers=1, batch_size=None, timeout=timeout))) == [0, 1, 2, 3]
+
+
+def test_table_a_sampler_iter_of_none_resets_and_says_what_is_missing():
+    def run(cls):
+        iterator = iter(cls(Numbers(4), num_workers=1))
+        iterator._sampler_iter = None
+        got = outcome(next, iterator)
+        iterator._shutdown_workers()
+        return got[0], got[1], got[2].split(".")[-1]
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs and ours[1] is TypeError
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_table_reset_by_hand_begins_a_new_epoch(taken):
+    def run(cls):
+        loader = cls(Numbers(5), num_workers=2, batch_size=None, persistent_workers=True)
+        iterator = iter(loader)
+        first = values(itertools.islice(iterator, taken))
+        iterator._reset(loader)
+        second = values(iterator)
+        iterator._reset(loader, first_iter=False)
+        third = values(iterator)
+        iterator._shutdown_workers()
+        return first, second, third
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs
+
+
+def test_p18_after_a_shutdown_next_says_that_it_is_the_end():
+    def run(cls):
+        iterator = iter(cls(Numbers(9), num_workers=1))
+        next(iterator)
+        iterator._shutdown_workers()
+        return outcomes(iterator, 3)
+
+    theirs, ours = map(run, BOTH)
+    assert ours == theirs == [("end",)] * 3
+
+
+@pytest.mark.ours
+def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
+    """torch: ValueError, its queue is closed."""
+    loader = DataLoader(Numbers(5), num_workers=2, batch_size=None, persistent_workers=True)
+    for _ in range(3):
+        assert values(epoch(loader)) == list(range(5))
+        loader._iterator._shutdown_workers()
+
+
+class Nested(IterableDataset):
+    def __iter__(self):
+        return iter(DataLoader(Numbers(3), batch_size=None))
+
+
+def test_a_loader_without_workers_inside_a_worker():
+    theirs, ours = (outcomes_of(cls(Nested(), num_workers=2, batch_size=2, collate_fn=as_list), 6) for cls in BOTH)
+    assert [str(o) for o in ours] == [str(o) for o in theirs]
