@@ -66,18 +66,23 @@ impl Bridge {
             Some(exchange) => Importer::Exchange(exchange),
             None => Importer::Capsule(of_c("_from_dlpack")?),
         };
+        // Older torches have element types that their DLPack has not.
+        let makes = |dtype| {
+            let empty = Block::<Heap>::copied(&[], dtype, &[0], &[1]);
+            empty.is_some_and(|block| importer.import(py, block).is_ok())
+        };
         let dtypes = Dtype::all().filter_map(|dtype| {
             let found = torch.getattr(dtype.torch_name()?).ok()?;
-            Some((found.unbind(), dtype))
+            makes(dtype).then(|| (found.unbind(), dtype))
         });
         Ok(Self {
             exchange,
-            importer,
             is_neg: tensor.getattr("is_neg")?.unbind(),
             is_conj: tensor.getattr("is_conj")?.unbind(),
             has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
             dtypes: dtypes.collect(),
+            importer,
             defaults: [
                 of_c("_len_torch_function_stack")?,
                 of_c("_len_torch_dispatch_stack")?,
