@@ -17,7 +17,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-rust test-loom test-python fuzz-programs lint bench compare wheel clean
+.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz-programs lint bench compare compare-gpu wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -28,7 +28,7 @@ help: ## Say what can be done (this text)
 	@echo 'Variables (now):'
 	@echo '  PYTHON=$(PYTHON)   the Python that .venv gets: a name or a path, 3.11 or newer'
 	@echo '  TORCH=$(TORCH)   the torch that .venv gets, as pip takes it, for instance TORCH=torch==2.6.0'
-	@echo '  ARGS=$(ARGS)   further arguments for demo, compare, bench and test-python, for instance ARGS=--help'
+	@echo '  ARGS=$(ARGS)   further arguments for demo, compare, bench and tests, for instance ARGS=--help'
 	@echo
 	@echo 'All that use Python set up .venv first (about 5 GB with torch) and keep it until PYTHON or TORCH changes.'
 
@@ -51,6 +51,10 @@ test-python: build failpoints ## Only the Python tests (ARGS='-k name')
 fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
 
+# On a machine without a CUDA device all of them are skipped.
+test-gpu: build ## Only the tests that need a CUDA device
+	$(BIN)/python -m pytest tests/python -m gpu $(ARGS)
+
 lint: build ## Formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
@@ -68,6 +72,9 @@ bench: ## Rust benchmarks of scheduler, ring and arena (criterion; no Python)
 
 compare: build ## Compare with torch's DataLoader (ARGS='--quick', ARGS='--persistent', ARGS=--help)
 	$(BIN)/python benches/compare.py $(ARGS)
+
+compare-gpu: build ## The same for pinned batches, with a CUDA device
+	$(BIN)/python benches/gpu.py $(ARGS)
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist

@@ -71,13 +71,15 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
         assert_eq!(message.payload(), payload);
         engine.opened(message.payload().to_vec()).unwrap();
     }
-    assert!(matches!(step(&mut engine), Step::DeliverOpened { tag: 0, opened } if opened == b"first"));
+    assert!(
+        matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first")
+    );
     assert_eq!(engine.active(), [false, true]);
     assert_eq!(task(&ports[0]).kind, TaskKind::Leave);
 
     answer(&ports[1], ResultKind::Plain, b"of the other");
     assert!(matches!(step(&mut engine), Step::Deliver { tag: 1, .. }));
-    let Step::Deliver { tag: 2, incoming } = step(&mut engine) else { panic!("the second result") };
+    let Step::Deliver { tag: 2, incoming, .. } = step(&mut engine) else { panic!("the second result") };
     drop(Message::open(&arena, &incoming, Vec::new()).unwrap());
     assert!(engine.opened(Vec::new()).is_err(), "nothing is to be opened");
 }

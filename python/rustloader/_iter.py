@@ -306,7 +306,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if code == _NO_PIN_THREAD:
             self._death = "Pin memory thread exited unexpectedly"
             self._death_note = value or None
-            self._engine().close()
+            core = self._engine()
+            core.close()
+            # Its last word comes just before its end.
+            core.join_pinning(_EXIT_GRACE)
             raise self._death_error()
 
     def _note_death(self, worker_id: int) -> None:

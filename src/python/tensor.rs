@@ -31,8 +31,6 @@ pub struct Bridge {
     strided: Py<PyAny>,
     /// (torch's dtype, ours).
     dtypes: Vec<(Py<PyAny>, Dtype)>,
-    /// Types that this torch has and cannot make tensors of for us; mostly none.
-    unmakeable: Vec<Dtype>,
     /// torch's own: how many function modes and dispatch modes there are, the default device.
     defaults: [Py<PyAny>; 3],
     numpy: Option<Numpy>,
@@ -68,19 +66,23 @@ impl Bridge {
             Some(exchange) => Importer::Exchange(exchange),
             None => Importer::Capsule(of_c("_from_dlpack")?),
         };
+        // Older torches have element types that their DLPack has not.
+        let makes = |dtype| {
+            let empty = Block::<Heap>::copied(&[], dtype, &[0], &[1]);
+            empty.is_some_and(|block| importer.import(py, block).is_ok())
+        };
         let dtypes = Dtype::all().filter_map(|dtype| {
             let found = torch.getattr(dtype.torch_name()?).ok()?;
-            Some((found.unbind(), dtype))
+            makes(dtype).then(|| (found.unbind(), dtype))
         });
-        let mut bridge = Self {
+        Ok(Self {
             exchange,
-            importer,
             is_neg: tensor.getattr("is_neg")?.unbind(),
             is_conj: tensor.getattr("is_conj")?.unbind(),
             has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
             dtypes: dtypes.collect(),
-            unmakeable: Vec::new(),
+            importer,
             defaults: [
                 of_c("_len_torch_function_stack")?,
                 of_c("_len_torch_dispatch_stack")?,
@@ -88,13 +90,7 @@ impl Bridge {
             ],
             numpy: Numpy::find(py),
             tensor: tensor.unbind(),
-        };
-        // Some versions have types that they cannot take from DLPack (float8 before torch 2.7 or so).
-        let is_refused = |dtype: &Dtype| bridge.tensor_copied(py, &[], *dtype, &[0], &[1]).is_err();
-        let unmakeable: Vec<_> = bridge.dtypes.iter().map(|(_, dtype)| *dtype).filter(is_refused).collect();
-        bridge.dtypes.retain(|(_, dtype)| !unmakeable.contains(dtype));
-        bridge.unmakeable = unmakeable;
-        Ok(bridge)
+        })
     }
 
     /// The process's own bridge, made on first use.
@@ -165,9 +161,6 @@ impl Bridge {
             return None;
         }
         let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
-        if self.unmakeable.contains(&dtype) {
-            return None;
-        }
         if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
             // torch.uint1 to uint7, bit, int1 to int7 look the same to DLPack.
             let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;

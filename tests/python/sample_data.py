@@ -40,6 +40,13 @@ class Numbers(Dataset):
         return torch.tensor(i)
 
 
+class OnDevice(Numbers):
+    """Sample i is made on the CUDA device."""
+
+    def __getitem__(self, i):
+        return torch.full((100,), i, device="cuda")
+
+
 class WhoAmI(Numbers):
     """Sample i is (i, id of the worker that made it)."""
 

@@ -70,7 +70,8 @@ def acts():
 
 
 def loader_of(dataset, cls=DataLoader, **kw):
-    return cls(dataset, **({"batch_size": None, "num_workers": 2, "pin_memory": True} | kw))
+    """With one worker batches come to the thread in their order."""
+    return cls(dataset, **({"batch_size": None, "num_workers": 1, "pin_memory": True} | kw))
 
 
 def raising(error):
@@ -108,7 +109,7 @@ def test_p17_the_traceback_names_the_users_code(host, acts):
 
 def test_p17_errors_of_workers_pass_through(host):
     dataset = Failing(6, {1: key_error, 4: runtime_error})
-    ours, torchs = (outcomes_of(loader_of(dataset, cls), 7) for cls in reversed(BOTH))
+    ours, torchs = (outcomes_of(loader_of(dataset, cls, num_workers=2), 7) for cls in reversed(BOTH))
     assert ours == torchs
     assert ours[4] == ("error", RuntimeError, "Caught RuntimeError in DataLoader worker process 0.")
 
@@ -138,7 +139,7 @@ def test_a_batch_that_cannot_be_unpickled_is_an_error_in_its_place(host):
 def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
     """torch lets the workers wait for the next batch that nobody will want."""
     acts[4] = raising(error)
-    loader = loader_of(Acts(20), num_workers=1, persistent_workers=True)
+    loader = loader_of(Acts(20), persistent_workers=True)
     iterator = iter(loader)
     pids = worker_pids(iterator)
     assert outcomes(iterator, 4) == [("value", i) for i in range(4)], "what was ready comes first"
@@ -167,7 +168,7 @@ def test_a_thread_that_cannot_begin_is_named(host, monkeypatch):
 def test_p20_what_a_dead_worker_had_sent_is_delivered_then_its_death_is_raised(persistent, tmp_path):
     with pinning(delay=0.05) as host:
         dataset = DyingOnce(40, 7, signal.SIGKILL, tmp_path / "died")
-        loader = loader_of(dataset, persistent_workers=persistent, prefetch_factor=4)
+        loader = loader_of(dataset, num_workers=2, persistent_workers=persistent, prefetch_factor=4)
         iterator = iter(loader)
         pids = worker_pids(iterator)
         assert values([next(iterator) for _ in range(7)]) == list(range(7))
@@ -192,7 +193,7 @@ def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
         time.sleep(0.5)
 
     acts[0], acts[2] = lambda: all_sent.wait(10), act
-    iterator = iter(loader_of(Acts(30), num_workers=1, prefetch_factor=6))
+    iterator = iter(loader_of(Acts(30), prefetch_factor=6))
     pids = worker_pids(iterator)
     assert wait_until(lambda: iterator._core.worker_status(0)["tasks_done"] == 6)
     all_sent.set()
@@ -205,7 +206,7 @@ def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
 @pytest.mark.ours
 def test_p20_a_worker_dies_after_the_thread(host, acts):
     acts[2] = raising(SystemExit())
-    iterator = iter(loader_of(Acts(9), num_workers=1, prefetch_factor=6))
+    iterator = iter(loader_of(Acts(9), prefetch_factor=6))
     assert wait_until(lambda: not iterator._pin_memory_thread.is_alive())
     os.kill(worker_pids(iterator)[0], signal.SIGKILL)
     time.sleep(0.3)
@@ -262,7 +263,7 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
     thread = threading.Thread(target=disturb)
     got, interrupts, ended = [], 0, False
     try:
-        iterator = iter(loader_of(Numbers(1000), in_order=in_order, persistent_workers=True))
+        iterator = iter(loader_of(Numbers(1000), num_workers=2, in_order=in_order, persistent_workers=True))
         thread.start()
         while not ended:
             batch = None
@@ -339,5 +340,5 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
 
 @pytest.mark.ours
 def test_a_worker_that_dies_at_once(host):
-    found = outcomes(iter(loader_of(Dying(4, 0, 3), num_workers=1)), 2)
+    found = outcomes(iter(loader_of(Dying(4, 0, 3))), 2)
     assert all("exited unexpectedly with exit code 3" in text for _, _, text in found)

@@ -8,7 +8,8 @@ import json
 import pytest
 from support import run_script
 
-pytestmark = pytest.mark.ours
+# Many processes; a busy machine takes its time.
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
 
 HEAD = """
     import contextlib, gc, json, tempfile, threading, warnings
@@ -153,7 +154,7 @@ EXITS = (
 
 @pytest.fixture(scope="module")
 def exits():
-    status, out, err = run_script(EXITS, 80)
+    status, out, err = run_script(EXITS, 240)
     assert status == 0, err
     return json.loads(out)
 
@@ -236,7 +237,7 @@ def test_t14_fork_while_the_thread_works():
             assert batch[0] == batch[-1] and label == k // 2
         print("went on", hung, bad)
     """,
-        80,
+        240,
     )
     assert (status, out) == (0, "went on [] []\n"), err
     assert err == ""

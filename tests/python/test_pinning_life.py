@@ -30,7 +30,7 @@ from support import (
     within,
     worker_pids,
 )
-from test_internals import copied_shutdown, counters
+from test_internals import copied_shutdown
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 THREAD = "pt_data_pin" if TORCH_MODE else "rl_pin"
@@ -95,17 +95,14 @@ def test_persistent_iterable_epochs(host):
     loader._iterator._shutdown_workers()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_counters_are_torchs_at_every_step(host, persistent):
+def test_counters_are_torchs_at_every_step(host):
+    def counters(iterator):
+        tasks = {task: info[0] for task, info in iterator._task_info.items()}
+        return iterator._send_idx, iterator._rcvd_idx, tasks
+
     def steps(cls):
-        loader = cls(Numbers(7), num_workers=2, pin_memory=True, persistent_workers=persistent)
-        found = []
-        for _ in range(2):
-            iterator = iter(loader)
-            found.append(counters(iterator))
-            found += [(batch.tolist(), counters(iterator)) for batch in iterator]
-        iterator._shutdown_workers()
-        return found
+        iterator = iter(cls(Numbers(7), num_workers=2, pin_memory=True))
+        return [counters(iterator), *((batch.tolist(), counters(iterator)) for batch in iterator)]
 
     assert steps(DataLoader) == steps(TorchDataLoader)
 
