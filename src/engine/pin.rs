@@ -182,8 +182,7 @@ pub fn start<P: Prepare>(
         }
         last_control.end();
     };
-    let builder = thread::Builder::new().name("rl_pin".into()).stack_size(STACK);
-    builder.spawn(thread).map_err(|error| {
+    sys::thread::spawn("rl_pin", STACK, thread).map_err(|error| {
         failed.end();
         let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
         Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
