@@ -17,7 +17,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz-programs lint bench compare compare-gpu wheel clean
+.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs lint bench compare compare-gpu wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -47,6 +47,9 @@ test-loom: ## Only the loom models of the lock-free parts
 
 test-python: build failpoints ## Only the Python tests (ARGS='-k name')
 	$(BIN)/python -m pytest tests/python $(ARGS)
+
+fuzz: build ## Send random trees through torch's loader and ours until they differ (ARGS='--trees 20000 --seed 1')
+	cd tests/python && $(abspath $(BIN))/python -m roundtrip.fuzz $(ARGS)
 
 fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)

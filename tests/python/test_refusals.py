@@ -168,7 +168,8 @@ def test_a_refused_call_is_done_without_or_named(name, reports):
         assert report["output"] == "", report
     kept = {"descriptors"} if row.kind == "pipe_poll" and points.startswith("pipe_poll:1+") else set()
     assert set(report["left"]) <= kept, report
-    if row in TABLE:
+    # A worker that always finds work does not sleep.
+    if row in TABLE and row.kind != "futex_wait":
         assert any(row.kind in reports[n]["called"] for n, case in CASES.items() if case[0] is row), "never called"
 
     usual = USUAL.get(row.program, "")

@@ -206,11 +206,13 @@ def test_p25_random_generators_go_on_where_they_were():
     assert got.random(4).tolist() == generator.random(4).tolist()
 
 
-@pytest.mark.ours
-def test_arrays_keep_their_byte_order():
-    # As without workers; from torch's workers only some kinds do.
-    sent = [ARRAYS[kind](4) for kind in ARRAYS if "endian" in kind] + [np.ones(3, NESTED)]
-    assert [got.dtype for got in send(*sent)] == [array.dtype for array in sent]
+@pytest.mark.parametrize("n", [4, 5000])
+def test_arrays_arrive_in_the_machines_byte_order(n):
+    sent = [ARRAYS[kind](n) for kind in ARRAYS if "endian" in kind]
+    assert sent
+    for array, got in zip(sent, send(*sent), strict=True):
+        assert got.dtype.isnative and got.dtype == array.dtype.newbyteorder("=")
+        assert np.array_equal(got, array)
 
 
 # Buffers

@@ -48,6 +48,7 @@ class Session:
         self.caught = []
         self.handed_over = []
         self.delivered = self.batches = 0
+        self.engine_before = rustloader.engine_batches()
         self.kept, self.raised = [], None
         torch.manual_seed(program.seed), random.seed(program.seed + 1), np.random.seed(program.seed % 2**32)
         self.generator = torch.Generator().manual_seed(program.seed + 2) if program.generator else None
@@ -247,7 +248,7 @@ class Session:
             "main": self.note.events,
             "workers": recorder.workers(self.note.folder),
             "handed over": [*self.handed_over, *(["an iterator"] if any(it._passthrough for it in own) else [])],
-            "missing": self.delivered - rustloader.engine_batches(),
+            "missing": self.delivered - (rustloader.engine_batches() - self.engine_before),
         }
 
 
