@@ -127,7 +127,7 @@ impl Allocator {
             warm += entry.warm.load(Ordering::Relaxed);
             if entry.state.load(Ordering::Acquire) == 0 {
                 free[class_of(capacity / PAGE).min(CLASSES - 1)].blocks.push(id as u32);
-                idle += entry.warm.load(Ordering::Relaxed);
+                idle = u64::saturating_add(idle, entry.warm.load(Ordering::Relaxed));
             }
         }
         Self {
@@ -158,6 +158,11 @@ impl Allocator {
         self.warm
     }
 
+    /// Bytes of pages in blocks that somebody holds. The table's numbers may be nonsense, where a worker is broken.
+    fn in_use(&self) -> u64 {
+        self.warm.saturating_sub(self.idle)
+    }
+
     /// A block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
     pub fn allocate(&mut self, len: u64, holder: u32) -> Result<u32> {
         self.clock += 1;
@@ -182,7 +187,7 @@ impl Allocator {
             self.put(id);
             return Err(error);
         }
-        self.peak[0] = self.peak[0].max(self.warm - self.idle);
+        self.peak[0] = self.peak[0].max(self.in_use());
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
@@ -212,7 +217,8 @@ impl Allocator {
         let id = list.blocks.pop()?;
         list.low = list.low.min(list.blocks.len());
         list.cold = list.cold.min(list.blocks.len());
-        self.idle -= self.arena.table(self.region)[id as usize].warm.load(Ordering::Relaxed);
+        let warm = self.arena.table(self.region)[id as usize].warm.load(Ordering::Relaxed);
+        self.idle = self.idle.saturating_sub(warm);
         Some(id)
     }
 
@@ -230,7 +236,7 @@ impl Allocator {
                 let entry = &table[id as usize];
                 let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
                 free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
-                *idle += entry.warm.load(Ordering::Relaxed);
+                *idle = idle.saturating_add(entry.warm.load(Ordering::Relaxed));
                 idle_since[id as usize] = *clock;
             },
         )
@@ -306,8 +312,7 @@ impl Allocator {
     /// Before fresh pages are reserved: blocks of other sizes that lay idle for the longest lose theirs, as long as all together
     /// would come to more than a [`SPARE`]th above what was in use lately.
     fn make_room(&mut self, fresh: u64) {
-        let in_use = self.warm - self.idle + fresh;
-        let peak = self.peak[0].max(self.peak[1]).max(in_use);
+        let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
         let most = peak + peak / SPARE;
         while self.warm + fresh > most {
             let oldest = |class: usize| {
@@ -327,8 +332,8 @@ impl Allocator {
         // Pages of a small block may have been reserved with its neighbours: not worth a system call.
         if let Some(punched) = punch(&self.arena, self.region, id) {
             self.mapped[id as usize] = 0;
-            self.warm -= punched;
-            self.idle -= punched;
+            self.warm = self.warm.saturating_sub(punched);
+            self.idle = self.idle.saturating_sub(punched);
         }
     }
 
@@ -377,7 +382,7 @@ impl Allocator {
         let entry = &self.arena.table(self.region)[id as usize];
         let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
         self.free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
-        self.idle += entry.warm.load(Ordering::Relaxed);
+        self.idle = self.idle.saturating_add(entry.warm.load(Ordering::Relaxed));
         self.idle_since[id as usize] = self.clock;
     }
 
