@@ -10,7 +10,6 @@ use rustloader::engine::completions::Message;
 use rustloader::engine::{Engine, Step};
 use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
-use rustloader::sys::memfd::dup_cloexec;
 use rustloader::wire::{ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
@@ -46,7 +45,7 @@ fn delivery(c: &mut Criterion) {
         let mut engine: Engine<u64> = Engine::over(arena.clone(), settings).unwrap();
         let ports: Vec<Port> = (0..workers)
             .map(|worker| {
-                let doorbell = dup_cloexec(engine.hands().doorbell.as_fd()).unwrap();
+                let doorbell = engine.hands().doorbell.as_fd().try_clone_to_owned().unwrap();
                 Port::open(arena.clone(), worker as u32, doorbell).unwrap()
             })
             .collect();

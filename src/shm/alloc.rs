@@ -267,8 +267,8 @@ impl Allocator {
         let start = sys::clock::monotonic();
         let mut trimmed = false;
         loop {
-            // Who looks at the same time sees this before the pages are there.
-            let others = self.arena.promise(self.region, fresh);
+            self.arena.promise(self.region, fresh);
+            let others = self.arena.promised_by_others(self.region);
             let room = sys::memory::available(&sys::memory::MemoryRoots::default());
             let free = room.bytes.saturating_sub(fresh.clamp(*MARGIN.start(), *MARGIN.end()));
             let headroom = free.saturating_sub(others);

@@ -1,4 +1,4 @@
-"""Memory limits: a batch that is too large is a MemoryError before the OOM killer comes, and the next batch is delivered."""
+"""Memory limits: a batch too large for them is a MemoryError before the OOM killer comes, and the next one comes."""
 
 import contextlib
 import os
