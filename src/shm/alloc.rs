@@ -454,6 +454,19 @@ mod tests {
     }
 
     #[test]
+    fn what_others_are_reserving_counts_until_it_is_done() {
+        let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
+        arena.promise(0, 5);
+        arena.promise(2, 7);
+        // The main process's region is nobody's.
+        arena.promise(3, 100);
+        assert_eq!([0, 1, 2, 3].map(|region| arena.promised_by_others(region)), [7, 12, 5, 12]);
+        let mut a = Allocator::new(arena.clone(), 2);
+        a.allocate(100_000, WORKER).unwrap();
+        assert_eq!(arena.promised_by_others(1), 5);
+    }
+
+    #[test]
     fn addresses_are_found_in_their_block() {
         let mut a = allocator();
         let ids: Vec<u32> =

@@ -42,6 +42,7 @@ def small_cgroup():
     folder = f"{parent}/rustloader-test-{os.getpid()}"
     try:
         os.mkdir(folder)
+        os.stat(f"{folder}/cgroup.procs")
         with open(f"{folder}/{limit_file}", "w") as file:
             file.write(str(400 << 20))
     except OSError as error:
