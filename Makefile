@@ -108,7 +108,7 @@ HAS_CARGO = command -v $(CARGO) >/dev/null || { echo 'error: cargo was not found
 target/failpoints/.built: $(VENV)/.made-with $(RUST_SOURCES)
 	@$(HAS_CARGO)
 	@echo 'Building the Rust extension with failpoints ...'
-	@$(CARGO) build --quiet --lib --profile failpoints --features python,failpoints
+	@$(CARGO) build --quiet --lib --profile failpoints --features python,failpoints --target-dir target
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.made-with $(RUST_SOURCES)

@@ -1,7 +1,5 @@
 //! Every system call has its failpoint, or a reason to have none: read out of the sources.
 
-#[cfg(feature = "failpoints")]
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Calls without a failpoint: the file in src/sys, the call, and why.
@@ -90,6 +88,7 @@ fn calls_stand_in_sys_and_have_a_failpoint() {
 #[cfg(feature = "failpoints")]
 #[test]
 fn every_kind_of_failpoint_is_used() {
+    use std::collections::BTreeSet;
     let all: String = sources(&src().join("sys")).into_iter().map(|(_, text)| text).collect();
     let used: BTreeSet<&str> =
         all.split("failpoint!(\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();

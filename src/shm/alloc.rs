@@ -346,8 +346,8 @@ impl Allocator {
         let start = sys::clock::monotonic();
         let mut trimmed = false;
         loop {
-            // Who looks at the same time sees this before the pages are there.
-            let others = self.arena.promise(self.region, fresh);
+            self.arena.promise(self.region, fresh);
+            let others = self.arena.promised_by_others(self.region);
             let room = sys::memory::available(&sys::memory::MemoryRoots::default());
             let free = room.bytes.saturating_sub(fresh.clamp(*MARGIN.start(), *MARGIN.end()));
             let headroom = free.saturating_sub(others);
@@ -553,6 +553,19 @@ mod tests {
         let region = a.arena.geometry().region_len;
         let error = a.allocate(region + 1, WORKER).unwrap_err();
         assert!(matches!(error, Error::RegionFull { wanted, .. } if wanted == region + 1));
+    }
+
+    #[test]
+    fn what_others_are_reserving_counts_until_it_is_done() {
+        let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
+        arena.promise(0, 5);
+        arena.promise(2, 7);
+        // The main process's region is nobody's.
+        arena.promise(3, 100);
+        assert_eq!([0, 1, 2, 3].map(|region| arena.promised_by_others(region)), [7, 12, 5, 12]);
+        let mut a = Allocator::new(arena.clone(), 2);
+        a.allocate(100_000, WORKER).unwrap();
+        assert_eq!(arena.promised_by_others(1), 5);
     }
 
     #[test]

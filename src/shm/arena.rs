@@ -381,16 +381,20 @@ impl Arena {
         Some(idle)
     }
 
-    /// Notes that a worker is about to reserve `bytes`, and says how many the other workers are about to. The caller looks at
-    /// the machine's headroom after this: what others take is seen in one of the two.
-    pub fn promise(&self, region: u32, bytes: u64) -> u64 {
-        if region >= self.geometry.workers {
-            return 0;
+    /// Notes how many bytes a worker is reserving now; 0 once their pages are there.
+    pub fn promise(&self, region: u32, bytes: u64) {
+        if region < self.geometry.workers {
+            // SYNC: pages-or-promise (pairs with the Acquire in `promised_by_others`).
+            self.control(region).status.promised.store(bytes, Ordering::Release);
         }
-        // SYNC: pages-or-promise: a promise is lowered after its pages are there, and read before the headroom is.
-        self.control(region).status.promised.store(bytes, Ordering::Release);
+    }
+
+    /// How many bytes the other workers are reserving now. To be called after the own promise and before a look at the
+    /// machine's headroom: of two that look at once one sees the other, and what is no promise any more has its pages.
+    pub fn promised_by_others(&self, region: u32) -> u64 {
         fence(Ordering::SeqCst);
         let others = (0..self.geometry.workers).filter(|worker| *worker != region);
+        // SYNC: pages-or-promise (pairs with the Release in `promise`).
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 

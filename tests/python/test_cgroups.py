@@ -1,4 +1,4 @@
-"""Memory limits: a batch that is too large is a MemoryError before the OOM killer comes; the next one is delivered."""
+"""Memory limits: a batch too large for them is a MemoryError before the OOM killer comes, and the next one comes."""
 
 import contextlib
 import os
@@ -42,6 +42,7 @@ def small_cgroup():
     folder = f"{parent}/rustloader-test-{os.getpid()}"
     try:
         os.mkdir(folder)
+        os.stat(f"{folder}/cgroup.procs")
         with open(f"{folder}/{limit_file}", "w") as file:
             file.write(str(400 << 20))
     except OSError as error:
