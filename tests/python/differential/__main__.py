@@ -53,6 +53,8 @@ def main():
                     f.write(report)
         if args.show:
             print(json.dumps({"torch": theirs, "ours": ours}, indent=1))
+        if tried.programs % 100 == 0:
+            print(f"... {tried.programs} programs, {different} with differences", file=sys.stderr, flush=True)
         if args.seconds and time.monotonic() - start > args.seconds:
             runs.close()
     if args.coverage:

@@ -273,6 +273,8 @@ def watched(session):
 
 def play(program, which, folder):
     """The record of a program's run."""
+    # Workers are to have one all the same.
+    torch.set_num_threads(2)
     # The fork server imports torch once, not each of its workers.
     torch.multiprocessing.set_forkserver_preload(["rustloader._worker", parts.__name__])
     session = Session(program, which, folder)
