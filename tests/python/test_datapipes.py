@@ -123,8 +123,10 @@ def test_p27_the_sampler_of_a_map_pipe_is_called_as_by_torch():
         loader = cls(SequenceWrapper(range(20)), sampler=LazySampler(7, log), num_workers=2, batch_size=2)
         for taken in (2, 9):
             log.append("epoch")
-            for batch in itertools.islice(loader, taken):
+            iterator = iter(loader)
+            for batch in itertools.islice(iterator, taken):
                 log.append(batch.tolist())
+            iterator._shutdown_workers()
         return log
 
     theirs, ours = map(run, BOTH)

@@ -38,7 +38,7 @@ def counters(iterator):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_counters_are_torchs_at_every_step(workers, persistent):
+def test_table_counters_are_torchs_at_every_step(workers, persistent):
     def steps(cls):
         loader = cls(Numbers(11), batch_size=2, num_workers=workers, persistent_workers=persistent)
         found = []
@@ -111,7 +111,7 @@ def copied_shutdown(iterator):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("taken", [0, 3, 30])
-def test_a_copied_shutdown_routine_ends_the_workers(persistent, taken):
+def test_table_a_copied_shutdown_routine_ends_the_workers(persistent, taken):
     loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     for _ in range(taken):
@@ -202,7 +202,7 @@ def test_t15_a_subclass_that_marks_workers_itself(caplog):
     assert "Mine overrides _mark_worker_as_unavailable" in caplog.text
 
 
-def test_table_of_attributes():
+def test_table_plain_attributes_are_torchs():
     """Every plain attribute of torch's iterator is there, with torch's value."""
     names = (
         "_num_yielded _num_workers _prefetch_factor _persistent_workers _pin_memory _pin_memory_device _timeout "

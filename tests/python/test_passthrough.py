@@ -266,8 +266,7 @@ HANDOVERS = {
 }
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("sampler", [LazySampler, EagerSampler])
+@pytest.mark.parametrize(("sampler", "persistent"), [(LazySampler, False), (EagerSampler, True)])
 @pytest.mark.parametrize("reason", HANDOVERS)
 def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler, persistent, monkeypatch, caplog):
     class Mine(LoaderIter):

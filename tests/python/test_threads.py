@@ -198,7 +198,7 @@ def test_shutdown_from_another_thread_wakes_next(persistent):
 
 
 @pytest.mark.ours
-def test_no_thread_in_main_without_pinning():
+def test_t23_no_thread_in_main_without_pinning():
     before = threading.active_count(), len(os.listdir("/proc/self/task"))
     iterator = iter(DataLoader(Numbers(9), num_workers=2))
     next(iterator)

@@ -165,6 +165,27 @@ def test_p25_delivered_memory_is_not_torchs_shared_memory():
     assert batch.share_memory_().is_shared()
 
 
+class InheritsMain(Numbers):
+    """Its samples are what the test has written into the class, which a spawned worker imports anew."""
+
+    written = False
+
+    def __getitem__(self, i):
+        return self.written
+
+
+def test_table_a_start_method_set_after_the_construction_counts(monkeypatch):
+    monkeypatch.setattr(InheritsMain, "written", True)
+    loader = DataLoader(InheritsMain(1), num_workers=1, batch_size=None)
+    assert epoch(loader) == [True]
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert epoch(loader) == [False]
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.parametrize("timeout", [float("nan"), -1, 1e5, True])
 def test_p19_odd_timeouts_are_none_or_long(timeout):
     for cls in BOTH:
