@@ -17,7 +17,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs lint bench compare compare-gpu wheel clean
+.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs mutants lint bench compare compare-gpu wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -50,6 +50,9 @@ test-python: build failpoints ## Only the Python tests (ARGS='-k name')
 
 fuzz: build ## Send random trees through torch's loader and ours until they differ (ARGS='--trees 20000 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m roundtrip.fuzz $(ARGS)
+
+mutants: build ## Break our code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)

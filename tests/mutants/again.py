@@ -1,0 +1,18 @@
+"""A plugin for pytest: a test that fails runs a second time, and fails only if it fails again. What fails by chance
+would catch a mutant that nobody has seen."""
+
+from _pytest.runner import runtestprotocol
+
+
+def pytest_runtest_protocol(item, nextitem):
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    # A hang is none, and the timer of pytest-timeout has run out.
+    if any(r.failed and "Timeout (>" not in str(r.longrepr) for r in reports):
+        print(f"{item.nodeid} failed, and is tried again")
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True

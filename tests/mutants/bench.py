@@ -1,0 +1,285 @@
+"""The scratch copy that mutants are put into, its builds, and the runs of tests on it."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "target" / "mutants"
+TREE = WORK / "tree"
+LOGS = WORK / "logs"
+
+# What mutants are made of, and what all Python tests read.
+PRODUCT = ("python/rustloader/", "src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
+HELPERS = ("tests/python/conftest.py", "tests/python/support.py", "tests/python/sample_data.py")
+
+# Seconds without output after which a run hangs: more than any test may take (conftest.py ends most of them before),
+# what the imports before the first test may take on a busy machine, and a build.
+SLOWEST = 150.0
+START = 600.0
+BUILD = 1800.0
+
+_PR_SET_CHILD_SUBREAPER = 36
+_environment = {
+    "CARGO_TARGET_DIR": str(WORK / "build"),
+    "CARGO_TERM_COLOR": "never",
+    "PYO3_PYTHON": sys.executable,
+    "PYTHONPATH": os.pathsep.join(str(TREE / folder) for folder in ("python", "tests/mutants")),
+    # A mutant of the same length in the same second would find the .pyc file of the one before.
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "VIRTUAL_ENV": sys.prefix,
+}
+
+
+@dataclass
+class Outcome:
+    """What came of a run of tests."""
+
+    passed: bool
+    # The first test that failed, as it can be named to `run_tests`.
+    by: str = ""
+    # failed, hung or crashed
+    how: str = ""
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def files() -> list[str]:
+    """The files of the repository, new ones that git does not ignore among them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    return sorted(f for f in listed.stdout.decode().split("\0") if f and (ROOT / f).is_file())
+
+
+def sync() -> None:
+    """Makes the tree what the repository is. Files that are right already keep their times, for cargo."""
+    for name in files():
+        content, copy = (ROOT / name).read_bytes(), TREE / name
+        if not copy.exists() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+    for folder in ("python", "src", "tests"):
+        for copy in (TREE / folder).rglob("*"):
+            if copy.suffix in (".py", ".rs") and str(copy.relative_to(TREE)) not in files():
+                copy.unlink()
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    sum_ = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        sum_.update(len(data).to_bytes(8, "little") + data)
+    return sum_.hexdigest()[:16]
+
+
+def _digest_of_files(names: Iterable[str]) -> str:
+    return digest(part for name in names for part in (name, (ROOT / name).read_bytes()))
+
+
+@functools.cache
+def product_digest() -> str:
+    return _digest_of_files(f for f in files() if f.startswith(PRODUCT))
+
+
+@functools.cache
+def tests_digest(test: str | None) -> str:
+    """Of a test's file and what it reads; None: of all tests."""
+    if test is None:
+        return _digest_of_files(f for f in files() if f.startswith("tests/") and not f.startswith("tests/mutants/"))
+    if is_cargo(test):
+        return _digest_of_files(f for f in files() if re.fullmatch(r"tests/\w+\.rs", f))
+    return _digest_of_files([*HELPERS, file_of(test)])
+
+
+# --- names of tests -------------------------------------------------------------------------------------------------
+
+
+def is_cargo(target: str) -> bool:
+    return target.split()[0] in ("cargo", "loom")
+
+
+def file_of(target: str) -> str:
+    """The test file of a node id, from the root; what is cargo's stays as it is."""
+    if is_cargo(target):
+        return target
+    name = target.split("::")[0]
+    return name if name.startswith("tests/") else f"tests/python/{name}"
+
+
+def exists(target: str) -> bool:
+    """Whether there is such a test: a file, or a function of that name in it."""
+    if is_cargo(target):
+        return True
+    path, names = ROOT / file_of(target), target.split("::")[1:]
+    return path.exists() and all(
+        re.search(rf"(def|class) {re.escape(n.split('[')[0])}\b", path.read_text()) for n in names
+    )
+
+
+def all_others(targets: list[str], is_rust: bool) -> list[list[str]]:
+    """All tests but these, in the order in which to try them."""
+    python = [
+        f for f in files() if re.fullmatch(r"tests/python/(.*/)?test_\w+\.py", f) and f not in map(_whole_file, targets)
+    ]
+    return [["cargo"] if is_rust else [], python, ["loom --test loom_*"] if is_rust else []]
+
+
+def _whole_file(target: str) -> str:
+    return "" if "::" in target or is_cargo(target) else file_of(target)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def prepare(jobs: str | None) -> None:
+    """To be called first. Processes that lose their parents become this one's children, so that none is overlooked."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.environ.pop("RUSTLOADER_TEST_LOADER", None)
+    os.environ.update(_environment)
+    if jobs:
+        os.environ["CARGO_BUILD_JOBS"] = jobs
+    LOGS.mkdir(parents=True, exist_ok=True)
+
+
+def _children() -> list[int]:
+    """All processes that came of this one."""
+    parents = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parents[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ProcessLookupError):
+            continue
+    found, layer = [], {os.getpid()}
+    while layer:
+        layer = {pid for pid, parent in parents.items() if parent in layer}
+        found += layer
+    return found
+
+
+def kill_the_rest() -> None:
+    """Ends whatever tests have left running."""
+    while left := _children():
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        time.sleep(0.02)
+
+
+def _log(name: str) -> Path:
+    return LOGS / (re.sub(r"[^\w.-]+", "-", name) + ".txt")
+
+
+def forget_log(name: str) -> None:
+    _log(name).unlink(missing_ok=True)
+
+
+def _run(command: list[str], log: str, quiet: float, **environment: str) -> tuple[int | None, str]:
+    """Runs a command in the tree, and ends all that it has started: its exit status, or None when it wrote nothing for
+    ``quiet`` seconds (once it has written something); its output."""
+    path = _log(log)
+    with path.open("ab") as out:
+        begin = out.tell()
+        process = subprocess.Popen(
+            command,
+            cwd=TREE,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        size, since = begin, time.monotonic()
+        try:
+            while (status := process.poll()) is None:
+                time.sleep(0.05)
+                now, length = time.monotonic(), path.stat().st_size
+                if length != size:
+                    size, since = length, now
+                elif now - since > (quiet if size > begin else max(quiet, START)):
+                    break
+        finally:
+            process.kill()
+            process.wait()
+            kill_the_rest()
+    return status, path.read_bytes()[begin:].decode(errors="replace")
+
+
+# --- builds and tests -----------------------------------------------------------------------------------------------
+
+
+def build(log: str, targets: list[str]) -> bool:
+    """Builds what these tests need of the tree as it is; False where that fails."""
+    if all(map(is_cargo, targets)):
+        return all(_run([*_cargo(t), "--no-run"], log, BUILD, **_loom(t))[0] == 0 for t in targets)
+    source = _digest_of_tree("src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
+    stamp = WORK / "built"
+    if stamp.exists() and stamp.read_text() == source and any((TREE / "python").rglob("*.so")):
+        return True
+    stamp.unlink(missing_ok=True)
+    maturin = str(Path(sys.executable).parent / "maturin")
+    if _run([maturin, "develop", "--profile", "quick", "--skip-install"], log, BUILD)[0] != 0:
+        return False
+    stamp.write_text(source)
+    return True
+
+
+def _digest_of_tree(*begins: str) -> str:
+    return digest(part for f in files() if f.startswith(begins) for part in (f, (TREE / f).read_bytes()))
+
+
+def _cargo(target: str) -> list[str]:
+    kind, *arguments = target.split()
+    common = ["--release", "--target-dir", str(WORK / "build-loom")] if kind == "loom" else ["--features", "failpoints"]
+    return ["cargo", "test", *common, *arguments]
+
+
+def _loom(target: str) -> dict[str, str]:
+    return {"RUSTFLAGS": f"{os.environ.get('RUSTFLAGS', '')} --cfg loom"} if target.startswith("loom") else {}
+
+
+def run_tests(targets: list[str], log: str) -> Outcome:
+    """Runs tests on the tree, to the first failure."""
+    for target in filter(is_cargo, targets):
+        outcome = _run_cargo(target, log)
+        if not outcome.passed:
+            return outcome
+    python = [f"{file_of(t)}{t[t.find('::') :] if '::' in t else ''}" for t in targets if not is_cargo(t)]
+    return _run_pytest(python, log) if python else Outcome(True)
+
+
+def _run_cargo(target: str, log: str) -> Outcome:
+    status, output = _run(_cargo(target), log, SLOWEST, **_loom(target))
+    failed = re.findall(r"^test (\S+) \.\.\. FAILED", output, re.MULTILINE)
+    return Outcome(status == 0, " ".join([target, *failed[:1]]), _how(status, failed))
+
+
+def _run_pytest(targets: list[str], log: str) -> Outcome:
+    plugins = ["-p", "no:cacheprovider", "-p", "again"]
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=short", "--no-header", *plugins, *targets]
+    status, output = _run(command, log, SLOWEST)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
+    begun = re.findall(r"^(tests/\S+?\.py::[^\s\[]+(?:\[.*?\])?)(?= |$)", output, re.MULTILINE)
+    return Outcome(status == 0, (failed or begun[-1:] or [""])[0], _how(status, failed))
+
+
+def _how(status: int | None, failed: list[str]) -> str:
+    return "hung" if status is None else "failed" if failed else "crashed"

@@ -1,0 +1,253 @@
+"""Puts one fault at a time into a copy of the code and looks whether a test fails.
+
+The faults stand in the `*.toml` files beside this one; README.md tells how to add one. Everything happens in
+`target/mutants`: the copy (`tree`), what cargo builds of it, the output of each mutant's last run (`logs`), and
+`results.jsonl`, which gets a line after each mutant. A further run goes on where the last one ended, and does again
+what a change of code or tests has put in doubt.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import bench
+from bench import TREE, WORK
+
+HERE = Path(__file__).parent
+RESULTS = WORK / "results.jsonl"
+WANTED = 0.95
+
+
+@dataclass
+class Mutant:
+    """One fault."""
+
+    name: str
+    # What a developer has done wrong, in one sentence.
+    fault: str
+    file: str
+    # The text that is there, just once, and what it becomes.
+    old: str
+    new: str
+    # What to run first: test files or node ids in tests/python; `cargo ...`, `loom ...`: the arguments of `cargo test`.
+    tests: list[str] = field(default_factory=list)
+    # Why no test can see it; for survivors alone.
+    equivalent: str = ""
+
+    @property
+    def is_rust(self) -> bool:
+        return self.file.endswith(".rs")
+
+    def why_not(self) -> str:
+        """Why it cannot be put into the code; empty when it can."""
+        path = bench.ROOT / self.file
+        count = path.read_text().count(self.old) if path.exists() else 0
+        if count != 1:
+            return f"its old text stands {count} times in {self.file}"
+        if self.old == self.new:
+            return "it changes nothing"
+        missing = [t for t in self.tests if not bench.exists(t)]
+        return f"there is no test {missing[0]}" if missing else ""
+
+
+def table() -> list[Mutant]:
+    """All mutants, those in Python first: they need no build."""
+    found = []
+    for path in sorted(HERE.glob("*.toml")):
+        found += [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
+    names = [m.name for m in found]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        sys.exit(f"error: mutants of the same name: {', '.join(sorted(twice))}")
+    return sorted(found, key=lambda m: m.is_rust)
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def key_of(mutant: Mutant, product: str) -> str:
+    return bench.digest([product, mutant.file, mutant.old, mutant.new])
+
+
+def results() -> dict[str, dict]:
+    """The last result of each mutant, and of each baseline."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {line["name"]: line for line in map(json.loads, lines)}
+
+
+def note(line: dict) -> dict:
+    with RESULTS.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+    return line
+
+
+def still_true(line: dict | None, key: str) -> bool:
+    """Whether a result holds for the code and the tests as they are now."""
+    if line is None or line["key"] != key or line["verdict"] == "error":
+        return False
+    # For a catch the file of the test that caught it counts, for all else every test.
+    return line["tests"] == bench.tests_digest(line["by"] if line["verdict"] == "caught" else None)
+
+
+# --- one mutant -----------------------------------------------------------------------------------------------------
+
+
+def check(targets: list[str], product: str) -> None:
+    """Raises RuntimeError if tests fail in the code as it is."""
+    for target in targets:
+        key = bench.digest([product, bench.tests_digest(bench.file_of(target))])
+        known = results()
+        lines = [known.get(f"baseline {name}") for name in (bench.file_of(target), target)]
+        if any(line and line["key"] == key and line["verdict"] == "passed" for line in lines):
+            continue
+        line = baseline(target, key)
+        if line["verdict"] != "passed":
+            raise RuntimeError(f"{line['by'] or target} fails without the mutant")
+
+
+def baseline(target: str, key: str) -> dict:
+    """Runs tests on the code as it is."""
+    name = f"baseline {target}"
+    start = time.monotonic()
+    bench.sync()
+    bench.forget_log(name)
+    if not bench.build(name, [target]):
+        raise RuntimeError("the code does not compile without the mutant")
+    outcome = bench.run_tests([target], name)
+    verdict, seconds = "passed" if outcome.passed else "failed", round(time.monotonic() - start, 1)
+    print(f"{verdict:9} {name} ({seconds:.0f} s)", flush=True)
+    return note({"name": name, "key": key, "verdict": verdict, "by": outcome.by, "seconds": seconds})
+
+
+def attempt(mutant: Mutant, product: str, named: bool) -> dict:
+    """Puts the fault into the tree and runs the tests, the named ones first; what came of it."""
+    steps = [mutant.tests]
+    if not named:
+        steps += bench.all_others(mutant.tests, mutant.is_rust)
+    bench.forget_log(mutant.name)
+    for targets in filter(None, steps):
+        check(targets, product)
+        bench.sync()
+        path = TREE / mutant.file
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        if not bench.build(mutant.name, targets):
+            return {"verdict": "error", "by": "", "how": "it does not compile"}
+        outcome = bench.run_tests(targets, mutant.name)
+        if not outcome.passed:
+            return {"verdict": "caught", "by": outcome.by or targets[0], "how": outcome.how}
+    return {"verdict": "open" if named else "survived", "by": "", "how": ""}
+
+
+def one(mutant: Mutant, product: str, named: bool) -> dict:
+    start = time.monotonic()
+    try:
+        found = attempt(mutant, product, named)
+    except RuntimeError as error:
+        found = {"verdict": "error", "by": "", "how": str(error)}
+    tests = bench.tests_digest(found["by"] if found["verdict"] == "caught" else None)
+    seconds = round(time.monotonic() - start, 1)
+    return note({"name": mutant.name, "key": key_of(mutant, product), **found, "tests": tests, "seconds": seconds})
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+def report(mutants: list[Mutant], broken: dict[str, str], product: str) -> int:
+    """Prints what became of each mutant; the exit status."""
+    known = results()
+    found: dict[str, list[tuple[Mutant, dict]]] = {
+        verdict: [] for verdict in ("caught", "survived", "open", "error", "not run")
+    }
+    for mutant in mutants:
+        line = known.get(mutant.name)
+        if mutant.name in broken:
+            line = {"verdict": "error", "by": "", "how": broken[mutant.name]}
+        elif line is None or line["key"] != key_of(mutant, product):
+            line = {"verdict": "not run", "by": "", "how": ""}
+        found[line["verdict"]].append((mutant, line))
+        place = mutant.file.removeprefix("python/rustloader/")
+        print(f"{line['verdict']:9} {mutant.name:37} {place:27} {line['how']} {short(line['by'])}".rstrip())
+    caught, survived = found["caught"], found["survived"]
+    share = len(caught) / len(mutants)
+    in_python = sum(not m.is_rust for m in mutants)
+    print(f"\n{len(mutants)} mutants, {in_python} of them in Python: {len(caught)} caught ({share:.1%})")
+    for mutant, line in survived:
+        reason = mutant.equivalent or f"NO REASON GIVEN. {mutant.fault}"
+        print(f"  survived: {mutant.name}: {reason} {line['how']}".rstrip())
+    for mutant, line in found["error"]:
+        print(f"  error: {mutant.name}: {line['how']}")
+    for mutant, _ in found["open"]:
+        print(f"  open: {mutant.name}: passes the tests named beside it. {mutant.fault}")
+    if found["not run"]:
+        print(f"  not run: {len(found['not run'])}")
+    for mutant, _ in caught:
+        if mutant.equivalent:
+            print(f"  {mutant.name} is caught now; its field `equivalent` can go")
+    bad = [m for m, _ in survived if not m.equivalent] or found["open"] or found["error"] or found["not run"]
+    return 1 if bad or share < WANTED else 0
+
+
+def short(by: str) -> str:
+    return re.sub(r"^tests/python/", "", by)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", help="this mutant alone, whatever its last result; may be repeated"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="what the mutants are and what became of them; runs nothing"
+    )
+    parser.add_argument("--python-only", action="store_true", help="only mutants in Python")
+    parser.add_argument(
+        "--named", action="store_true", help="only the tests named beside each mutant, for a quick look"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="do not go on where the last run ended (--resume): do all again"
+    )
+    parser.add_argument("--resume", action="store_false", dest="again", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--jobs", metavar="N", help="cargo's jobs. Mutants run one at a time: tests look at the whole machine"
+    )
+    chosen = parser.parse_args()
+    mutants = [m for m in table() if not (chosen.python_only and m.is_rust)]
+    if chosen.only:
+        unknown = set(chosen.only) - {m.name for m in mutants}
+        if unknown:
+            parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+        mutants = [m for m in mutants if m.name in chosen.only]
+    bench.prepare(chosen.jobs)
+    product = bench.product_digest()
+    broken = {m.name: why for m in mutants if (why := m.why_not())}
+    if chosen.list:
+        return report(mutants, broken, product)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number, mutant in enumerate(mutants, 1):
+        known = results().get(mutant.name)
+        goes_on = not (chosen.again or chosen.only)
+        if known and known["verdict"] == "open" and not chosen.named:
+            goes_on = False
+        if mutant.name in broken or (goes_on and still_true(known, key_of(mutant, product))):
+            continue
+        line = one(mutant, product, chosen.named)
+        told = f"{line['how']} {short(line['by'])}".strip()
+        print(
+            f"{line['verdict']:9} {number}/{len(mutants)} {mutant.name}: {told} ({line['seconds']:.0f} s)", flush=True
+        )
+    return report(mutants, broken, product)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; a further run goes on here")
+    finally:
+        bench.kill_the_rest()
