@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 CARGO ?= cargo
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 # One interpreter for every build of the bindings, so that cargo does not build PyO3 again for each.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
@@ -17,13 +18,15 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs mutants lint bench compare compare-gpu wheel clean
+.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
+	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
+	compare-memory compare-growth compare-gpu reliability-figures wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
 	@echo
 	@echo 'Targets:'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'Variables (now):'
 	@echo '  PYTHON=$(PYTHON)   the Python that .venv gets: a name or a path, 3.11 or newer'
@@ -54,8 +57,49 @@ fuzz: build ## Send random trees through torch's loader and ours until they diff
 mutants: build ## Break our code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
+# Each takes minutes; `make test` has a short form of each.
+faults: build ## End a worker in every way at every place, under every kind of loader (ARGS='--only fork')
+	cd tests/python && ../../$(BIN)/python -m faults.matrix --all $(ARGS)
+
+kill: build ## Kill a worker or the main process at random moments (ARGS='--epochs 500 --seed 1')
+	cd tests/python && ../../$(BIN)/python -m faults.kill $(ARGS)
+
+interrupts: build ## Press Ctrl-C at random moments (ARGS='--count 1000 --seed 1')
+	cd tests/python && ../../$(BIN)/python -m faults.interrupts $(ARGS)
+
+ends: build ## End the main process in every way at every place (ARGS='--only fork')
+	cd tests/python && ../../$(BIN)/python -m faults.ends --all $(ARGS)
+
+drops: build ## Drop iterators at any moment, in every way (ARGS='--count 1000 --seed 1')
+	cd tests/python && ../../$(BIN)/python -m faults.drops $(ARGS)
+
+forks: build ## Fork while other loaders work (ARGS='--forks 500 --seed 1')
+	cd tests/python && ../../$(BIN)/python -m faults.forks $(ARGS)
+
+failures: build failpoints ## Have each single system call of an epoch fail, or end its process (ARGS='--kind mmap')
+	cd tests/python && ../../$(BIN)/python -m faults.failures $(ARGS)
+
 fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
+
+soak: build ## Loaders of random kinds with faults mixed in, a line a minute (ARGS='--minutes 20 --seed 1')
+	cd tests/python && $(abspath $(BIN))/python -m faults.soak $(ARGS)
+
+# The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
+ASAN_TESTS := test_codec.py test_tensors.py test_leases.py test_transport_torch.py test_damage.py
+asan: build ## AddressSanitizer over the Rust tests, then over some Python tests (needs a nightly Rust and gcc's libasan)
+	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --features failpoints --target $(HOST) --target-dir target/asan
+	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly build --lib --features python --target $(HOST) --target-dir target/asan
+	rm -rf target/asan/python && mkdir target/asan/python && cp -r python/rustloader target/asan/python/
+	cp target/asan/$(HOST)/debug/librustloader.so target/asan/python/rustloader/_core.abi3.so
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(addprefix tests/python/,$(ASAN_TESTS)) $(ARGS)
+
+# Both ask databases on the network, which lint does not need.
+audit: $(VENV)/.made-with ## Known vulnerabilities of what this builds on (cargo install cargo-audit; needs the network)
+	$(CARGO) audit
+	$(BIN)/python -m venv target/audit && target/audit/bin/pip install --quiet pip-audit
+	target/audit/bin/pip-audit --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # On a machine without a CUDA device all of them are skipped.
 test-gpu: build ## Only the tests that need a CUDA device
@@ -76,11 +120,28 @@ failpoints: target/failpoints/.built ## Build the extension that tests have syst
 bench: ## Rust benchmarks of scheduler, ring and arena (criterion; no Python)
 	$(CARGO) bench $(ARGS)
 
+bench-save: ## The Rust benchmarks, kept as what `make bench-check` compares with
+	$(CARGO) bench $(ARGS) -- --save-baseline before
+
+bench-check: ## The Rust benchmarks against those of `make bench-save`: what became slower (exit status 2 if anything did)
+	$(CARGO) bench $(ARGS) -- --baseline before >target/bench-check.txt
+	@cat target/bench-check.txt
+	@! grep --quiet 'Performance has regressed' target/bench-check.txt
+
 compare: build ## Compare with torch's DataLoader (ARGS='--quick', ARGS='--persistent', ARGS=--help)
 	$(BIN)/python benches/compare.py $(ARGS)
 
+compare-memory: build ## The peak memory of both (needs the right to make a cgroup)
+	$(BIN)/python benches/memory.py $(ARGS)
+
+compare-growth: build ## How both grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
+	$(BIN)/python benches/growth.py $(ARGS)
+
 compare-gpu: build ## The same for pinned batches, with a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)
+
+reliability-figures: build ## How fast faults are seen and how long ends take (ARGS='--write docs/reliability.md')
+	$(BIN)/python benches/reliability.py $(ARGS)
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist

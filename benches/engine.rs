@@ -45,7 +45,7 @@ fn delivery(c: &mut Criterion) {
         let mut engine: Engine<u64> = Engine::over(arena.clone(), settings).unwrap();
         let ports: Vec<Port> = (0..workers)
             .map(|worker| {
-                let doorbell = engine.hands().doorbell.as_fd().try_clone_to_owned().unwrap();
+                let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
                 Port::open(arena.clone(), worker as u32, doorbell).unwrap()
             })
             .collect();

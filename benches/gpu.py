@@ -24,6 +24,8 @@ from typing import Any
 import compare
 import torch
 import torch.utils.data
+from epochs import Failure, difference
+from rows import ROWS, Row, Samples
 
 import rustloader
 
@@ -131,21 +133,21 @@ def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
 # --- a row ----------------------------------------------------------------------------------------------------------
 
 
-def measure(row: compare.Row, options: argparse.Namespace) -> None:
+def measure(row: Row, options: argparse.Namespace) -> None:
     batches = max(8, row.batches // (10 if options.quick else 1))
-    dataset = compare.Samples(row.samples(), batches * (row.batch_size or 1), row.fresh)
+    dataset = Samples(row.samples(), batches * (row.batch_size or 1), row.fresh)
     common = {"batch_size": row.batch_size, "collate_fn": row.collate, "num_workers": options.workers}
     loaders = {
         name: cls(dataset, pin_memory=True, persistent_workers=True, **common)
         for name, cls in (("torch", torch.utils.data.DataLoader), ("rustloader", rustloader.DataLoader))
     }
     last = {name: epoch(loader)[2] for name, loader in loaders.items()}
-    found = compare.difference(last["torch"], last["rustloader"])
+    found = difference(last["torch"], last["rustloader"])
     if found:
-        raise compare.Failure(f"the last batch differs between torch and rustloader: {found}")
+        raise Failure(f"the last batch differs between torch and rustloader: {found}")
     example = tensors(last["rustloader"])
     if not all(tensor.is_pinned() for tensor in example if tensor.numel()):
-        raise compare.Failure("a tensor is not pinned")
+        raise Failure("a tensor is not pinned")
     nbytes = sum(tensor.nbytes for tensor in example)
     copy_ms = device_ms(lambda: [tensor.to("cuda", non_blocking=True) for tensor in example])
     kernel = Kernel(max(copy_ms, 0.2))
@@ -160,7 +162,7 @@ def measure(row: compare.Row, options: argparse.Namespace) -> None:
             results[name]["step"].append(step_ms(loaders[name], kernel))
             delivered = rustloader.engine_batches() - delivered
             if delivered != (3 * batches if name == "rustloader" else 0):
-                raise compare.Failure(f"{name}: {delivered} batches came from the Rust engine")
+                raise Failure(f"{name}: {delivered} batches came from the Rust engine")
     if options.trace:
         with torch.profiler.profile() as profile:
             step_ms(loaders["rustloader"], kernel)
@@ -179,7 +181,7 @@ def measure(row: compare.Row, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    rows = [row for row in compare.ROWS if row.name not in WITHOUT_TENSORS]
+    rows = [row for row in ROWS if row.name not in WITHOUT_TENSORS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", metavar="NAME,...", default=",".join(row.name for row in rows))
     parser.add_argument("--rounds", type=int, default=3, help="rounds a row (default: %(default)s)")
@@ -203,7 +205,7 @@ def main() -> int:
         if row.name in options.rows.split(","):
             try:
                 measure(row, options)
-            except compare.Failure as failure:
+            except Failure as failure:
                 failed = True
                 print(f"{row.name:<16}FAILED: {failure}", flush=True)
     return int(failed)

@@ -27,6 +27,17 @@ pub enum Error {
         limit: String,
         /// How many bytes of it a batch may still have.
         headroom: u64,
+        /// What other workers are reserving at this moment may be all that is in the way: it is worth another try.
+        passing: bool,
+    },
+    /// The loader's settings ask for more than the engine can have.
+    TooMany {
+        /// `num_workers`.
+        workers: u64,
+        /// `prefetch_factor`.
+        prefetch_factor: u64,
+        /// What they exceed.
+        limit: String,
     },
     /// A worker's region of the shared memory has no room for a batch; ordinary memory may be there.
     RegionFull {
@@ -54,9 +65,15 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     /// An [`Error::Os`] of the `errno` that the thread holds now.
-    pub fn last_os(call: &'static str, hint: impl Into<String>) -> Self {
+    pub fn last_os(call: &'static str, hint: &'static str) -> Self {
+        Self::last_os_with(call, |_| hint.to_owned())
+    }
+
+    /// The same with a hint that has to be made: what makes it may call the system, and so is called after `errno` was
+    /// read.
+    pub fn last_os_with(call: &'static str, hint: impl FnOnce(i32) -> String) -> Self {
         let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
-        Self::Os { call, errno, hint: hint.into() }
+        Self::Os { call, errno, hint: hint(errno) }
     }
 
     /// An [`Error::Corrupt`].
@@ -78,7 +95,12 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
-            Self::NoMemory { wanted, limit, headroom } => no_memory(f, *wanted, limit, *headroom),
+            Self::NoMemory { wanted, limit, headroom, .. } => no_memory(f, *wanted, limit, *headroom),
+            Self::TooMany { workers, prefetch_factor, limit } => write!(
+                f,
+                "num_workers={workers} with prefetch_factor={prefetch_factor} is too much: {limit}; use a smaller \
+                 num_workers or prefetch_factor"
+            ),
             Self::RegionFull { wanted, size, headroom } => {
                 let limit = format!("each worker's region of the shared memory has {size} bytes");
                 no_memory(f, *wanted, &limit, *headroom)

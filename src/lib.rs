@@ -3,11 +3,14 @@
 //! The layers, each of which knows only those below it:
 //!
 //! ```text
-//! python (PyO3; the feature `python`)  ->  engine, worker  ->  scheduler, shm, wire  ->  error, id, sync
-//!                                          engine, worker, shm  ->  sys (the only module with system calls)
+//! python (PyO3; the feature `python`)  ->  engine, worker  ->  metrics, scheduler, shm, wire  ->  error, id, sync
+//!                                          engine, worker, metrics, shm  ->  sys (the only module with system calls)
+//! python  ->  tree (the bytes of a batch)  ->  copy (memory copies), error
 //! ```
 //! ARCHITECTURE.md tells the way of a batch through them.
 
+#[cfg(not(loom))]
+pub mod copy;
 pub mod error;
 pub mod id;
 pub mod scheduler;
@@ -16,6 +19,8 @@ pub mod sync;
 
 #[cfg(not(loom))]
 pub mod engine;
+#[cfg(not(loom))]
+pub mod metrics;
 #[cfg(not(loom))]
 pub mod sys;
 #[cfg(not(loom))]

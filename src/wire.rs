@@ -3,8 +3,8 @@
 //! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
 //! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region.
 //!
-//! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us]`. Its block holds
-//! the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.
+//! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
+//! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.
 
 use crate::error::{Error, Result};
 use crate::shm::ring::Entry;
@@ -123,6 +123,25 @@ pub struct Timings {
     pub pack_us: u32,
 }
 
+impl Timings {
+    /// All parts together.
+    #[inline]
+    pub fn total_us(&self) -> u64 {
+        u64::from(self.fetch_us) + u64::from(self.collate_us) + u64::from(self.pack_us)
+    }
+}
+
+/// How much a result carries. For statistics alone: nothing is read or allocated by it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Bytes of the message and of its leaves.
+    pub bytes: u64,
+    /// Leaves that were copied into the arena, because they were made elsewhere.
+    pub copies: u32,
+    /// Bytes of these.
+    pub copied_bytes: u64,
+}
+
 /// A result entry, read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResultEntry {
@@ -136,8 +155,10 @@ pub struct ResultEntry {
     pub len: u64,
     /// Checksum of the message's payload, where the payload is a pickle.
     pub checksum: u64,
-    /// How long it took.
+    /// How long it took; the status page has the sums.
     pub timings: Timings,
+    /// How much it is.
+    pub load: Load,
 }
 
 impl ResultEntry {
@@ -145,9 +166,11 @@ impl ResultEntry {
     pub fn to_words(&self) -> Entry {
         let block = u64::from(self.block.unwrap_or(NO_BLOCK));
         let Timings { fetch_us, collate_us, pack_us } = self.timings;
+        let Load { bytes, copies, copied_bytes } = self.load;
         let kind = self.kind as u64 | block << 32;
         let times = u64::from(fetch_us) | u64::from(collate_us) << 32;
-        [self.task, kind, self.len, self.checksum, times, u64::from(pack_us), 0, 0]
+        let pack = u64::from(pack_us) | u64::from(copies) << 32;
+        [self.task, kind, self.len, self.checksum, times, pack, bytes, copied_bytes]
     }
 
     /// Out of a ring's words.
@@ -171,7 +194,8 @@ impl ResultEntry {
             collate_us: (words[4] >> 32) as u32,
             pack_us: words[5] as u32,
         };
-        Ok(Self { task: words[0], kind, block, len: words[2], checksum: words[3], timings })
+        let load = Load { bytes: words[6], copies: (words[5] >> 32) as u32, copied_bytes: words[7] };
+        Ok(Self { task: words[0], kind, block, len: words[2], checksum: words[3], timings, load })
     }
 }
 
@@ -189,8 +213,9 @@ pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// The head of a message: what stands before its payload.
-pub fn message_head(leaves: &[Leaf], out: &mut Vec<u8>) {
+/// The head of a message, in the place of what was in `out`: what stands before its payload.
+pub fn message_head<'a>(leaves: impl ExactSizeIterator<Item = &'a Leaf>, out: &mut Vec<u8>) {
+    out.clear();
     out.extend_from_slice(&(leaves.len() as u64).to_le_bytes());
     for leaf in leaves {
         out.extend_from_slice(&u64::from(leaf.block).to_le_bytes());
@@ -257,6 +282,7 @@ mod tests {
             len: 6,
             checksum: 7,
             timings,
+            load: Load { bytes: 1 << 50, copies: u32::MAX, copied_bytes: 8 },
         };
         assert_eq!(ResultEntry::from_words(&result.to_words()).unwrap(), result);
     }
@@ -265,7 +291,7 @@ mod tests {
     fn a_message_comes_back_and_a_cut_one_is_an_error() {
         let leaves = [Leaf { block: 1, len: 2 }, Leaf { block: 3, len: 1 << 40 }];
         let mut message = Vec::new();
-        message_head(&leaves, &mut message);
+        message_head(leaves.iter(), &mut message);
         assert_eq!(message.len() as u64, message_len(2, 0));
         message.extend_from_slice(b"payload");
         assert_eq!(read_message(&message).unwrap(), (leaves.to_vec(), message.len() - 7));

@@ -23,7 +23,7 @@ fn start(workers: u32) -> (Arc<Arena>, Opened, Vec<Port>) {
     };
     let mut engine = Opened::over(arena.clone(), settings).unwrap();
     let port = |worker| {
-        let doorbell = engine.hands().doorbell.as_fd().try_clone_to_owned().unwrap();
+        let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
         Port::open(arena.clone(), worker, doorbell).unwrap()
     };
     let ports = (0..workers).map(port).collect();
@@ -89,13 +89,13 @@ fn a_tied_result_that_nobody_opens_is_given_back() {
     let (arena, mut engine, ports) = start(1);
     let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
     engine.started(0, process.id() as i32).unwrap();
-    let before = arena.usage().1;
+    let before = arena.usage().held;
     answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
-    assert!(arena.usage().1 > before);
+    assert!(arena.usage().held > before);
     let Step::Open(_) = step(&mut engine) else { panic!("the result is to be opened") };
     ports[0].leave();
     process.kill().unwrap();
     process.wait().unwrap();
     assert!(matches!(engine.finish(), Ending::Pool(_)));
-    assert_eq!(arena.usage().1, before);
+    assert_eq!(arena.usage().held, before);
 }

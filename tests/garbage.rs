@@ -8,7 +8,7 @@ use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::Arena;
 use rustloader::shm::block::WORKER;
 use rustloader::shm::doorbell;
-use rustloader::wire::{ResultEntry, ResultKind, TaskEntry, Timings, read_message};
+use rustloader::wire::{Load, ResultEntry, ResultKind, TaskEntry, Timings, read_message};
 
 fn words() -> impl Strategy<Value = [u64; 8]> {
     let word = prop_oneof![
@@ -82,9 +82,9 @@ proptest! {
             }
         }
         for block in [sound, 0, 1, 2, 3, blocks, returned] {
-            let timings = Timings::default();
-            let entry =
-                ResultEntry { task: 0, kind: ResultKind::Plain, block: Some(block), len: 64, checksum: 0, timings };
+            let (timings, load) = (Timings::default(), Load::default());
+            let (kind, block) = (ResultKind::Plain, Some(block));
+            let entry = ResultEntry { task: 0, kind, block, len: 64, checksum: 0, timings, load };
             if let Ok(mut message) = Message::open(&arena, &Incoming { worker: 0, entry }, Vec::new()) {
                 for leaf in 0..message.leaves.len() {
                     drop(message.leaves.take(leaf));

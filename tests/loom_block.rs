@@ -1,12 +1,12 @@
-//! Who holds a block: two holders that let go, the return stack, a fork's mark. Run by `make test` with `--cfg loom`.
+//! Who holds a block: two holders that let go, the return stack, a fork's mark, the arena's way through the pool. Run by `make test` with `--cfg loom`.
 #![cfg(loom)]
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 use rustloader::shm::block::{
-    CONSUMER, DELIVERED, FORKED, Left, RETURNING, WORKER, mark_if, push_returned, release, release_owned,
-    take_returned,
+    CONSUMER, DELIVERED, FORKED, Left, Parking, RETURNING, Remains, WORKER, give_back, is_unseen, mark_if,
+    push_returned, recover, release, release_owned, take_returned,
 };
 use rustloader::shm::layout::Block;
 
@@ -116,5 +116,86 @@ fn a_forks_mark_keeps_the_block_or_comes_too_late() {
             assert_eq!(state, RETURNING);
         }
         assert_eq!(taken(&region), [0]);
+    });
+}
+
+/// An arena between two iterators, with one block that may have pages.
+struct Parked {
+    parking: Parking,
+    region: Arc<Region>,
+    /// How often the block has lost its pages.
+    punched: AtomicU32,
+    /// A new owner has taken it.
+    owned: AtomicU32,
+}
+
+fn parked(state: u32) -> Arc<Parked> {
+    Arc::new(Parked {
+        parking: Parking::default(),
+        region: region(state, 0),
+        punched: AtomicU32::new(0),
+        owned: AtomicU32::new(0),
+    })
+}
+
+impl Parked {
+    fn state(&self) -> &AtomicU32 {
+        &self.region.blocks[0].state
+    }
+
+    fn punch(&self) {
+        assert_eq!(self.owned.load(Ordering::Relaxed), 0, "the new owner's pages are taken away");
+        self.punched.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The user drops what lies in the block, or the last child that saw it has been reaped.
+    fn let_go(&self, bits: u32) {
+        if release(self.state(), bits) == Left::Last {
+            give_back(&self.parking, &self.region.head, &self.region.blocks[0], 0, || self.punch());
+        }
+    }
+}
+
+#[test]
+fn what_is_released_while_the_arena_is_retired_loses_its_pages() {
+    loom::model(|| {
+        let arena = parked(CONSUMER | DELIVERED | FORKED);
+        let droppers = [CONSUMER, FORKED].map(|bits| {
+            let arena = arena.clone();
+            thread::spawn(move || arena.let_go(bits))
+        });
+        arena.parking.begin();
+        let early = is_unseen(arena.state());
+        if early {
+            arena.punch();
+        }
+        droppers.into_iter().for_each(|dropper| dropper.join().unwrap());
+        assert!(arena.punched.load(Ordering::Relaxed) >= 1, "nobody has seen the other");
+    });
+}
+
+#[test]
+fn a_block_that_comes_back_late_is_whole_before_the_next_iterators_worker_has_it() {
+    loom::model(|| {
+        let arena = parked(CONSUMER | WORKER | DELIVERED);
+        let user = {
+            let arena = arena.clone();
+            thread::spawn(move || arena.let_go(CONSUMER))
+        };
+        arena.parking.begin();
+        let remains = recover(arena.state());
+        assert_ne!(remains, Remains::WorkersChild);
+        arena.parking.end();
+        // The new owner: what is free by its state, and what has come back.
+        let free = arena.state().load(Ordering::Acquire) == 0;
+        let back = taken(&arena.region) == [0];
+        assert!(!(free && back));
+        if free || back {
+            arena.owned.store(1, Ordering::Relaxed);
+        }
+        user.join().unwrap();
+        let late = taken(&arena.region) == [0];
+        assert!(late ^ back ^ free, "the block is lost or doubled");
+        assert_eq!(arena.state().load(Ordering::Relaxed), 0);
     });
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use rustloader::engine::completions::{Completions, Message};
 use rustloader::engine::pin::{self, Body, Parcel, Prepare};
-use rustloader::engine::{Ending, Engine, Hands, Incoming, Step};
+use rustloader::engine::{Ending, Engine, Handle, Incoming, Step};
 use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
 use rustloader::shm::block::CONSUMER;
@@ -49,8 +49,8 @@ fn fake(act: Act) -> (Fake, Arc<AtomicUsize>) {
     (Fake { act, prepared: prepared.clone() }, prepared)
 }
 
-fn open(arena: &Arc<Arena>, hands: &Hands) -> Vec<Port> {
-    let doorbell = || hands.doorbell.as_fd().try_clone_to_owned().unwrap();
+fn open(arena: &Arc<Arena>, handle: &Handle) -> Vec<Port> {
+    let doorbell = || handle.doorbell.as_fd().try_clone_to_owned().unwrap();
     (0..arena.geometry().workers)
         .map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap())
         .collect()
@@ -80,9 +80,9 @@ fn until(mut condition: impl FnMut() -> bool) {
     }
 }
 
-fn end(hands: &Hands) {
-    hands.stop_pinning().unwrap();
-    until(|| hands.pinning().unwrap().join(LIMIT));
+fn end(handle: &Handle) {
+    handle.stop_pinning();
+    until(|| handle.pinning().unwrap().join(LIMIT));
 }
 
 /// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
@@ -98,7 +98,7 @@ impl Rig {
         let arena = Arena::create_sized(1 << 30, workers as u32, (workers * prefetch_factor) as u32).unwrap();
         let settings = Settings { workers, prefetch_factor, in_order, persistent: false, timeout: None };
         let mut engine = Engine::over(arena.clone(), settings).unwrap();
-        let ports = open(&arena, engine.hands());
+        let ports = open(&arena, engine.handle());
         let processes: Vec<Child> =
             (0..workers).map(|_| Command::new("sleep").arg("1000").spawn().unwrap()).collect();
         for (worker, process) in processes.iter().enumerate() {
@@ -168,6 +168,19 @@ impl Drop for Rig {
     }
 }
 
+#[test]
+fn a_second_pin_thread_is_refused_and_the_first_one_works_on() {
+    let mut rig = Rig::new(1, 3, true, nothing());
+    assert!(rig.engine.start_pinning(fake(nothing()).0, Body::run).is_err());
+    rig.answer(0).unwrap();
+    assert_eq!(rig.next(true), Ok(0));
+    // As long as it runs nobody else may drain the rings, although the worker has left.
+    rig.ports[0].leave();
+    rig.kill(0);
+    assert!(rig.engine.handle().all_left());
+    assert!(matches!(rig.engine.finish(), Ending::Retire(_)));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(debug_assertions) { 40 } else { 200 }))]
 
@@ -177,13 +190,13 @@ proptest! {
         pause in 0..60u64,
     ) {
         let arena = Arena::create_sized(1 << 30, 3, 96).unwrap();
-        let hands = Arc::new(Hands::new(arena.clone()).unwrap());
-        let ports = open(&arena, &hands);
+        let handle = Arc::new(Handle::new(arena.clone()).unwrap());
+        let ports = open(&arena, &handle);
         let slow: Act = Arc::new(move |_| {
             std::thread::sleep(Duration::from_micros(pause));
             Ok(())
         });
-        let link = pin::start(fake(slow).0, &hands, Completions::new(&arena), 96, Body::run).unwrap();
+        let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, Body::run).unwrap();
         let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
         let take = |got: &mut Vec<Vec<u64>>| match link.parcels.recv_timeout(LIMIT).unwrap() {
             Parcel::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
@@ -204,7 +217,7 @@ proptest! {
         for worker in 0..3 {
             prop_assert_eq!(&got[worker], &(0..sent[worker]).collect::<Vec<_>>());
         }
-        end(&hands);
+        end(&handle);
         prop_assert!(link.parcels.is_empty());
         prop_assert_eq!(held(&arena), 0);
     }
@@ -255,12 +268,12 @@ proptest! {
             while rig.answer(worker).is_some() {}
         }
         std::thread::sleep(Duration::from_micros(wait));
-        let hands = rig.engine.hands().clone();
+        let handle = rig.engine.handle().clone();
         if all {
-            hands.close();
+            handle.close();
         }
-        end(&hands);
-        prop_assert!(!hands.pinning().unwrap().is_alive());
+        end(&handle);
+        prop_assert!(!handle.pinning().unwrap().is_alive());
         rig.ports.iter().for_each(Port::leave);
         (0..workers).for_each(|worker| rig.kill(worker));
         let ending = rig.engine.finish();
@@ -273,13 +286,13 @@ proptest! {
 #[test]
 fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
-    let hands = Arc::new(Hands::new(arena.clone()).unwrap());
-    let ports = open(&arena, &hands);
+    let handle = Arc::new(Handle::new(arena.clone()).unwrap());
+    let ports = open(&arena, &handle);
     let (prepare, prepared) = fake(nothing());
-    let link = pin::start(prepare, &hands, Completions::new(&arena), 2, Body::run).unwrap();
+    let link = pin::start(prepare, &handle, Completions::new(&arena), 2, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     let most = 2 + 4 + 4;
-    until(|| link.parcels.len() == most);
+    until(|| link.parcels.len() == most && prepared.load(SeqCst) == most + 1);
     std::thread::sleep(Duration::from_millis(600));
     assert_eq!((link.parcels.len(), prepared.load(SeqCst)), (most, most + 1));
     for expected in 0..40 {
@@ -288,18 +301,18 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
             other => panic!("{other:?}"),
         }
     }
-    end(&hands);
+    end(&handle);
 }
 
 #[test]
 fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
-    let hands = Arc::new(Hands::new(arena.clone()).unwrap());
-    let ports = open(&arena, &hands);
-    let link = pin::start(fake(nothing()).0, &hands, Completions::new(&arena), 2, Body::run).unwrap();
+    let handle = Arc::new(Handle::new(arena.clone()).unwrap());
+    let ports = open(&arena, &handle);
+    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     until(|| link.parcels.is_full());
-    end(&hands);
+    end(&handle);
     // Nor one that nobody reads any more.
     drop(link);
 }
@@ -313,7 +326,7 @@ fn a_panic_is_told_after_what_was_ready() {
     for _ in 0..3 {
         assert_eq!(rig.next(false).unwrap_err(), "it panicked: it is two");
     }
-    until(|| !rig.engine.hands().pinning().unwrap().is_alive());
+    until(|| !rig.engine.handle().pinning().unwrap().is_alive());
 }
 
 #[test]
@@ -321,7 +334,7 @@ fn an_end_is_told_after_what_was_ready_also_when_the_worker_dies_then() {
     let act: Act = Arc::new(|number| if number == 2 { Err("the end".into()) } else { Ok(()) });
     let mut rig = Rig::new(1, 4, true, act);
     (0..4).for_each(|_| assert!(rig.answer(0).is_some()));
-    until(|| !rig.engine.hands().pinning().unwrap().is_alive());
+    until(|| !rig.engine.handle().pinning().unwrap().is_alive());
     rig.kill(0);
     std::thread::sleep(Duration::from_millis(150));
     assert_eq!((rig.next(false), rig.next(false)), (Ok(0), Ok(1)));
@@ -336,7 +349,7 @@ fn damage_is_an_error_for_good() {
     let arena = rig.engine.arena().clone();
     arena.control(0).results.tail.0.store(10_000, SeqCst);
     rustloader::shm::doorbell::mark(arena.bitmap(), 0);
-    rig.engine.hands().doorbell.ring().unwrap();
+    rig.engine.handle().doorbell.ring().unwrap();
     let start = Instant::now();
     while rig.engine.step().is_ok() {
         assert!(start.elapsed() < LIMIT);
@@ -348,18 +361,18 @@ fn damage_is_an_error_for_good() {
 
 #[test]
 fn the_thread_knows_itself_and_does_not_wait_for_its_own_end() {
-    let own = Arc::new(Mutex::new(None::<Arc<Hands>>));
+    let own = Arc::new(Mutex::new(None::<Arc<Handle>>));
     let seen = Arc::new(AtomicUsize::new(0));
     let (mine, count) = (own.clone(), seen.clone());
     let act: Act = Arc::new(move |_| {
-        let hands = mine.lock().unwrap().clone().unwrap();
-        count.fetch_add(usize::from(hands.pinning().unwrap().is_current()), SeqCst);
+        let handle = mine.lock().unwrap().clone().unwrap();
+        count.fetch_add(usize::from(handle.pinning().unwrap().is_current()), SeqCst);
         Ok(())
     });
     let mut rig = Rig::new(1, 4, true, act);
-    *own.lock().unwrap() = Some(rig.engine.hands().clone());
+    *own.lock().unwrap() = Some(rig.engine.handle().clone());
     rig.answer(0).unwrap();
     assert_eq!(rig.next(false), Ok(0));
     assert_eq!(seen.load(SeqCst), 1);
-    assert!(!rig.engine.hands().pinning().unwrap().is_current());
+    assert!(!rig.engine.handle().pinning().unwrap().is_current());
 }

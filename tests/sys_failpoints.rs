@@ -94,13 +94,11 @@ fn an_old_kernel_or_a_sandbox_has_the_pages_touched() {
 }
 
 #[test]
-fn holes_and_huge_pages_may_be_refused() {
+fn holes_may_be_refused() {
     let _alone = alone();
     let mapping = mapping();
     refuse("remove", libc::EOPNOTSUPP);
     assert_os!(mapping.remove(0..mapping.len()), "madvise(MADV_REMOVE)", libc::EOPNOTSUPP);
-    refuse("hugepage", libc::EINVAL);
-    mapping.advise_huge(0..mapping.len()).unwrap();
 }
 
 #[test]
@@ -131,8 +129,20 @@ fn doorbells_go_on_after_a_signal() {
     event.ring().unwrap();
     refuse("eventfd_read", libc::EINTR);
     event.drain().unwrap();
-    refuse("pipe2", libc::ENFILE);
-    assert_os!(fork::pipe_cloexec(), "pipe2", libc::ENFILE);
+}
+
+#[test]
+fn children_that_cannot_be_watched_count_as_alive() {
+    let _alone = alone();
+    refuse("memfd_create", libc::ENFILE);
+    assert_os!(fork::Heirs::new(), "memfd_create", libc::ENFILE);
+    let (heirs, heirloom) = fork::Heirs::new().unwrap();
+    drop(heirloom);
+    refuse("seal_write", libc::EPERM);
+    assert!(!heirs.are_gone());
+    refuse("fstat", libc::EPERM);
+    assert!(!heirs.are_gone());
+    assert!(heirs.are_gone());
 }
 
 #[test]

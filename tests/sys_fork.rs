@@ -77,23 +77,33 @@ fn handlers_run_around_a_fork_and_the_generation_rises_in_the_child() {
 }
 
 #[test]
-fn a_pipe_ends_when_the_last_child_has() {
-    let (reader, writer) = fork::pipe_cloexec().unwrap();
-    let (go_reader, go_writer) = fork::pipe_cloexec().unwrap();
+fn the_heirs_are_gone_when_the_last_child_is_whatever_it_has_closed() {
+    let (heirs, heirloom) = fork::Heirs::new().unwrap();
+    let (go_reader, go_writer) = std::io::pipe().unwrap();
     let pid = start(|| {
         let mut byte = 0_u8;
+        let kept = go_reader.as_raw_fd() as u32;
+        // SAFETY: plain numbers. The child leaves without using what it has closed.
+        unsafe {
+            libc::close_range(3, kept - 1, 0);
+            libc::close_range(kept + 1, u32::MAX, 0);
+        }
         // SAFETY: `byte` has room for one byte.
         unsafe { libc::read(go_reader.as_raw_fd(), (&raw mut byte).cast(), 1) == 1 }
     });
-    drop(writer);
-    assert!(!fork::reads_eof(reader.as_fd()));
+    drop(heirloom);
+    // It may close them meanwhile; after that it is no different.
+    for _ in 0..100 {
+        assert!(!heirs.are_gone());
+        std::thread::sleep(Duration::from_millis(1));
+    }
     // SAFETY: one byte is there to be read; then the child is ours to wait for.
     unsafe {
         assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
         libc::waitpid(pid, std::ptr::null_mut(), 0);
     }
-    // Another test's child may have been forked between, and holds the end for a moment.
-    while !fork::reads_eof(reader.as_fd()) {
+    // Another test's child may have been forked between, and is an heir for a moment.
+    while !heirs.are_gone() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }

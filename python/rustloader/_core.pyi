@@ -1,14 +1,25 @@
 """The Rust extension. Its classes are for the modules of this package alone, but for ``engine_batches``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 
 __all__ = [
+    "BATCH",
+    "DEAD",
+    "END",
+    "ERROR",
+    "FETCH",
     "INLINE_LIMIT",
+    "LEAVE",
+    "NO_PIN_THREAD",
+    "RESUME",
+    "TIMED_OUT",
+    "UNREADABLE",
     "Engine",
     "LeaseBuffer",
+    "Meter",
     "Port",
     "StoppableIndices",
     "TimedCollate",
@@ -20,15 +31,33 @@ __all__ = [
     "begin_forks",
     "end_forks",
     "engine_batches",
+    "figures",
     "heap_storage",
+    "hold_signal",
     "is_plain_leaf",
     "observed",
+    "release_signal",
+    "set_reporting",
 ]
 
 __version__: Final[str]
 
 # Leaves of fewer bytes travel inside the message and are copied out on delivery.
 INLINE_LIMIT: Final[int]
+
+# What `Engine.next` and `Engine.begin` answer.
+BATCH: Final[int]
+ERROR: Final[int]
+DEAD: Final[int]
+END: Final[int]
+TIMED_OUT: Final[int]
+NO_PIN_THREAD: Final[int]
+
+# What `Port.receive` answers.
+FETCH: Final[int]
+RESUME: Final[int]
+LEAVE: Final[int]
+UNREADABLE: Final[int]
 
 class WorkerStopped(BaseException):
     """Ends a fetch between two samples when the loader shuts down."""
@@ -38,7 +67,13 @@ class Engine:
     """The engine of one iterator. What is not marked "any time" waits for other threads' turns."""
 
     def __new__(
-        cls, workers: int, prefetch_factor: int, in_order: bool, persistent: bool, timeout: float
+        cls,
+        workers: int,
+        prefetch_factor: int,
+        in_order: bool,
+        persistent: bool,
+        timeout: float,
+        stalls: tuple[float, float],
     ) -> Engine: ...
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
@@ -46,11 +81,14 @@ class Engine:
     def started(self, worker: int, pid: int) -> None:
         """Notes a worker that has been started."""
 
-    def begin(self, hand: list[Any], next_index: Callable[[], Any], is_first: bool) -> None:
+    def begin(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool) -> None:
         """Begins an epoch; for all but the first waits until the workers have answered."""
 
-    def next(self, hand: list[Any], next_index: Callable[[], Any]) -> None:
-        """Puts the next thing to do into ``hand``: a code of ``_iter.py`` and its value. Waits without the GIL.
+    def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
+        """Puts the next thing to do into ``answer``: a code and its value. Waits without the GIL.
+
+        ``next_index`` is the iterator of the sampler, or a function that is called for each index and raises
+        StopIteration at the end.
 
         RuntimeError: this thread is in ``next`` already, or the iterator has been shut down, or is another process's.
         """
@@ -76,6 +114,10 @@ class Engine:
 
     def oldest_index(self, worker: int) -> Any:
         """The index of the oldest task that a worker has not answered, or None. Any time."""
+
+    @property
+    def meter(self) -> Meter:
+        """The counters of this iterator. Any time."""
 
     @property
     def batches(self) -> int:
@@ -114,6 +156,18 @@ class Engine:
         """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""
 
 @final
+class Meter:
+    """The counters of one iterator, which they outlive; or those of ended iterators."""
+
+    def __new__(cls) -> Meter: ...
+    @property
+    def ended(self) -> bool:
+        """True once nothing more will be counted."""
+
+    def absorb(self, meters: list[Meter]) -> None:
+        """Takes those of ended iterators out of a list, and adds their figures to its own."""
+
+@final
 class Port:
     """A worker's connection to the main process."""
 
@@ -125,8 +179,16 @@ class Port:
     def watch(self, parent: tuple[int, int]) -> None:
         """Ends this process when the main process (pid, start time) has ended."""
 
+    def survive_group_signal(self, main: int) -> bool:
+        """Has this process work on after a SIGTERM to the whole process group, while the main process reacts. False
+        where the system refuses it."""
+
+    def offer_stack(self) -> None:
+        """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""
+
     def receive(self) -> tuple[int, int, Any]:
-        """The next thing to do, waiting without the GIL: a code of ``_worker.py``, the task's number, the index."""
+        """The next thing to do, waiting without the GIL: a code of ``_worker.py``, the task's number, the index, or the
+        exception that its unpickling has raised."""
 
     @property
     def stopping(self) -> bool:
@@ -196,7 +258,14 @@ def engine_batches() -> int:
     """
 
 def observed() -> bool:
-    """True while a profiler or another callback of torch would see ``record_function``."""
+    """True while a profiler or another callback of torch would see ``record_function``, or a report is in force."""
+
+def set_reporting(reporting: bool) -> None:
+    """Has ``observed`` answer True while reports are in force."""
+
+def figures(meters: list[Meter]) -> dict[str, Any]:
+    """The figures of several iterators together, the latest last: counts by name (times in nanoseconds), and by
+    "workers" and "slowest" a dict for each (times in seconds)."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Whether an object is a tensor or an array that the codec can describe."""
@@ -209,6 +278,13 @@ def begin_forks() -> None:
 
 def end_forks() -> None:
     """Ends what ``begin_forks`` began."""
+
+def hold_signal(signal: int) -> bool:
+    """Keeps a signal back until ``release_signal``, whatever thread the kernel would give it to. False where there is
+    nothing to keep back: no handler, or a signal that is neither SIGINT nor SIGTERM."""
+
+def release_signal(signal: int) -> None:
+    """Ends what ``hold_signal`` answered true to; a signal that came meanwhile comes again, to this thread."""
 
 def _trim_pool() -> int:
     """Lets go of the arenas that wait for the next iterator; says how many there were."""

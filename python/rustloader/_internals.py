@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import _utils
@@ -18,12 +19,12 @@ from torch.utils.data import dataloader as torch_dataloader
 if TYPE_CHECKING:
     from rustloader._iter import _MultiProcessingDataLoaderIter as Iter
 
-__all__ = ["attribute", "foreign_part", "is_torchs", "replaced_part"]
+__all__ = ["add_parts", "foreign_part", "is_torchs", "replaced_part"]
 
 # Methods of torch's loop that have no counterpart in the engine.
 _FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
 # A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
-# shutdown routine is none of these: see `attribute`.)
+# shutdown routine is none of these: see `_Part`.)
 _FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
 # Methods of torch's iterator in whose place the engine works, or that it has no place for.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
@@ -102,38 +103,61 @@ class _IndexQueue(_Queue):
         self._iterator._dismiss(self._worker_id)
 
 
-def attribute(iterator: Iter, name: str) -> Any:
-    """The value of an attribute of torch's iterator that ours does not have.
+class _Part:
+    """An attribute of torch's iterator that ours answers for.
 
-    Raises:
-        AttributeError: torch's has none of that name either, or there is nothing to answer for it.
+    What stands in the ``__dict__`` comes first, and with torch's own iterator all of it does. This is no
+    ``__getattr__`` of the class, with which each look at any attribute would take Python's slow way.
     """
-    if iterator._core is not None:
-        if name == "_workers_done_event":
-            return _DoneEvent(iterator)
-        if name == "_index_queues":
-            return [_IndexQueue(iterator, worker_id) for worker_id in range(len(iterator._workers))]
-        if name == "_worker_result_queue":
-            return _Queue()
-        if name == "_worker_pids_set":
-            # Deaths are seen without torch's registry of workers.
-            return False
-        if name in _COUNTERS or name == "_worker_queue_idx_cycle":
-            progress = iterator._core.progress()
-            if progress is None:
-                raise AttributeError(f"{name} cannot be read while next() runs")
-            if name in _COUNTERS:
-                return _COUNTERS[name](*progress)
-            cycle = itertools.cycle(range(len(iterator._workers)))
-            return itertools.islice(cycle, progress[0] % len(iterator._workers), None)
-    raise AttributeError(f"{type(iterator).__name__!r} object has no attribute {name!r}")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, iterator: Iter | None, owner: type) -> Any:
+        if iterator is None:
+            raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
+        if iterator._core is None:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+        return _PARTS[self._name](iterator)
+
+
+def _counter(name: str, count: Callable[..., Any]) -> Callable[[Iter], Any]:
+    """What answers for a counter that ``count`` makes of the engine's own."""
+
+    def read(iterator: Iter) -> Any:
+        progress = iterator._engine().progress()
+        if progress is None:
+            raise AttributeError(f"{name} cannot be read while next() runs")
+        return count(*progress)
+
+    return read
+
+
+def _cycle(sent: int, workers: int) -> Iterator[int]:
+    return itertools.islice(itertools.cycle(range(workers)), sent % workers, None)
 
 
 # From (tasks sent, tasks without a result, tasks not delivered by worker, (number, worker) of tasks not delivered).
-_COUNTERS: dict[str, Any] = {
+_COUNTERS: dict[str, Callable[..., Any]] = {
     "_send_idx": lambda sent, outstanding, loads, tasks: sent,
     "_rcvd_idx": lambda sent, outstanding, loads, tasks: tasks[0][0] if tasks else sent,
     "_tasks_outstanding": lambda sent, outstanding, loads, tasks: outstanding,
     "_workers_num_tasks": lambda sent, outstanding, loads, tasks: loads,
     "_task_info": lambda sent, outstanding, loads, tasks: {task: (worker,) for task, worker in tasks},
+    "_worker_queue_idx_cycle": lambda sent, outstanding, loads, tasks: _cycle(sent, len(loads)),
 }
+
+_PARTS: dict[str, Callable[[Iter], Any]] = {
+    "_workers_done_event": _DoneEvent,
+    "_index_queues": lambda iterator: [_IndexQueue(iterator, i) for i in range(len(iterator._workers))],
+    "_worker_result_queue": lambda iterator: _Queue(),
+    # Deaths are seen without torch's registry of workers.
+    "_worker_pids_set": lambda iterator: False,
+    **{name: _counter(name, count) for name, count in _COUNTERS.items()},
+}
+
+
+def add_parts(cls: type[Iter]) -> None:
+    """Has the iterator's class answer for the attributes of torch's that it does not have."""
+    for name in _PARTS:
+        setattr(cls, name, _Part(name))

@@ -2,78 +2,38 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import errno
-import logging
-import multiprocessing.process
-import os
-import signal
-import sys
-import time
-import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker
-from pickle import PicklingError
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.multiprocessing
-from torch.utils.data import IterDataPipe, MapDataPipe, _utils
+from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import _core, _internals, _pin, _worker
-from rustloader._core import Engine
+from rustloader import _core, _death, _handover, _internals, _ledger, _options, _pin, _report, _shutdown, _stall, _start
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine
+from rustloader._torchs import IterType, TorchIter, in_torch
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
-logger = logging.getLogger("rustloader")
+# torch's own, unless somebody was here before: spares most batches a closer look.
+_torchs_next_index: Any = _BaseDataLoaderIter._next_index
+if not _internals.is_torchs(_torchs_next_index, torch_dataloader):
+    _torchs_next_index = None
 
-# multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
-_mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
-
-_TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
-
-# What `Engine.next` and `Engine.begin` answer; the same numbers stand in src/python/engine.rs.
-_BATCH, _ERROR, _DEAD, _END, _TIMED_OUT, _NO_PIN_THREAD = range(6)
-
-# Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
-_KILL_AFTER = 0.5
-_EXIT_GRACE = 0.5
-_EXIT_KILL_AFTER = 0.2
-
-# Seconds from a worker's end to the fork server's word on how it ended.
-_STATUS_AFTER = 1.0
-
-# Every iterator with workers, for the interpreter's exit.
-_live: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
-
-# True while torch's own iterators are to count as instances of ours.
-_installed = False
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-# Warnings with `stacklevel=2` name the file of whoever called the function that warns: torch's, and users' filters go
-# by it. This calls a function from a frame that is torch's by file and module.
-_in_torch: Callable[..., Any] = types.FunctionType(
-    _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
+_LENGTH_WARNING = (
+    "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
+    "fetched. For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
+# Older versions of torch have theirs point into torch's own file.
+_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
-class _IterType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        if super().__instancecheck__(instance):
-            return True
-        return _installed and cls is _MultiProcessingDataLoaderIter and isinstance(instance, _TorchIter)
-
-
-class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
+class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     """Iterates over a loader with worker processes.
 
     It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
@@ -94,27 +54,39 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     _rescued: list[Any] | None = None
 
     def __init__(self, loader: Any) -> None:
-        reason = _why_not(type(self), loader)
+        if _MultiProcessingDataLoaderIter not in type(self).__mro__:
+            # A class from before `install()` calls its base by the name in torch's module.
+            TorchIter.__init__(self, loader)
+            return
+        _ledger.open_for(self, loader)
+        seen = _options.applied(loader)
+        self._set_up(seen)
+        _options.keep(loader, seen, self)
+
+    def _set_up(self, loader: Any) -> None:
+        reason = _handover.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
         # Compared as in torch, whose TypeError says how.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            core, reason = _make_engine(loader)
+            core, reason = _handover.make_engine(loader)
         if reason is not None:
-            _tell_handover(reason)
+            _handover.tell(reason)
+            _ledger.of(self).hand_over(reason)
             self._passthrough = True
             try:
-                _in_torch(super().__init__, loader)
+                in_torch(super().__init__, loader)
             except BaseException:
                 self._abandon_torchs()
                 raise
             return
-        _in_torch(_BaseDataLoaderIter.__init__, self, loader)
+        in_torch(_BaseDataLoaderIter.__init__, self, loader)
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         if core is None:
             name = "num_workers" if self._num_workers <= 0 else "prefetch_factor"
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
         self._core = core
+        _ledger.of(self).serve()
         self._context = loader.multiprocessing_context or torch.multiprocessing
         self._worker_init_fn = loader.worker_init_fn
         self._workers = []
@@ -133,10 +105,11 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
     # --- workers -----------------------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        _live.add(self)
+        _shutdown.live.add(self)
         core = self._engine()
+        _ledger.of(self).add(core.meter)
         try:
-            self._start_processes(core)
+            _start.start_processes(self, core)
             if self._pin_memory:
                 core.start_pinning(_pin.Pinner(self._pin_memory_device))
                 self._pin_memory_thread = _pin.Thread(core)  # type: ignore[assignment]
@@ -146,45 +119,10 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             self._shutdown_workers()
             raise
 
-    def _start_processes(self, core: Engine) -> None:
-        _start_helpers(self._context)
-        with _sigint_blocked() as was_open:
-            job = _worker.Job(
-                dataset_kind=self._dataset_kind,
-                auto_collation=self._auto_collation,
-                collate_fn=self._collate_fn,
-                drop_last=self._drop_last,
-                base_seed=int(self._base_seed),
-                init_fn=self._worker_init_fn,
-                num_workers=self._num_workers,
-                unblock_sigint=was_open,
-            )
-            _core.begin_forks()
-            try:
-                for worker_id in range(self._num_workers):
-                    process = self._context.Process(
-                        target=_worker.run, args=(_worker.Connection(core), [self._dataset], job, worker_id)
-                    )
-                    process.daemon = True
-                    try:
-                        process.start()
-                    except (TypeError, AttributeError, PicklingError):
-                        _in_torch(warnings.warn, _PICKLE_WARNING, None, 1)
-                        raise
-                    except OSError as error:
-                        if error.errno in _REFUSED_STARTS:
-                            what = f"worker {worker_id} of a DataLoader with {self._num_workers} cannot be started"
-                            error.strerror = f"{error.strerror}: {what}; {_REFUSED_STARTS[error.errno]}"
-                        raise
-                    self._workers.append(process)
-                    core.started(worker_id, process.pid)
-            finally:
-                _core.end_forks()
-
     def _restart(self) -> None:
         """New workers for a persistent loader whose workers have died or were shut down."""
         self._shutdown_workers()
-        core, reason = _make_engine(self)
+        core, reason = _handover.make_engine(self)
         if core is None:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
         self._core = core
@@ -217,23 +155,26 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
-        hand: list[Any] = [None, None]
-        core.begin(hand, self._draw(), first_iter)
-        code, value = hand
-        if code != _END:
+        answer: list[Any] = [None, None]
+        core.begin(answer, self._draw(), first_iter)
+        code, value = answer
+        if code != END:
             self._died_or_late(code, value)
         self._workers_status = [True] * self._num_workers
 
-    def _draw(self) -> Callable[[], Any]:
+    def _draw(self) -> Iterator[Any] | Callable[[], Any]:
         """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
-        if _internals.is_torchs(type(self)._next_index, torch_dataloader):
-            return cast("Callable[[], Any]", self._sampler_iter.__next__)
+        next_index = type(self)._next_index
+        if next_index is _torchs_next_index or _internals.is_torchs(next_index, torch_dataloader):
+            return self._sampler_iter
         return self._next_index
 
     def __next__(self) -> Any:
         if self._passthrough:
+            _report.look()
             return super().__next__()
         if _core.observed():
+            _report.look()
             with torch.autograd.profiler.record_function(self._profile_name):
                 return self._counted_next()
         return self._counted_next()
@@ -250,39 +191,40 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
                 warnings.warn(text, stacklevel=3)
             else:
-                _in_torch(warnings.warn, text, None, 1)
+                in_torch(warnings.warn, text, None, 1)
         return data
 
     def _next_data(self) -> Any:
         if self._passthrough:
             return super()._next_data()
-        self._look_for_the_end()
+        if self._ended or self._death is not None:
+            self._look_for_the_end()
         if self._shutdown:
             # As torch's, whose workers are then all marked as unavailable.
             raise StopIteration
-        hand, self._rescued = self._rescued, None
-        if hand is None:
-            hand = [None, None]
+        answer, self._rescued = self._rescued, None
+        if answer is None:
+            answer = [None, None]
             core = self._engine()
             try:
-                core.next(hand, self._draw())
+                core.next(answer, self._draw())
                 if self._dataset_kind == _DatasetKind.Iterable:
                     self._workers_status[:] = core.active() or self._workers_status
             except BaseException as error:
-                if hand[0] is not None:
+                if answer[0] is not None:
                     # A signal handler has raised just after the answer came: it is the next call's.
-                    self._rescued = hand
+                    self._rescued = answer
                 elif isinstance(error, RuntimeError):
                     # Another thread may have found the end, or a death, while this one waited.
                     self._look_for_the_end()
                 raise
         # From here to the return there is no call, so no signal handler can come between and take the batch away.
-        code, value = hand
-        if code == _BATCH:
+        code, value = answer
+        if code == BATCH:
             return value
-        if code == _ERROR:
+        if code == ERROR:
             value.reraise()
-        if code == _END:
+        if code == END:
             self._ended = True
             if not self._persistent_workers:
                 self._shutdown_workers()
@@ -298,29 +240,30 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             raise self._death_error()
 
     def _died_or_late(self, code: int, value: Any) -> None:
-        if code == _TIMED_OUT:
+        if code == TIMED_OUT:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
-        if code == _DEAD:
+        if code == DEAD:
             self._note_death(value)
             raise self._death_error()
-        if code == _NO_PIN_THREAD:
+        if code == NO_PIN_THREAD:
             self._death = "Pin memory thread exited unexpectedly"
             self._death_note = value or None
             core = self._engine()
             core.close()
             # Its last word comes just before its end.
-            core.join_pinning(_EXIT_GRACE)
+            core.join_pinning(_shutdown.EXIT_GRACE)
             raise self._death_error()
 
     def _note_death(self, worker_id: int) -> None:
         """Takes note of a death that is to be raised now, and tells the other workers to leave."""
         core = self._engine()
         index = core.oldest_index(worker_id)
-        if index is not None:
-            text = repr(index)
-            text = text if len(text) <= 200 else text[:200] + "..."
+        if index is None:
+            self._death_note = f"It was worker {worker_id}."
+        else:
+            text = _stall.index_text(index)
             self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
-        self._death = self._describe_death(worker_id)
+        self._death = _death.describe(self._workers[worker_id], core.exit_status(worker_id))
         core.close()
 
     def _death_error(self) -> RuntimeError:
@@ -328,32 +271,6 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
         if self._death_note is not None:
             error.add_note(self._death_note)
         return error
-
-    def _describe_death(self, worker_id: int) -> str:
-        process = self._workers[worker_id]
-        status = self._engine().exit_status(worker_id)
-        if status is None:
-            # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
-            # later.
-            process.join(_STATUS_AFTER)
-        if status is None and process.exitcode:
-            code = process.exitcode
-            status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
-        if status is None or status[:2] == ("code", 0):
-            return f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"
-        kind, number, name = status
-        if kind == "code":
-            return (
-                f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {number}. "
-                "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
-            )
-        text = f"DataLoader worker (pid {process.pid}) is killed by signal: {name}. "
-        if number == signal.SIGBUS:
-            text += (
-                "It is possible that dataloader's workers are out of shared memory. "
-                "Please try to raise your shared memory limit."
-            )
-        return text
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -368,20 +285,19 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             super()._shutdown_workers()
             return
         core = self._core
-        if core is None or self._shutdown or not core.is_ours or _exiting():
+        if core is None or self._shutdown or not core.is_ours or _shutdown.exiting():
             return
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
-        _end([self], _utils.MP_STATUS_CHECK_INTERVAL, _KILL_AFTER)
+        _shutdown.end([self], _utils.MP_STATUS_CHECK_INTERVAL, _shutdown.KILL_AFTER)
 
     def __del__(self) -> None:
-        self._shutdown_workers()
+        try:
+            self._shutdown_workers()
+        except KeyboardInterrupt:
+            _shutdown.interrupt_again()
 
     # --- what copied code reaches for --------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        # What stands in no __dict__: see `_internals`. With torch's iterator all of it does.
-        return _internals.attribute(self, name)
 
     def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
         if self._passthrough:
@@ -396,159 +312,4 @@ class _MultiProcessingDataLoaderIter(_TorchIter, metaclass=_IterType):
             self._engine().close()
 
 
-def _exiting() -> bool:
-    return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
-
-
-def _end(iterators: list[_MultiProcessingDataLoaderIter], grace: float, kill_after: float) -> None:
-    """Ends the workers of iterators, all within one deadline: ``grace`` seconds to leave by themselves, ``kill_after``
-    more after SIGTERM, then SIGKILL. An interrupt meanwhile goes straight to SIGKILL and is raised again."""
-    cores = [iterator._engine() for iterator in iterators]
-
-    def gone(seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        for core in cores:
-            while not core.wait_gone(deadline - time.monotonic()):
-                if time.monotonic() >= deadline:
-                    return False
-        return True
-
-    start = time.monotonic()
-    try:
-        for core in cores:
-            core.stop_pinning()
-        for core in cores:
-            core.close()
-        # The pin threads first: they read what the workers write.
-        for core in cores:
-            core.join_pinning(grace - (time.monotonic() - start))
-        if not gone(grace - (time.monotonic() - start)):
-            for core in cores:
-                core.signal_all(signal.SIGTERM)
-            gone(kill_after)
-    finally:
-        for core in cores:
-            core.signal_all(signal.SIGKILL)
-        # Nothing outlives SIGKILL for long, but a process in the kernel's uninterruptible sleep does.
-        gone(5.0)
-        for iterator, core in zip(iterators, cores, strict=True):
-            for process in iterator._workers:
-                if core.alive() == 0:
-                    process.join()
-                # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
-                _mp_children.discard(process)
-            core.finish()
-            _live.discard(iterator)
-
-
-def _end_all() -> None:
-    """The interpreter's exit: runs before torch's hook, which switches ``__del__`` off, and before multiprocessing's,
-    which joins daemonic processes without limit."""
-    here = [it for it in list(_live) if not it._shutdown and it._core is not None and it._core.is_ours]
-    for iterator in here:
-        # A daemon thread in its `next` must not wake up to an error that it can only print.
-        iterator._engine().close(exiting=True)
-    _end(here, _EXIT_GRACE, _EXIT_KILL_AFTER)
-    for iterator in here:
-        iterator._shutdown = True
-
-
-def _forget_in_child() -> None:
-    """In a forked child the workers are somebody else's: multiprocessing must not end them at the child's exit."""
-    for iterator in list(_live):
-        _mp_children.difference_update(iterator._workers)
-
-
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _why_not(cls: type, loader: Any) -> str | None:
-    """Why the engine cannot do a loader's work; None when it can. The list is closed."""
-    if not sys.platform.startswith("linux"):
-        return f"the engine needs Linux, and this is {sys.platform}"
-    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
-        return "its dataset is a DataPipe"
-    return _internals.replaced_part(_TorchIter) or _internals.foreign_part(cls, _MultiProcessingDataLoaderIter)
-
-
-def _tell_handover(reason: str) -> None:
-    logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
-
-
-def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
-    if not _internals.is_torchs(get_iterator, torch_dataloader):
-        return "DataLoader._get_iterator of torch was replaced"
-    iterator = torch_dataloader._MultiProcessingDataLoaderIter
-    if iterator is not _TorchIter and not issubclass(iterator, _MultiProcessingDataLoaderIter):
-        return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"
-    return None
-
-
-def _make_engine(settings: Any) -> tuple[Engine | None, str | None]:
-    """An engine for the settings of a loader or of an iterator; or why there is none."""
-
-    def setting(name: str) -> Any:
-        return getattr(settings, name) if hasattr(settings, name) else getattr(settings, "_" + name)
-
-    try:
-        engine = Engine(
-            setting("num_workers"),
-            setting("prefetch_factor"),
-            bool(setting("in_order")),
-            bool(setting("persistent_workers")),
-            float(setting("timeout")),
-        )
-    except (OSError, MemoryError) as error:
-        return None, f"no shared memory can be had: {error}"
-    return engine, None
-
-
-def _start_helpers(context: Any) -> None:
-    """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would hand that on to
-    every process that the user starts later."""
-    method = context.get_start_method()
-    if method == "forkserver":
-        forkserver.ensure_running()
-    elif method == "spawn":
-        resource_tracker.ensure_running()
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[bool]:
-    """Keeps SIGINT out while workers are started, so that none is interrupted before it can catch it; says whether the
-    workers are to let it in."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield signal.SIGINT not in before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _signal_name(number: int) -> str:
-    return signal.strsignal(number) or f"Unknown signal {number}"
-
-
-# The way out where the system has no process, or no descriptor, for a worker.
-_REFUSED_STARTS = {
-    errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
-    errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for one more process",
-    errno.EMFILE: "raise `ulimit -n` (RLIMIT_NOFILE), or close files that are no longer needed",
-    errno.ENFILE: "raise the sysctl fs.file-max",
-}
-_PICKLE_WARNING = (
-    "Got pickle error when attempting to start a worker Process. "
-    "This might be because the worker Process arguments are not picklable. "
-    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
-    "to 'forkserver', which requires the worker Process arguments to be picklable. "
-    "You can also try multiprocessing.set_start_method('fork')."
-)
-_LENGTH_WARNING = (
-    "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
-    "fetched. For multiprocessing data-loading, this could be caused by not properly configuring the "
-    "IterableDataset replica at each worker. Please see "
-    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-)
-# Older versions of torch have theirs point into torch's own file.
-_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
+_internals.add_parts(_MultiProcessingDataLoaderIter)

@@ -47,13 +47,19 @@ _SELF_CONTAINED = ("torch", "multiprocessing")
 _sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
 
 
+# For `leaves_are_ours`, which is asked for each batch.
+_Tensor, _UntypedStorage, _ndarray = torch.Tensor, torch.UntypedStorage, np.ndarray
+_reducer_of = _extra_reducers.get
+_reduce_tensor_of_torchs, _reduce_storage_of_torchs = _TORCHS[_Tensor], _TORCHS[_UntypedStorage]
+
+
 def leaves_are_ours() -> bool:
     """Whether tensors and arrays have no reducer of somebody else's, so that a plain batch needs no pickle."""
     return (
-        _extra_reducers.get(torch.Tensor) is _TORCHS[torch.Tensor]
-        and _extra_reducers.get(torch.UntypedStorage) is _TORCHS[torch.UntypedStorage]
-        and np.ndarray not in _extra_reducers
-        and np.ndarray not in copyreg.dispatch_table
+        _reducer_of(_Tensor) is _reduce_tensor_of_torchs
+        and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
+        and _ndarray not in _extra_reducers
+        and _ndarray not in copyreg.dispatch_table
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 from dataclasses import dataclass
@@ -20,45 +21,52 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader import _pack
 from rustloader._collate import use_arena
-from rustloader._core import Engine, Port, WorkerStopped
+from rustloader._core import LEAVE, RESUME, UNREADABLE, Engine, Port, WorkerStopped
 from rustloader._internals import is_torchs
 
-__all__ = ["Connection", "Job", "run"]
-
-# What `Port.receive` answers; the same numbers stand in src/python/port.rs.
-_FETCH, _RESUME, _LEAVE = range(3)
+__all__ = ["Connection", "Job", "Parcel", "run"]
 
 
 class Connection:
     """The descriptors and numbers with which a worker opens its port.
 
     Under fork the worker inherits the engine with its mapping; under spawn and forkserver the descriptors travel
-    with the pickle.
+    with the pickle, and the port is opened as soon as they have arrived: the dataset, which is unpickled after that,
+    may take its time or hang.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-        memfd, doorbell, self._geometry, self._parent = engine.shipment()
-        self._descriptors: tuple[Any, Any] = memfd, doorbell
+    def __init__(self, engine: Engine, worker_id: int) -> None:
+        self._engine = engine
+        self._shipment = engine.shipment()
+        self._worker_id = worker_id
+        self._port: Port | None = None
+        self.main = os.getpid()
 
     def __getstate__(self) -> Any:
-        return [reduction.DupFd(fd) for fd in self._descriptors], self._geometry, self._parent
+        memfd, doorbell, geometry, parent = self._shipment
+        return [reduction.DupFd(fd) for fd in (memfd, doorbell)], geometry, parent, self._worker_id
 
     def __setstate__(self, state: Any) -> None:
-        self._engine = None
-        self._descriptors, self._geometry, self._parent = state
+        descriptors, geometry, parent, worker_id = state
+        self.main, _ = parent
+        memfd, doorbell = (fd.detach() for fd in descriptors)
+        for fd in (memfd, doorbell):
+            os.set_inheritable(fd, False)
+        self._port = _guarded(Port(memfd, doorbell, geometry, worker_id), parent)
 
-    def open(self, worker_id: int) -> Port:
-        """Opens the port, in the worker."""
-        if self._engine is not None:
-            port = Port.inherit(self._engine, worker_id)
-        else:
-            memfd, doorbell = (fd.detach() for fd in self._descriptors)
-            for fd in (memfd, doorbell):
-                os.set_inheritable(fd, False)
-            port = Port(memfd, doorbell, self._geometry, worker_id)
-        port.watch(self._parent)
-        return port
+    def open(self) -> Port:
+        """The port, in the worker."""
+        if self._port is None:
+            *_, parent = self._shipment
+            self._port = _guarded(Port.inherit(self._engine, self._worker_id), parent)
+        return self._port
+
+
+def _guarded(port: Port, parent: tuple[int, int]) -> Port:
+    """Ends this process with the main process, and lets that see where it is stuck. Before any code of the user's."""
+    port.watch(parent)
+    port.offer_stack()
+    return port
 
 
 @dataclass
@@ -72,30 +80,68 @@ class Job:
     base_seed: int
     init_fn: Any
     num_workers: int
-    # SIGINT was blocked for the start, so that a Ctrl-C finds the worker ready for it.
-    unblock_sigint: bool
+    # The main process has a handler for SIGTERM: one that goes to the whole process group is for it to react to.
+    survives_sigterm: bool
+    # Signals that were blocked for the start, so that they find the worker ready for them.
+    unblock: set[signal.Signals]
 
 
-def run(connection: Connection, dataset_holder: list[Any], job: Job, worker_id: int) -> None:
-    """The target of a worker's process.
+class Parcel:
+    """What a worker is given: its connection, its position and the dataset, with a job.
 
-    Args:
-        connection: to the main process.
-        dataset_holder: a list of one element, the dataset; it is emptied, so that nothing else holds the dataset.
-        job: what to do.
-        worker_id: the worker's position, from 0.
+    To a fresh interpreter it goes through a file in memory. multiprocessing writes what it sends into a pipe, which
+    holds 64 KiB: with a larger dataset each start would wait until the interpreter has imported torch and reads on, one
+    worker after the other.
     """
-    port = connection.open(worker_id)
+
+    def __init__(self, connection: Connection, dataset: Any, job: Job, worker_id: int) -> None:
+        self.connection, self.job, self.worker_id = connection, job, worker_id
+        self._dataset = [dataset]
+        self._file: Any = None
+
+    def __reduce__(self) -> Any:
+        self.close()
+        self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
+        # The connection first: it is unpickled before the dataset.
+        contents = self.connection, *self._dataset, self.job, self.worker_id
+        reduction.dump(contents, self._file)
+        self._file.flush()
+        return _received, (reduction.DupFd(self._file.fileno()),)
+
+    def close(self) -> None:
+        """Gives the file back; after the start, which it has to last for."""
+        if self._file is not None:
+            self._file.close()
+
+    def take_dataset(self) -> Any:
+        """The dataset, once: nothing here is to hold it any longer than the worker does."""
+        return self._dataset.pop()
+
+
+def _received(duplicate: Any) -> Parcel:
+    """A parcel, in a fresh interpreter."""
+    with os.fdopen(duplicate.detach(), "rb") as file:
+        file.seek(0)
+        return Parcel(*pickle.load(file))
+
+
+def run(parcel: Parcel) -> None:
+    """The target of a worker's process."""
+    connection, job = parcel.connection, parcel.job
+    port = connection.open()
     try:
-        if job.unblock_sigint:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _Worker(port, dataset_holder.pop(), job, worker_id).loop()
+        _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+        if job.survives_sigterm:
+            port.survive_group_signal(connection.main)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
+        _Worker(port, parcel.take_dataset(), job, parcel.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):
         # The main process gets the Ctrl-C as well, and raises it.
         pass
     finally:
-        _utils.worker._worker_info = None
+        # First of all: a Ctrl-C has no effect after it.
         port.leave()
+        _utils.worker._worker_info = None
 
 
 class _Worker:
@@ -111,11 +157,12 @@ class _Worker:
         self.init_failed = False
         self.exhausted = False
         self.fetcher: Any = None
+        # Its method, if that is torch's own.
+        self.torchs_fetch: Any = None
         # The collector is called when blocks hang on garbage. What exists already is no garbage, and is shared with the
         # main process for as long as nobody writes to it.
         gc.freeze()
 
-        _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         seed = job.base_seed + worker_id
@@ -139,12 +186,14 @@ class _Worker:
         """torch's fetcher of a new epoch; for an iterable dataset this calls ``iter(dataset)``."""
         job = self.job
         collate_fn = job.collate_fn
-        if _is_torchs_own_fetcher(job.dataset_kind):
+        is_torchs_own = _is_torchs_own_fetcher(job.dataset_kind)
+        if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
             self.fetcher = _DatasetKind.create_fetcher(
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
+            self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
@@ -154,9 +203,9 @@ class _Worker:
         port = self.port
         while True:
             code, task, index = port.receive()
-            if code == _LEAVE:
+            if code == LEAVE:
                 return
-            if code == _RESUME:
+            if code == RESUME:
                 port.resumed()
                 self.exhausted = False
                 if not self.init_failed:
@@ -166,6 +215,11 @@ class _Worker:
                 continue
             if self.broken is not None:
                 self.send_error(task, self.broken)
+                continue
+            if code == UNREADABLE:
+                error = index
+                self.send_error(task, ExceptionWrapper((type(error), error, error.__traceback__), where=self.where))
+                del error, index
                 continue
             try:
                 data = self.fetcher.fetch(self.stoppable(index))
@@ -184,7 +238,7 @@ class _Worker:
     def stoppable(self, index: Any) -> Any:
         """An index batch that ends the fetch between two samples on shutdown, where torch's fetcher will only
         iterate over it."""
-        if not self.job.auto_collation or not _is_torchs_own_fetcher(self.job.dataset_kind):
+        if not self.job.auto_collation or type(self.fetcher).fetch is not self.torchs_fetch:
             return index
         if self.job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
             return index

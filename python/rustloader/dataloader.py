@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch.utils import data as torch_data
+from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader._iter import _in_torch, _MultiProcessingDataLoaderIter, _other_iterator, _tell_handover
+from rustloader import _handover, _internals, _ledger
+from rustloader._iter import _MultiProcessingDataLoaderIter
+from rustloader._torchs import TorchIter, in_torch
 
 __all__ = ["DataLoader"]
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+
+def __getattr__(name: str) -> Any:
+    """What else torch's module of this name holds: ``rustloader.dataloader.default_collate``."""
+    if name.startswith("__") or not hasattr(torch_dataloader, name):
+        raise AttributeError(f"module 'rustloader.dataloader' has no attribute {name!r}")
+    return getattr(torch_dataloader, name)
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
@@ -35,7 +46,18 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             return super()._get_iterator()
         other = _other_iterator(super()._get_iterator)
         if other is not None:
-            _tell_handover(other)
+            _handover.tell(other)
+            _ledger.of(self).hand_over(other)
             return super()._get_iterator()
-        _in_torch(self.check_worker_number_rationality)
+        in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
+
+
+def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
+    """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
+    if not _internals.is_torchs(get_iterator, torch_dataloader):
+        return "DataLoader._get_iterator of torch was replaced"
+    iterator = torch_dataloader._MultiProcessingDataLoaderIter
+    if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:
+        return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"
+    return None

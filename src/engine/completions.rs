@@ -121,12 +121,9 @@ impl Message {
         let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
         let worker = incoming.worker;
         let block = block.ok_or_else(|| Error::corrupt("a result without a message"))?;
-        let memory = arena.block_memory(worker, block, len).inspect_err(|_| let_go(arena, worker, block))?;
-        buffer.clear();
-        // SAFETY: the range was checked against the region. The worker does not write to it any more, and if a broken
-        // one does, these are plain bytes that are checked after they have been copied.
-        buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(memory.as_ptr(), len as usize) });
+        let copied = arena.read_block(worker, block, len, &mut buffer);
         let_go(arena, worker, block);
+        copied?;
         let (rows, start) = wire::read_message(&buffer)?;
         let rows = rows.into_iter().map(Some).collect();
         let message = Self { bytes: buffer, start, leaves: Leaves { arena: arena.clone(), worker, rows } };

@@ -5,18 +5,28 @@
 //! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
 
 pub mod completions;
-pub mod hands;
+pub mod handle;
+mod intake;
 pub mod pin;
+mod process;
+mod shutdown;
+pub mod stall;
+mod types;
+mod wait;
+mod watch;
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam_channel::TryRecvError;
-
 pub use self::completions::Incoming;
 use self::completions::{Arrival, Completions};
-pub use self::hands::{Hands, SLICE};
+pub use self::handle::{Handle, SLICE};
+use self::intake::Intake;
+pub use self::shutdown::Ending;
+use self::stall::Stalls;
+pub use self::types::{Progress, Step};
+use self::watch::Watch;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::scheduler::{Action, Event, Scheduler, Settings, Step as Decision};
@@ -25,85 +35,20 @@ use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
 use crate::shm::pool;
 use crate::shm::ring::Producer;
-use crate::sync::Ordering;
 use crate::sys;
-use crate::sys::poll::WaitOutcome;
-use crate::wire::{ResultKind, TaskEntry, TaskKind};
+use crate::wire::{TaskEntry, TaskKind};
 
 /// The doorbell's token in the poll set; the workers' are their numbers.
 const DOORBELL: u64 = u64::MAX;
 
-/// So often a `next` that never waits looks for ended workers.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-
-/// For so long a waiting `next` lets others run before it goes to sleep.
-const YIELD_FOR: Duration = Duration::from_micros(20);
-
 /// Bytes of an index batch that is sent whatever the machine's headroom is.
 const SMALL_INDEX: u64 = 64 << 10;
-
-/// What `next` has to do now.
-#[derive(Debug)]
-pub enum Step<T, B = ()> {
-    /// Hand out a batch, or raise the error that stands in its place.
-    Deliver {
-        /// The task's tag.
-        tag: T,
-        /// The result.
-        incoming: Incoming,
-        /// The batch, if it was made ready when it came.
-        ready: Option<B>,
-    },
-    /// Open a result that has just come ([`ResultKind::Tied`]), and give it to [`Engine::opened`].
-    Open(Incoming),
-    /// Submit one more index, and ask again.
-    Submit,
-    /// Raise the death of a worker.
-    Dead {
-        /// The worker.
-        worker: u32,
-        /// The first task that was lost with it.
-        lost: Option<TaskId>,
-    },
-    /// The epoch is at its end.
-    End,
-    /// The timeout has expired; nothing is lost.
-    TimedOut,
-    /// Nothing yet: wait, until this time at the most.
-    Wait(Option<Duration>),
-    /// Somebody has shut the iterator down.
-    Closed,
-    /// The pin thread has ended, and why; what it had handed on was delivered.
-    NoPinThread(String),
-}
-
-/// Where an epoch stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Tasks sent.
-    pub sent: u64,
-    /// Tasks without a result.
-    pub outstanding: usize,
-    /// Tasks not delivered, by worker.
-    pub loads: Vec<usize>,
-    /// The number in the epoch and the worker of each task that was not delivered, in the order of their numbers.
-    pub undelivered: Vec<(u64, u32)>,
-}
-
-/// Where results come from.
-#[derive(Debug)]
-enum Intake<B> {
-    /// Out of the rings.
-    Rings(Completions),
-    /// From the pin thread.
-    Thread(pin::Link<B>),
-}
 
 /// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
 /// made ready when it came: by the pin thread, or because it had to be opened on receipt.
 #[derive(Debug)]
 pub struct Engine<T, B: Send + 'static = ()> {
-    hands: Arc<Hands>,
+    handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
     /// A result that the caller is to open before any other is taken.
     tied: Option<Incoming>,
@@ -120,8 +65,14 @@ pub struct Engine<T, B: Send + 'static = ()> {
     unwatched: Vec<u32>,
     /// A worker has written nonsense: the iterator cannot go on, and says so at each call.
     broken: Option<Error>,
+    /// The time, as last looked at: once for all that happens in one step.
+    now: Duration,
+    /// The times of `next`.
+    watch: Watch,
     /// When ended workers were last looked for.
     looked: Duration,
+    /// What is known of workers that may be stuck.
+    stalls: Stalls,
     /// The clock of the timeout runs for this `next`.
     waiting: bool,
     finished: bool,
@@ -131,19 +82,19 @@ impl<T, B: Send + 'static> Engine<T, B> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
-        let limit = |value: usize| u32::try_from(value).map_err(|_| Error::usage(format!("{value} tasks")));
-        let arena = pool::take(limit(settings.workers)?, limit(outstanding)?)?;
+        let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        let arena = pool::take(limit(settings.workers), limit(outstanding))?;
         Self::over(arena, settings)
     }
 
     /// An engine over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
-        let hands = Arc::new(Hands::new(arena.clone())?);
+        let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
         let mut poll = sys::poll::PollSet::new();
-        poll.add(hands.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
+        poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
-            hands,
+            handle,
             scheduler: Scheduler::new(settings)?,
             tied: None,
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
@@ -154,20 +105,23 @@ impl<T, B: Send + 'static> Engine<T, B> {
             ready: Vec::new(),
             unwatched: Vec::new(),
             broken: None,
+            now: Duration::ZERO,
+            watch: Watch::default(),
             looked: Duration::ZERO,
+            stalls: Stalls::new(workers),
             waiting: false,
             finished: false,
         })
     }
 
     /// What may be used without the turn.
-    pub fn hands(&self) -> &Arc<Hands> {
-        &self.hands
+    pub fn handle(&self) -> &Arc<Handle> {
+        &self.handle
     }
 
     /// The arena.
     pub fn arena(&self) -> &Arc<Arena> {
-        &self.hands.arena
+        &self.handle.arena
     }
 
     /// Tasks that may be outstanding, and so the number of submissions that begin an epoch.
@@ -182,14 +136,19 @@ impl<T, B: Send + 'static> Engine<T, B> {
         prepare: P,
         around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
     ) -> Result<()> {
-        let Some(Intake::Rings(completions)) = self.intake.take() else {
+        let Some(Intake::Rings(completions)) =
+            self.intake.take_if(|intake| matches!(intake, Intake::Rings(_)))
+        else {
             return Err(Error::usage("a second pin thread"));
         };
-        let link = pin::start(prepare, &self.hands, completions, self.max_tasks(), around)?;
+        let link = pin::start(prepare, &self.handle, completions, self.max_tasks(), around)?;
+        // Before anything can fail: from here on the rings are the thread's.
+        let link = match self.intake.insert(Intake::Thread(link)) {
+            Intake::Thread(link) => link,
+            Intake::Rings(_) => unreachable!("it has just been put there"),
+        };
         self.poll.remove(DOORBELL)?;
-        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
-        self.intake = Some(Intake::Thread(link));
-        Ok(())
+        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
     }
 
     /// Where the epoch stands.
@@ -224,8 +183,8 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// Takes note of a worker that has just been started.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
-        self.hands.started(worker, pid)?;
-        match self.hands.process(worker).and_then(|process| process.pidfd.as_ref()) {
+        self.handle.started(worker, pid)?;
+        match self.handle.process(worker).and_then(|process| process.pidfd.as_ref()) {
             Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?,
             None => self.unwatched.push(worker),
         }
@@ -233,10 +192,13 @@ impl<T, B: Send + 'static> Engine<T, B> {
     }
 
     /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
-    /// tag is dropped, as in torch.
+    /// tag is dropped, as in torch. Does not wait for memory: see [`settle`](crate::shm::alloc::settle).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler, or a signal handler, may have forked in the midst of `next`.
-        self.hands.check_ours()?;
+        self.handle.check_ours()?;
+        if self.finished {
+            return Err(Error::usage("an iterator that has ended takes no tasks"));
+        }
         // The block first: after the scheduler has counted the task nothing may fail any more.
         let mut entry = match TaskEntry::inline(0, kind, payload) {
             Some(entry) => entry,
@@ -266,15 +228,21 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
         let pushed = self.tasks[worker as usize].push(&entry.to_words());
-        pushed.map_err(|_| Error::usage("a submission ring is full although it has room for all tasks"))?;
-        self.hands.wake(worker)
+        pushed.map_err(|_| Error::corrupt("a submission ring is full although it has room for all tasks"))?;
+        self.handle.wake(worker)
     }
 
     /// A new epoch of persistent workers. Ask [`Engine::step`] until [`Engine::resuming`] is false.
     pub fn reset(&mut self) -> Result<()> {
+        self.tick();
         self.event(Event::EpochReset)?;
         let result = self.effects();
         self.sticky(result)
+    }
+
+    /// The worker whose death a further call of [`Engine::step`] raises, sooner or later.
+    pub fn death(&self) -> Option<u32> {
+        self.scheduler.death().map(|death| death.worker.0)
     }
 
     /// Whether workers have still to answer to [`Engine::reset`].
@@ -282,27 +250,40 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.scheduler.resuming()
     }
 
+    #[inline]
     fn event(&mut self, event: Event<Arrival<B>>) -> Result<()> {
-        self.scheduler.on_event(sys::clock::monotonic(), event)
+        self.scheduler.on_event(self.now, event)
+    }
+
+    /// Looks at the clock: before each call in which something may happen, and behind what takes its time.
+    #[inline]
+    fn tick(&mut self) {
+        self.now = sys::clock::monotonic();
     }
 
     /// Looks what has come, and says what to do now.
     pub fn step(&mut self) -> Result<Step<T, B>> {
-        self.hands.check_ours()?;
-        if self.hands.closing() {
+        self.handle.check_ours()?;
+        if self.handle.closing() {
             return Ok(Step::Closed);
         }
         if let Some(error) = &self.broken {
             return Err(error.clone());
         }
-        let looked = self.look_for_deaths()?;
-        let result = if looked { self.take_notice() } else { Ok(()) };
-        let result = result.and_then(|()| self.take_in());
-        self.sticky(result)?;
-        if let Some(incoming) = self.tied {
-            return Ok(Step::Open(incoming));
+        // Nothing that has happened meanwhile changes what is handed out after its `Submit`.
+        if !self.scheduler.is_staged() {
+            if !self.watch.take_fresh() {
+                self.tick();
+            }
+            let looked = self.look_for_deaths()?;
+            let result = if looked { self.take_notice() } else { Ok(()) };
+            let result = result.and_then(|()| self.take_in());
+            self.sticky(result)?;
+            if let Some(incoming) = self.tied {
+                return Ok(Step::Open(incoming));
+            }
+            self.event(Event::Time)?;
         }
-        self.event(Event::Time)?;
         let step = match self.scheduler.next() {
             Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
                 Step::Deliver { tag, incoming: result.incoming, ready: result.ready }
@@ -331,94 +312,14 @@ impl<T, B: Send + 'static> Engine<T, B> {
         result.inspect_err(|error| self.broken = Some(error.clone()))
     }
 
-    /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
-    fn look_for_deaths(&mut self) -> Result<bool> {
-        let now = sys::clock::monotonic();
-        if now - self.looked < LOOK_EVERY {
-            return Ok(false);
-        }
-        self.looked = now;
-        self.ready.clear();
-        self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
-        Ok(true)
-    }
-
-    /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
-    pub fn interrupted(&mut self) {
-        self.waiting = false;
-    }
-
-    /// Takes what has come into the scheduler and carries out what that wants. It stops at a result that is tied to its
-    /// worker: that the worker may leave stands behind it in the same ring.
-    fn take_in(&mut self) -> Result<()> {
-        while self.tied.is_none()
-            && let Some(Intake::Rings(completions)) = &mut self.intake
-            && let Some((_, incoming)) = completions.next(&self.hands.arena)?
-        {
-            if incoming.entry.kind == ResultKind::Tied {
-                self.tied = Some(incoming);
-            } else {
-                self.completed(incoming, None)?;
-            }
-        }
-        self.take_parcels()?;
-        self.effects()
-    }
-
-    /// Takes what the caller has made of the result of [`Step::Open`].
-    pub fn opened(&mut self, ready: B) -> Result<()> {
-        let incoming = self.tied.take().ok_or_else(|| Error::usage("no result was to be opened"))?;
-        let result = self.completed(incoming, Some(ready)).and_then(|()| self.effects());
-        self.sticky(result)
-    }
-
-    fn take_parcels(&mut self) -> Result<()> {
-        while let Some(Intake::Thread(link)) = &self.intake {
-            match link.parcels.try_recv() {
-                Ok(parcel) => self.unpack(parcel)?,
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => {
-                    self.pin_thread_gone.get_or_insert_with(String::new);
-                    break;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
-        match parcel {
-            pin::Parcel::Result(incoming, ready) => self.completed(incoming, ready),
-            pin::Parcel::Drained(worker) => self.died(worker),
-            pin::Parcel::Broken(error) => Err(error),
-            pin::Parcel::Gone(cause) => {
-                self.pin_thread_gone = Some(cause);
-                Ok(())
-            }
-        }
-    }
-
-    fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
-        let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
-        let worker = WorkerId(incoming.worker);
-        let result = Arrival { incoming, ready };
-        self.event(match kind {
-            ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied => {
-                Event::Completed { worker, task, result }
-            }
-            ResultKind::Error => Event::Failed { worker, task, result },
-            ResultKind::Exhausted => Event::Exhausted { worker, task },
-            ResultKind::Resumed => Event::Resumed { worker },
-        })
-    }
-
+    #[inline]
     fn effects(&mut self) -> Result<()> {
         while let Some(action) = self.scheduler.poll() {
             match action {
                 Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
-                    completions::discard(&self.hands.arena, &incoming);
+                    completions::discard(&self.handle.arena, &incoming);
                 }
                 Action::Discard { .. } => {}
             }
@@ -430,183 +331,6 @@ impl<T, B: Send + 'static> Engine<T, B> {
         match TaskEntry::inline(0, kind, &[]) {
             Some(entry) => self.push(worker, &entry),
             None => Ok(()),
-        }
-    }
-
-    /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until
-    /// `deadline` and at most one slice. To be called without the GIL.
-    pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
-        self.ready.clear();
-        let start = sys::clock::monotonic();
-        loop {
-            sys::clock::yield_now();
-            if self.has_news() {
-                return Ok(());
-            }
-            if sys::clock::monotonic() - start > YIELD_FOR {
-                break;
-            }
-        }
-        let sleeper = match &self.intake {
-            Some(Intake::Thread(link)) => &link.control.sleeper,
-            _ => &self.hands.arena.header().doorbell.0,
-        };
-        sleeper.announce();
-        if self.has_news() || self.hands.closing() {
-            sleeper.awake();
-            return Ok(());
-        }
-        let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
-        let limit = if self.unwatched.is_empty() { limit } else { limit.min(Duration::from_millis(20)) };
-        let outcome = self.poll.wait(Some(limit), &mut self.ready);
-        sleeper.awake();
-        match outcome? {
-            WaitOutcome::Interrupted | WaitOutcome::TimedOut => pool::trim(),
-            WaitOutcome::Ready => {}
-        }
-        Ok(())
-    }
-
-    /// Whether there is something to take in.
-    fn has_news(&self) -> bool {
-        match &self.intake {
-            Some(Intake::Rings(completions)) => completions.marked(&self.hands.arena),
-            Some(Intake::Thread(link)) => !link.parcels.is_empty(),
-            None => false,
-        }
-    }
-
-    /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
-    /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
-    pub fn after_wait(&mut self) -> Result<()> {
-        self.looked = sys::clock::monotonic();
-        let result = self.take_notice();
-        self.sticky(result)
-    }
-
-    fn take_notice(&mut self) -> Result<()> {
-        let ready = std::mem::take(&mut self.ready);
-        for &token in &ready {
-            if token == DOORBELL {
-                match &self.intake {
-                    Some(Intake::Thread(link)) => link.control.pickup.drain()?,
-                    _ => self.hands.doorbell.drain()?,
-                }
-            } else {
-                self.poll.remove(token)?;
-                self.ended(token as u32)?;
-            }
-        }
-        self.ready = ready;
-        let ended = |worker: &mut u32| self.hands.process(*worker).is_some_and(hands::Process::has_exited);
-        let gone: Vec<u32> = self.unwatched.extract_if(.., ended).collect();
-        gone.into_iter().try_for_each(|worker| self.ended(worker))
-    }
-
-    /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
-    fn ended(&mut self, worker: u32) -> Result<()> {
-        if let Some(Intake::Thread(link)) = &self.intake {
-            if link.drain.try_send(worker).is_ok() {
-                return self.hands.doorbell.ring();
-            }
-            // The thread has ended. What it had handed on came before.
-            self.take_parcels()?;
-            return self.died(worker);
-        }
-        if let Some(incoming) = self.tied.take_if(|tied| tied.worker == worker) {
-            self.completed(incoming, None)?;
-        }
-        while let Some(Intake::Rings(completions)) = &mut self.intake
-            && let Some(incoming) = completions.pop(worker)?
-        {
-            self.completed(incoming, None)?;
-        }
-        self.died(worker)
-    }
-
-    fn died(&mut self, worker: u32) -> Result<()> {
-        self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
-        self.effects()
-    }
-
-    /// Ends the engine after its workers have ended, and gives back what nobody will read. What is left to do with the arena
-    /// ([`Ending::carry_out`]) takes its time and needs nothing of the engine.
-    pub fn finish(&mut self) -> Ending {
-        if std::mem::replace(&mut self.finished, true) || !self.hands.is_ours() {
-            return Ending::Nothing;
-        }
-        let arena = self.arena().clone();
-        if self.broken.is_some() || !self.hands.all_left() {
-            return Ending::Retire(arena);
-        }
-        if let Some(incoming) = self.tied.take() {
-            completions::discard(&arena, &incoming);
-        }
-        if let Some(Intake::Thread(link)) = &self.intake {
-            if link.control.is_alive() {
-                return Ending::Retire(arena);
-            }
-            while let Ok(parcel) = link.parcels.try_recv() {
-                if let pin::Parcel::Result(incoming, None) = parcel {
-                    completions::discard(&arena, &incoming);
-                }
-            }
-        }
-        // Where a thread had the rings, its ends have gone with it.
-        let mut rings = Completions::new(&arena);
-        for worker in 0..arena.geometry().workers {
-            loop {
-                match rings.pop(worker) {
-                    Ok(Some(incoming)) => completions::discard(&arena, &incoming),
-                    Ok(None) => break,
-                    Err(_) => return Ending::Retire(arena),
-                }
-            }
-        }
-        match self.event(Event::Shutdown).and_then(|()| self.effects()) {
-            Ok(()) => Ending::Pool(arena),
-            Err(_) => Ending::Retire(arena),
-        }
-    }
-}
-
-/// What becomes of an arena after its iterator.
-#[derive(Debug)]
-pub enum Ending {
-    /// Somebody else has seen to it.
-    Nothing,
-    /// The next iterator may have it.
-    Pool(Arc<Arena>),
-    /// Nobody is to use it again.
-    Retire(Arc<Arena>),
-}
-
-impl Ending {
-    /// Puts the arena into the pool or gives its pages back; to be called without the GIL.
-    pub fn carry_out(self) {
-        match self {
-            Self::Nothing => {}
-            Self::Pool(arena) => pool::put(arena),
-            Self::Retire(arena) => arena.retire(),
-        }
-    }
-}
-
-impl<T, B: Send + 'static> Drop for Engine<T, B> {
-    fn drop(&mut self) {
-        if !self.hands.is_ours() {
-            // The pin thread of the parent may have held the channel's locks at the fork.
-            std::mem::forget(self.intake.take());
-            return;
-        }
-        if let Some(control) = self.hands.pinning() {
-            control.stop();
-            let _ = self.hands.doorbell.ring();
-        }
-        if !self.finished {
-            // The workers, if there are any, have been told to leave; their results are nobody's.
-            self.hands.arena.header().stop.0.store(1, Ordering::Release);
-            self.arena().retire();
         }
     }
 }

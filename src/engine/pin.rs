@@ -24,8 +24,9 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, bounded};
 
 use super::completions::{self, Completions, Incoming};
-use super::hands::{Hands, SLICE};
+use super::handle::{Handle, SLICE};
 use crate::error::{Error, Result};
+use crate::metrics::Count;
 use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
 use crate::sys;
@@ -91,6 +92,7 @@ impl Control {
 
     /// Tells the thread to end. Whoever calls this rings the doorbell, which the thread may sleep on.
     pub fn stop(&self) {
+        // SYNC: pin-stop (pairs with the Acquire in `stopped` and `hand_on`).
         self.stop.store(true, Ordering::Release);
     }
 
@@ -133,7 +135,7 @@ pub struct Body<P: Prepare> {
     prepare: P,
     completions: Completions,
     arena: Arc<Arena>,
-    hands: Arc<Hands>,
+    handle: Arc<Handle>,
     control: Arc<Control>,
     parcels: Sender<Parcel<P::Ready>>,
     drain: Receiver<u32>,
@@ -145,23 +147,23 @@ pub struct Body<P: Prepare> {
 /// [`Error::Os`]: the system refuses a thread or a descriptor.
 pub fn start<P: Prepare>(
     prepare: P,
-    hands: &Arc<Hands>,
+    handle: &Arc<Handle>,
     completions: Completions,
     max_tasks: usize,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
 ) -> Result<Link<P::Ready>> {
-    let control = hands.control_of_pinning()?;
-    let arena = hands.arena.clone();
+    let control = handle.control_of_pinning()?;
+    let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
     // Beside the batches: what exhausted and resumed workers say, ended ones, and the thread's last word.
     let (parcels, received) = bounded(max_tasks + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
-    let (last_word, last_control, last_hands) = (parcels.clone(), control.clone(), hands.clone());
+    let (last_word, last_control, last_hands) = (parcels.clone(), control.clone(), handle.clone());
     let body = Body {
         prepare,
         completions,
         arena,
-        hands: hands.clone(),
+        handle: handle.clone(),
         control: control.clone(),
         parcels,
         drain: to_drain,
@@ -195,7 +197,7 @@ fn hand_on<B>(
     to: &Sender<Parcel<B>>,
     parcel: Parcel<B>,
     control: &Control,
-    hands: &Hands,
+    handle: &Handle,
 ) -> Option<Parcel<B>> {
     let mut parcel = parcel;
     loop {
@@ -204,7 +206,8 @@ fn hand_on<B>(
             Err(SendTimeoutError::Disconnected(back)) => return Some(back),
             Err(SendTimeoutError::Timeout(back)) => parcel = back,
         }
-        if control.stop.load(Ordering::Acquire) || hands.closing() {
+        // SYNC: pin-stop (pairs with the Release in `Control::stop`).
+        if control.stop.load(Ordering::Acquire) || handle.closing() {
             return Some(parcel);
         }
     }
@@ -232,7 +235,7 @@ impl<P: Prepare> Body<P> {
     /// Why the thread has to end.
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
-        let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.hands.doorbell.as_fd());
+        let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
         poll.add(doorbell, 0).map_err(|error| error.to_string())?;
         while !self.stopped() {
             if let Err(error) = self.take_in()? {
@@ -245,11 +248,12 @@ impl<P: Prepare> Body<P> {
     }
 
     fn stopped(&self) -> bool {
-        self.control.stop.load(Ordering::Acquire) || self.hands.closing()
+        // SYNC: pin-stop (pairs with the Release in `Control::stop`).
+        self.control.stop.load(Ordering::Acquire) || self.handle.closing()
     }
 
     fn hand_on(&self, parcel: Parcel<P::Ready>) {
-        let back = hand_on(&self.parcels, parcel, &self.control, &self.hands);
+        let back = hand_on(&self.parcels, parcel, &self.control, &self.handle);
         if let Some(Parcel::Result(incoming, None)) = back {
             completions::discard(&self.arena, &incoming);
         }
@@ -290,7 +294,13 @@ impl<P: Prepare> Body<P> {
             return Ok(());
         }
         let ready = match incoming.is_batch() {
-            true => Some(self.prepare.prepare(&self.arena, &incoming)?),
+            true => {
+                let begin = sys::clock::monotonic();
+                let ready = self.prepare.prepare(&self.arena, &incoming)?;
+                self.handle.meter.add_time(Count::Pinning, sys::clock::monotonic() - begin);
+                self.handle.meter.add(Count::Pinned, 1);
+                Some(ready)
+            }
             false => None,
         };
         self.hand_on(Parcel::Result(incoming, ready));
@@ -307,7 +317,7 @@ impl<P: Prepare> Body<P> {
             false => Ok(()),
         };
         sleeper.awake();
-        let drained = outcome.and_then(|()| self.hands.doorbell.drain());
+        let drained = outcome.and_then(|()| self.handle.doorbell.drain());
         drained.map_err(|error| format!("it cannot wait for the workers: {error}"))
     }
 }

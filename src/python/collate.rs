@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::codec::{DETACH_FROM, INLINE_LIMIT};
 use super::dlpack::{Heap, Lease};
 use super::tensor::{Bridge, items};
-use crate::shm::copy::{STREAM_FROM, copy};
+use crate::copy::{STREAM_FROM, copy};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 

@@ -1,7 +1,7 @@
 //! The only place where the core's errors become Python exceptions.
 
 use pyo3::PyErr;
-use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyOverflowError, PyRuntimeError};
 
 use crate::error::Error;
 
@@ -11,6 +11,7 @@ impl From<Error> for PyErr {
         match error {
             Error::NoMemory { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
+            Error::TooMany { .. } => PyOverflowError::new_err(text),
             Error::Os { errno, .. } => PyOSError::new_err((errno, text)),
             Error::Corrupt { .. } | Error::Child { .. } | Error::Usage { .. } => {
                 PyRuntimeError::new_err(text)

@@ -1,5 +1,6 @@
 //! The bindings: thin classes over the engine and the worker's port. Only this folder names pyo3.
 
+mod code;
 mod codec;
 mod collate;
 mod dlpack;
@@ -9,10 +10,12 @@ mod errors;
 mod failpoints;
 mod indices;
 mod leaves;
+mod meter;
 mod pin;
 mod port;
 mod profiler;
 mod runtime;
+mod signals;
 mod tensor;
 mod turn;
 
@@ -29,9 +32,13 @@ mod _core {
     #[pymodule_export]
     use super::indices::{StoppableIndices, WorkerStopped};
     #[pymodule_export]
+    use super::meter::{PyMeter, figures};
+    #[pymodule_export]
     use super::port::{PyPort, TimedCollate};
     #[pymodule_export]
-    use super::profiler::observed;
+    use super::profiler::{observed, set_reporting};
+    #[pymodule_export]
+    use super::signals::{hold_signal, release_signal};
     #[pymodule_export]
     use super::tensor::is_plain_leaf;
 
@@ -40,6 +47,9 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        for (name, value) in super::code::ALL {
+            module.add(*name, value)?;
+        }
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
         module.add("INLINE_LIMIT", super::codec::INLINE_LIMIT)

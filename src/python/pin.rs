@@ -1,6 +1,9 @@
 //! The pin thread's Python side: batches are decoded into memory of torch's pinned allocator.
 
+use std::hint::black_box;
+use std::mem::transmute;
 use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -9,12 +12,12 @@ use pyo3::types::PyTuple;
 use super::codec::{self, Copies, Pinned};
 use super::runtime::Runtime;
 use super::tensor::Bridge;
-use crate::engine::Incoming;
 use crate::engine::completions::Message;
 use crate::engine::pin::{Body, Prepare};
+use crate::engine::{Handle, Incoming};
 use crate::shm::arena::Arena;
 use crate::shm::lease::Lease;
-use crate::sys::fork;
+use crate::sys::{clock, fork};
 use crate::wire::ResultKind;
 
 /// A Python object that the pin thread may let go of while it does not hold the GIL.
@@ -45,7 +48,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if self.generation == fork::generation() {
-            Python::try_attach(|_| drop(self.object.take()));
+            Python::try_attach(|py| self.object.take().map(|object| let_go(py, object)));
         }
         std::mem::forget(self.object.take());
     }
@@ -101,7 +104,8 @@ impl Pinner {
         let (payload, leaves) = message.parts();
         if kind == ResultKind::Plain {
             // None where somebody has replaced torch's function: then that is called.
-            let plain: Option<(Bound<'py, PyAny>, bool)> = pinner.call_method0("plain")?.extract()?;
+            let plain = call(&pinner.getattr("plain")?, PyTuple::empty(py))?;
+            let plain: Option<(Bound<'py, PyAny>, bool)> = plain.extract()?;
             if let Some((allocate, tuples_become_lists)) = plain
                 && let Some(pinned) = Pinned::new(payload, allocate, tuples_become_lists)?
             {
@@ -123,8 +127,9 @@ impl Pinner {
         if !error.is_instance_of::<PyException>(py) {
             return Err(error.to_string());
         }
-        let wrapped = self.pinner.bind(py).call_method1("failure", (error.into_value(py),));
-        wrapped.map(|it| Ready::Error(Held::new(it.unbind()))).map_err(|error| error.to_string())
+        let wrap =
+            || call(&self.pinner.bind(py).getattr("failure")?, PyTuple::new(py, [error.into_value(py)])?);
+        wrap().map(|it| Ready::Error(Held::new(it.unbind()))).map_err(|error| error.to_string())
     }
 }
 
@@ -158,29 +163,47 @@ fn attached<R>(body: impl FnOnce(Python<'_>) -> Result<R, String>) -> Result<R, 
 /// Runs the pin thread: it is made known to Python once for its whole life, and holds the GIL only where it needs it.
 pub fn run(body: Body<Pinner>) -> Result<(), String> {
     attached(|py| {
-        body.prepare().pinner.bind(py).call_method0("begin").map_err(|error| error.to_string())?;
+        let begin = body.prepare().pinner.bind(py).getattr("begin");
+        begin.and_then(|begin| call(&begin, PyTuple::empty(py))).map_err(|error| error.to_string())?;
         py.detach(|| body.run())
     })
 }
 
-/// Calls what users' code may lie behind, and so may take its time.
+type Object = *mut pyo3::ffi::PyObject;
+type Call = unsafe extern "C" fn(Object, Object, Object) -> Object;
+type UnwindingCall = unsafe extern "C-unwind" fn(Object, Object, Object) -> Object;
+type LetGo = unsafe extern "C" fn(Object);
+type UnwindingLetGo = unsafe extern "C-unwind" fn(Object);
+
+/// Calls what runs Python code or waits without the GIL: users' code, torch's allocator. All such calls of the pin thread go
+/// through here, and the arguments are let go of here.
 ///
 /// A thread that comes back from waiting while the interpreter ends is ended by Python (up to 3.13) with `pthread_exit`,
 /// which unwinds its stack, and Rust's part of it would abort the process. It stays here instead, as from Python 3.14 on.
-fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
-    unsafe extern "C-unwind" {
-        fn PyObject_Call(
-            function: *mut pyo3::ffi::PyObject,
-            args: *mut pyo3::ffi::PyObject,
-            kwargs: *mut pyo3::ffi::PyObject,
-        ) -> *mut pyo3::ffi::PyObject;
-    }
+pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+    // Not declared once more as "C-unwind": the compiler has one declaration of a symbol in a unit of code, and where pyo3's
+    // comes first it takes our call for one that cannot unwind, too. So it must not see what is called.
+    // SAFETY: the types differ only in that unwinding is allowed.
+    let call = black_box(unsafe { transmute::<Call, UnwindingCall>(pyo3::ffi::PyObject_Call) });
     let stay = Stay;
     // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
-    let result = unsafe { PyObject_Call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) };
+    let result = unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) };
     std::mem::forget(stay);
     // SAFETY: a new reference, or null with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(function.py(), result) }
+    let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
+    // After the exception has been taken: what ends now may run code.
+    let_go(function.py(), args.into_any().unbind());
+    result
+}
+
+/// Lets go of an object at whose end Python code may run, see [`call`].
+fn let_go(_: Python<'_>, object: Py<PyAny>) {
+    // SAFETY: as in `call`.
+    let let_go = black_box(unsafe { transmute::<LetGo, UnwindingLetGo>(pyo3::ffi::Py_DecRef) });
+    let stay = Stay;
+    // SAFETY: the GIL is held; the reference was the caller's, and is given up.
+    unsafe { let_go(object.into_ptr()) };
+    std::mem::forget(stay);
 }
 
 /// Dropped only when the stack is unwound.
@@ -191,5 +214,30 @@ impl Drop for Stay {
         loop {
             std::thread::park();
         }
+    }
+}
+
+/// Waits for the pin thread's end, at most `seconds`; says whether it has ended.
+pub fn join(py: Python<'_>, handle: &Handle, seconds: Option<f64>) -> PyResult<bool> {
+    if !handle.is_ours() {
+        return Ok(true);
+    }
+    let Some(control) = handle.pinning() else { return Ok(true) };
+    if control.is_current() {
+        return Ok(false);
+    }
+    let limit = seconds.map_or(Duration::MAX, |seconds| {
+        Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+    });
+    let start = clock::monotonic();
+    loop {
+        let left = limit.saturating_sub(clock::monotonic() - start);
+        if py.detach(|| control.join(left)) {
+            return Ok(true);
+        }
+        if left.is_zero() {
+            return Ok(false);
+        }
+        py.check_signals()?;
     }
 }

@@ -4,30 +4,26 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::codec::{self, INLINE_LIMIT, Sink};
-use super::collate;
 use super::dlpack::{Lease, LeaseBuffer};
 use super::engine::PyEngine;
 use super::indices::StoppableIndices;
 use super::runtime::Runtime;
 use super::tensor::Bridge;
+use super::{code, collate};
 use crate::error::Error;
+use crate::shm::alloc::settle;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
-use crate::wire::{Leaf, ResultKind, TaskKind, Timings};
+use crate::sys::signal::{self, stack_signal};
+use crate::wire::{Leaf, ResultKind, TaskEntry, TaskKind, Timings};
 use crate::worker::port::{Keep, Port, Received};
+use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
-
-/// What `receive` answers; the same numbers stand in `_worker.py`.
-mod code {
-    pub const FETCH: u8 = 0;
-    pub const RESUME: u8 = 1;
-    pub const LEAVE: u8 = 2;
-}
 
 /// Blocks that objects of the worker hold may come to this many bytes, or to [`COLLECT_BATCHES`] of the largest batch, before
 /// Python's collector is called: it does not see how much memory hangs on a small cycle.
@@ -67,7 +63,8 @@ impl WorkerLease {
         if port.collect_garbage(py, len as u64).is_none() {
             return Ok(None);
         }
-        let (block, memory) = match port.port.allocate(len as u64) {
+        let pause = |time| py.detach(|| std::thread::sleep(time));
+        let (block, memory) = match settle(|| port.port.allocate(len as u64), pause) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error.into()),
             Err(_) => return Ok(None),
@@ -102,7 +99,8 @@ struct Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
-        let (block, memory) = self.port.allocate(len as u64)?;
+        // With the GIL: the batch that is being read must not change meanwhile.
+        let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
         Ok((self.leaves.len() as u32 - 1, memory))
     }
@@ -197,6 +195,23 @@ impl PyPort {
         Ok(plain)
     }
 
+    /// Waits for a task without the GIL. `None`: the worker is to leave.
+    fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
+        self.port.enter(WorkerState::Idle);
+        loop {
+            match py.detach(|| self.port.receive())? {
+                Received::Task(entry) => return Ok(Some(entry)),
+                Received::Stop => return Ok(None),
+                Received::Nothing => {
+                    py.check_signals()?;
+                    if self.unguarded.get().is_some_and(|parent| !parent.is_alive()) {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
     fn over(py: Python<'_>, arena: Arc<Arena>, doorbell: OwnedFd, worker: u32) -> PyResult<Self> {
         Ok(Self {
             port: Arc::new(Port::open(arena, worker, doorbell)?),
@@ -256,8 +271,8 @@ impl PyPort {
     fn inherit(py: Python<'_>, engine: &PyEngine, worker: u32) -> PyResult<Self> {
         // In a child the engine lets its descriptors be.
         // SAFETY: the number is the doorbell's, and nobody else in this process closes it.
-        let doorbell = unsafe { OwnedFd::from_raw_fd(engine.hands.doorbell.as_fd().as_raw_fd()) };
-        Self::over(py, engine.hands.arena.inherited(), doorbell, worker)
+        let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
+        Self::over(py, engine.handle.arena.inherited(), doorbell, worker)
     }
 
     /// Starts the thread that ends this process after the main process `(pid, start time)` has ended. Where no thread can be
@@ -269,34 +284,54 @@ impl PyPort {
         }
     }
 
-    /// The next thing to do: `(code, task, index)`. Waits without the GIL.
+    /// Has this worker work on after a SIGTERM to the whole process group, for as long as the main process `main` may take to
+    /// react. False where the system refuses that: SIGTERM does what it did before.
+    fn survive_group_signal(&self, main: i32) -> bool {
+        terminate::survive_group_signal(&self.port, main).is_ok()
+    }
+
+    /// Has Python's faulthandler dump the stacks of this process into a file of its own whenever the main process asks for
+    /// them by a signal. It does so in the signal's handler, whoever holds the GIL. Where that is refused, or the signal is the
+    /// user's, the status page says so.
+    fn offer_stack(&self, py: Python<'_>) {
+        let Some(fd) = self.port.make_stack_file() else { return };
+        let (all_threads, chain) = (true, false);
+        let arguments = (stack_signal(), fd, all_threads, chain);
+        let register = || py.import("faulthandler")?.call_method1("register", arguments);
+        self.port.offer_stack(register().is_ok().then_some(fd));
+    }
+
+    /// The next thing to do: `(code, task, index)`, with an exception in the place of an index that cannot be loaded. Waits
+    /// without the GIL.
     fn receive(&self, py: Python<'_>) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
-        self.port.enter(WorkerState::Idle);
-        let entry = loop {
-            match py.detach(|| self.port.receive())? {
-                Received::Task(entry) => break entry,
-                Received::Stop => return Ok((code::LEAVE, 0, None)),
-                Received::Nothing => {
-                    py.check_signals()?;
-                    if self.unguarded.get().is_some_and(|parent| !parent.is_alive()) {
-                        return Ok((code::LEAVE, 0, None));
-                    }
-                }
-            }
+        let entry = match self.port.take_up()? {
+            Some(entry) => entry,
+            None => match self.wait(py)? {
+                Some(entry) => entry,
+                None => return Ok((code::LEAVE, 0, None)),
+            },
         };
         let held = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
         let bytes = held.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {
             TaskKind::Plain => codec::decode_indices(py, bytes)?,
-            TaskKind::Pickle => self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),))?.unbind(),
-            TaskKind::Resume => return Ok((code::RESUME, 0, None)),
+            TaskKind::Pickle => match self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),)) {
+                Ok(index) => index.unbind(),
+                Err(error) if error.is_instance_of::<PyException>(py) => {
+                    return Ok((code::UNREADABLE, entry.task, Some(error.into_value(py).into_any())));
+                }
+                Err(error) => return Err(error),
+            },
+            TaskKind::Resume => {
+                self.port.enter(WorkerState::Starting);
+                return Ok((code::RESUME, 0, None));
+            }
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
         if let Some(mut payload) = held {
             codec::shrink(&mut payload);
         }
-        self.port.enter(WorkerState::Fetch);
         Ok((code::FETCH, entry.task, Some(index)))
     }
 
@@ -350,8 +385,12 @@ impl PyPort {
         Ok(self.port.answer(0, ResultKind::Resumed)?)
     }
 
-    /// The worker's last word.
-    fn leave(&self) {
+    /// The worker's last word. From here on a Ctrl-C is for the main process alone: in the exit code of multiprocessing it
+    /// would only print a traceback.
+    fn leave(&self, py: Python<'_>) {
+        signal::ignore(libc::SIGINT);
+        // One that Python has noted already, and would raise after this call.
+        let _ = py.check_signals();
         self.port.leave();
     }
 

@@ -13,6 +13,8 @@ pub struct Runtime {
     pub dump_index: Py<PyAny>,
     /// `_pack.load_index(payload)`.
     pub load_index: Py<PyAny>,
+    /// `_stall.tell(worker, pid, starting, seconds, state, index, stack, why_not)`.
+    pub tell_stall: Py<PyAny>,
 }
 
 static RUNTIME: PyOnceLock<Arc<Runtime>> = PyOnceLock::new();
@@ -27,6 +29,7 @@ impl Runtime {
                 loads: function("loads")?,
                 dump_index: function("dump_index")?,
                 load_index: function("load_index")?,
+                tell_stall: py.import("rustloader._stall")?.getattr("tell")?.unbind(),
             }))
         })?;
         Ok(made.clone())

@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::engine::{Hands, SLICE};
+use crate::engine::{Handle, SLICE};
 use crate::sys;
 
 /// A lock that is waited for without the GIL, in slices between which signals are looked for, and that a
@@ -23,8 +23,8 @@ impl Turn {
     }
 
     /// Takes the turn, waiting for it until the iterator is shut down.
-    pub fn take(&self, py: Python<'_>, hands: &Hands) -> PyResult<()> {
-        hands.check_ours()?;
+    pub fn take(&self, py: Python<'_>, handle: &Handle) -> PyResult<()> {
+        handle.check_ours()?;
         let me = thread::current().id();
         loop {
             let mut owner = self.owner();
@@ -41,8 +41,8 @@ impl Turn {
                 }
                 Some(_) => drop(owner),
             }
-            if hands.closing() {
-                return Err(closed(py, hands));
+            if handle.closing() {
+                return Err(closed(py, handle));
             }
             py.detach(|| {
                 let owner = self.owner();
@@ -73,8 +73,8 @@ impl Turn {
 
 /// The error of a `next` whose iterator is shut down meanwhile. A daemon thread that is in `next` while the interpreter exits
 /// gets none, which it would only print: it stays here until the process ends.
-pub fn closed(py: Python<'_>, hands: &Hands) -> PyErr {
-    if hands.exiting() && sys::signal::gettid() != std::process::id() as i32 {
+pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
+    if handle.exiting() && sys::signal::gettid() != std::process::id() as i32 {
         py.detach(|| {
             loop {
                 thread::park();

@@ -110,7 +110,8 @@ impl<T, R> Scheduler<T, R> {
     /// of an epoch, and once at each [`Step::Submit`].
     ///
     /// The tag is handed back, and nothing else has changed, when no worker can take a task: all are exhausted
-    /// or at their share, `max_tasks` are in flight, or [`Scheduler::can_submit`] is false for another reason.
+    /// or at their share, `max_tasks` are in flight, resume messages are unanswered, a worker has died, or the iterator
+    /// has been shut down.
     #[inline]
     pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, WorkerId), T> {
         if !self.accepts() {
@@ -134,11 +135,10 @@ impl<T, R> Scheduler<T, R> {
         Ok((task, WorkerId(worker)))
     }
 
-    /// Whether [`Scheduler::submit`] would take a tag now. To be asked before an index is taken from the sampler,
-    /// so that none is lost.
+    /// Whether [`Scheduler::next`] has answered [`Step::Submit`] for a result that it hands out when it is asked again.
     #[inline]
-    pub fn can_submit(&self) -> bool {
-        self.accepts() && self.workers.any_open()
+    pub fn is_staged(&self) -> bool {
+        self.staged.is_some()
     }
 
     /// Takes note of something that has happened at `now`, a monotonic time.
@@ -240,21 +240,6 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// A fresh state for new workers, after a death in a persistent loader. All that was kept is given back as
-    /// [`Action::Discard`]; task numbers go on, and the first epoch of the new workers needs no reset. Does nothing
-    /// after a shutdown. Results of the old workers must not be reported any more.
-    pub fn restart(&mut self) {
-        if self.shut_down {
-            return;
-        }
-        self.forget_all();
-        self.workers = Workers::new(self.workers.len(), self.max_tasks, self.in_order);
-        self.first_task = self.next_task;
-        self.first_dead = None;
-        self.first_lost = None;
-        self.raised = None;
-    }
-
     /// Whether resume messages of an [`Event::EpochReset`] are still unanswered. Nothing can be submitted until
     /// they are answered.
     pub fn resuming(&self) -> bool {
@@ -267,17 +252,22 @@ impl<T, R> Scheduler<T, R> {
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// Whether `next` has raised the death.
-    pub fn death_raised(&self) -> bool {
-        self.raised.is_some()
-    }
-
     /// The oldest task that a worker holds and has not answered, with its tag. For a worker that died it is the first
     /// task that was lost with it; while resuming it is a task of the abandoned epoch.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
         slot.tag.as_ref().map(|tag| (slot.task, tag))
+    }
+
+    /// Whether the worker has something to answer: a task, or a resume message.
+    pub fn is_waited_for(&self, worker: WorkerId) -> bool {
+        self.workers.get(worker.index()).is_some_and(|entry| entry.front != NIL || entry.resumes > 0)
+    }
+
+    /// Whether results wait for an older task that is not answered yet.
+    pub fn is_blocked(&self) -> bool {
+        self.ready > 0
     }
 
     /// When the timeout expires, while `next` waits.
@@ -321,10 +311,5 @@ impl<T, R> Scheduler<T, R> {
     /// Whether the worker takes tasks in this epoch (torch's `_workers_status`).
     pub fn is_active(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Active)
-    }
-
-    /// The number of workers that take tasks in this epoch.
-    pub fn active_workers(&self) -> usize {
-        self.workers.active()
     }
 }

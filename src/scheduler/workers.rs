@@ -94,17 +94,6 @@ impl Workers {
         self.table.len()
     }
 
-    /// The number of active workers.
-    pub fn active(&self) -> usize {
-        self.active as usize
-    }
-
-    /// Whether some worker may take a task.
-    #[inline]
-    pub fn any_open(&self) -> bool {
-        !self.open.is_empty()
-    }
-
     /// The entry of one worker.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&Worker> {
@@ -170,7 +159,7 @@ impl Workers {
         }
     }
 
-    /// torch's `max_tasks // active_workers`, or no limit for each worker when the order is kept.
+    /// torch's `max_tasks // active workers`, or no limit for each worker when the order is kept.
     fn fair_share(&self) -> u32 {
         if self.in_order || self.active == 0 { u32::MAX } else { self.max_tasks / self.active }
     }

@@ -61,14 +61,33 @@ fn class_pages(class: usize) -> u64 {
 }
 
 /// Gives the pages of an idle block back, if they are worth a system call; says how many bytes.
-fn punch(arena: &Arena, region: u32, id: u32) -> Option<u64> {
+fn punch_idle(arena: &Arena, region: u32, id: u32) -> Option<u64> {
     let entry = &arena.table(region)[id as usize];
     let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
-    if warm < SLAB || arena.punch(region, offset, offset + warm).is_err() {
+    if warm < SLAB || arena.punch_hole(region, offset, offset + warm).is_err() {
         return None;
     }
     entry.warm.store(0, Ordering::Relaxed);
     Some(warm)
+}
+
+/// Repeats `attempt` as long as what other workers are reserving may be all that is in its way, for [`SETTLE`] at the most.
+/// `pause` sleeps; who calls this sees to it that nobody waits meanwhile for what the sleeper holds.
+pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
+    let mut start = None;
+    loop {
+        let result = attempt();
+        if !matches!(result, Err(Error::NoMemory { passing: true, .. })) {
+            return result;
+        }
+        // Not before: what has nothing in its way pays for no look at the clock.
+        let now = sys::clock::monotonic();
+        if now - *start.get_or_insert(now) >= SETTLE {
+            return result;
+        }
+        // Not in step with the others.
+        pause(Duration::from_millis(1 + u64::from(std::process::id() % 8)));
+    }
 }
 
 /// One class's idle blocks.
@@ -125,11 +144,13 @@ impl Allocator {
             let capacity = entry.capacity.load(Ordering::Relaxed);
             fresh = fresh.max(entry.offset.load(Ordering::Relaxed) + capacity);
             warm += entry.warm.load(Ordering::Relaxed);
+            // SYNC: block-released (pairs with the Release in `block::release`).
             if entry.state.load(Ordering::Acquire) == 0 {
                 free[class_of(capacity / PAGE).min(CLASSES - 1)].blocks.push(id as u32);
                 idle = u64::saturating_add(idle, entry.warm.load(Ordering::Relaxed));
             }
         }
+        arena.region_head(region).high_water.store(warm, Ordering::Relaxed);
         Self {
             arena,
             region,
@@ -191,6 +212,8 @@ impl Allocator {
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
+        // SYNC: block-held (pairs with the Acquire of whoever finds the bit in the table: a fork, `recover`, `retire`). The
+        // consumer hears of the block by its ring.
         self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
         Ok(id)
     }
@@ -268,7 +291,7 @@ impl Allocator {
         entry.offset.store(offset, Ordering::Relaxed);
         entry.capacity.store(capacity, Ordering::Relaxed);
         entry.warm.store(reserved, Ordering::Relaxed);
-        self.warm += reserved;
+        self.add_warm(reserved);
         self.fresh += capacity;
         self.mapped.push(reserved);
         self.idle_since.push(0);
@@ -298,9 +321,17 @@ impl Allocator {
         self.mapped[id as usize] = len;
         if len > warm {
             entry.warm.store(len, Ordering::Relaxed);
-            self.warm += len - warm;
+            self.add_warm(len - warm);
         }
         Ok(())
+    }
+
+    fn add_warm(&mut self, bytes: u64) {
+        self.warm += bytes;
+        let high_water = &self.arena.region_head(self.region).high_water;
+        if self.warm > high_water.load(Ordering::Relaxed) {
+            high_water.store(self.warm, Ordering::Relaxed);
+        }
     }
 
     /// Lets the next `bytes` be reserved without a look at the headroom: what is small, comes back soon and has to
@@ -330,20 +361,20 @@ impl Allocator {
         let id = list.blocks[list.cold];
         list.cold += 1;
         // Pages of a small block may have been reserved with its neighbours: not worth a system call.
-        if let Some(punched) = punch(&self.arena, self.region, id) {
+        if let Some(punched) = punch_idle(&self.arena, self.region, id) {
             self.mapped[id as usize] = 0;
             self.warm = self.warm.saturating_sub(punched);
             self.idle = self.idle.saturating_sub(punched);
         }
     }
 
-    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes at the most.
+    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes at the most. Does not wait
+    /// for others: see [`settle`].
     fn look(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
             return Ok(());
         }
-        let start = sys::clock::monotonic();
         let mut trimmed = false;
         loop {
             self.arena.promise(self.region, fresh);
@@ -357,16 +388,14 @@ impl Allocator {
                 return Ok(());
             }
             self.arena.promise(self.region, 0);
-            if !trimmed {
-                // Idle blocks of other sizes may be what is in the way.
-                trimmed = true;
-                self.trim(0)?;
-            } else if fresh > free || sys::clock::monotonic() - start > SETTLE {
-                return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom });
-            } else {
+            if trimmed {
                 // What others have reserved by half counts twice.
-                std::thread::sleep(Duration::from_millis(1 + u64::from(self.region % 8)));
+                let passing = fresh <= free;
+                return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
+            // Idle blocks of other sizes may be what is in the way.
+            trimmed = true;
+            self.trim(0)?;
         }
     }
 
@@ -377,7 +406,7 @@ impl Allocator {
         populated
     }
 
-    /// Puts a block that has become free in the owner's own hands back into its list.
+    /// Puts a block that the owner was the last to hold back into its list.
     pub fn put(&mut self, id: u32) {
         let entry = &self.arena.table(self.region)[id as usize];
         let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
@@ -566,6 +595,45 @@ mod tests {
         let mut a = Allocator::new(arena.clone(), 2);
         a.allocate(100_000, WORKER).unwrap();
         assert_eq!(arena.promised_by_others(1), 5);
+    }
+
+    #[test]
+    fn what_others_are_reserving_is_waited_for_outside_of_the_allocator() {
+        let arena = Arena::create_sized(1 << 30, 2, 8).unwrap();
+        let mut a = Allocator::new(arena.clone(), 1);
+        arena.promise(0, u64::MAX / 2);
+        let refused = a.allocate(1 << 20, WORKER);
+        assert!(matches!(refused, Err(Error::NoMemory { passing: true, .. })), "{refused:?}");
+        let mut pauses = 0;
+        let allocated = settle(
+            || a.allocate(1 << 20, WORKER),
+            |_| {
+                pauses += 1;
+                arena.promise(0, 0);
+            },
+        );
+        assert!(allocated.is_ok() && pauses == 1);
+        // What no machine has is refused at once.
+        let refused =
+            || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
+        assert!(settle(refused, |_| panic!("it waits")).is_err());
+    }
+
+    #[test]
+    fn a_block_is_read_out_as_far_as_it_reaches() {
+        let mut a = allocator();
+        let id = a.allocate(5000, CONSUMER).unwrap();
+        let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
+        // SAFETY: the block has 5000 bytes, which nobody else looks at.
+        unsafe { a.arena.block_memory(0, id, 5000).unwrap().as_ptr().copy_from(bytes.as_ptr(), 5000) };
+        let mut buffer = vec![1; 9000];
+        a.arena.read_block(0, id, 5000, &mut buffer).unwrap();
+        assert_eq!(buffer, bytes);
+        for (region, id, len) in [(0, id, 8193), (0, id + 1, 1), (2, 0, 1)] {
+            let refused = a.arena.read_block(region, id, len, &mut buffer);
+            assert!(matches!(refused, Err(Error::Corrupt { .. })), "{refused:?}");
+        }
+        assert_eq!(buffer, bytes);
     }
 
     #[test]

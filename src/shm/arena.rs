@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-use super::block::{self, CONSUMER, DELIVERED, FORKED, Left};
+use super::block::{self, CONSUMER, DELIVERED, Left, Parking, Remains};
 use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
 use super::ring::RingMemory;
 use crate::error::{Error, Result};
@@ -27,6 +27,35 @@ pub fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
 
+/// What an arena's tables say of its memory, in bytes of pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// All that have pages.
+    pub warm: u64,
+    /// Those of them in blocks that somebody holds.
+    pub held: u64,
+    /// Those of them in blocks that tensors of the user lie in.
+    pub leased: u64,
+    /// The most that the regions had, each at its own time.
+    pub high_water: u64,
+    /// Number of blocks.
+    pub blocks: u64,
+}
+
+impl std::ops::Add for Usage {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            warm: self.warm.saturating_add(other.warm),
+            held: self.held.saturating_add(other.held),
+            leased: self.leased.saturating_add(other.leased),
+            high_water: self.high_water.saturating_add(other.high_water),
+            blocks: self.blocks.saturating_add(other.blocks),
+        }
+    }
+}
+
 /// One arena as one process sees it.
 #[derive(Debug)]
 pub struct Arena {
@@ -40,7 +69,7 @@ pub struct Arena {
     /// No worker will come again.
     retired: AtomicBool,
     /// No worker is there now: the arena is in the pool, or retired. What is released has its pages taken away at once.
-    parked: AtomicBool,
+    parking: Parking,
 }
 
 impl Arena {
@@ -78,6 +107,7 @@ impl Arena {
         header.table_len.store(geometry.table_len, Ordering::Relaxed);
         header.region_len.store(geometry.region_len, Ordering::Relaxed);
         header.magic.store(MAGIC, Ordering::Relaxed);
+        // SYNC: arena-made (pairs with the Acquire in `attach`).
         header.version.store(VERSION, Ordering::Release);
         Ok(Arc::new(arena))
     }
@@ -86,6 +116,7 @@ impl Arena {
     pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
         let arena = Self::map(fd, geometry, false)?;
         let header = arena.header();
+        // SYNC: arena-made (pairs with the Release in `create_sized`).
         let version = header.version.load(Ordering::Acquire);
         let found = (
             header.magic.load(Ordering::Relaxed),
@@ -106,15 +137,14 @@ impl Arena {
         sys::fork::count_forks()?;
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
         let generation = sys::fork::generation();
-        let (retired, parked) = (AtomicBool::new(false), AtomicBool::new(false));
         Ok(Self {
             map,
             fd: Arc::new(sys::owned::HomeFd::new(fd)),
             geometry,
             generation,
             made_here,
-            retired,
-            parked,
+            retired: AtomicBool::new(false),
+            parking: Parking::default(),
         })
     }
 
@@ -127,7 +157,7 @@ impl Arena {
             generation: sys::fork::generation(),
             made_here: false,
             retired: AtomicBool::new(false),
-            parked: AtomicBool::new(false),
+            parking: Parking::default(),
         })
     }
 
@@ -212,6 +242,7 @@ impl Arena {
 
     /// Number of blocks of a region that exist, never more than its table has entries.
     pub fn block_count(&self, region: u32) -> u32 {
+        // SYNC: block-made (pairs with the Release in `Allocator::make`).
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
     }
 
@@ -236,6 +267,22 @@ impl Arena {
         let start = (self.geometry.data(region) + offset) as usize;
         // SAFETY: start lies inside the mapping, by the checks above.
         Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
+    }
+
+    /// Copies the first `len` bytes of a block into `buffer`, whose old contents go. The block's place is checked.
+    pub fn read_block(&self, region: u32, id: u32, len: u64, buffer: &mut Vec<u8>) -> Result<()> {
+        let memory = self.block_memory(region, id, len)?;
+        let len = len as usize;
+        buffer.clear();
+        buffer.reserve(len);
+        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside of it, has
+        // room for it. No reference to the block is made: a broken process may write to it meanwhile, and then the
+        // copy holds old bytes, new ones or both, which the caller checks as it checks all that others have written.
+        unsafe {
+            std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
+            buffer.set_len(len);
+        }
+        Ok(())
     }
 
     /// Where a region's data begins in this process.
@@ -263,7 +310,7 @@ impl Arena {
     }
 
     /// Gives the pages of the bytes `from..to` of a region's data back to the system.
-    pub fn punch(&self, region: u32, from: u64, to: u64) -> Result<()> {
+    pub fn punch_hole(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
@@ -303,25 +350,22 @@ impl Arena {
         if block::release(&entry.state, bits) == Left::Held {
             return;
         }
-        // SYNC: retired-or-released (pairs with the fence in `retire`): one of the two sees the other and punches.
-        fence(Ordering::SeqCst);
-        if self.parked.load(Ordering::Relaxed) {
-            self.punch_block(region, entry);
-        }
-        block::push_returned(&self.region_head(region).returned, entry, id);
+        let head = &self.region_head(region).returned;
+        block::give_back(&self.parking, head, entry, id, || self.punch_block(region, entry));
     }
 
+    /// Gives the pages of a block back that nobody will use soon, however few they are. An error leaves them there.
     fn punch_block(&self, region: u32, entry: &Block) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
-        if warm > 0 && self.punch(region, offset, offset + warm).is_ok() {
+        if warm > 0 && self.punch_hole(region, offset, offset + warm).is_ok() {
             entry.warm.store(0, Ordering::Relaxed);
         }
     }
 
     /// Makes an arena out of the pool ready for new workers: rings, flags and status pages as in a new one.
     pub fn reset_control(&self) {
-        self.parked.store(false, Ordering::Relaxed);
+        self.parking.end();
         let header = self.header();
         header.stop.0.store(0, Ordering::Relaxed);
         header.doorbell.0.asleep.store(0, Ordering::Relaxed);
@@ -338,9 +382,17 @@ impl Arena {
             let status = &control.status;
             status.state.store(0, Ordering::Relaxed);
             status.pid.store(0, Ordering::Relaxed);
-            for word in
-                [&status.since_ns, &status.task, &status.tasks_done, &status.largest, &status.promised]
-            {
+            status.stack.store(0, Ordering::Relaxed);
+            status.terminated.store(0, Ordering::Relaxed);
+            for word in [
+                &status.since_ns,
+                &status.task,
+                &status.task_since_ns,
+                &status.tasks_done,
+                &status.sent,
+                &status.largest,
+                &status.promised,
+            ] {
                 word.store(0, Ordering::Relaxed);
             }
             status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
@@ -352,8 +404,7 @@ impl Arena {
     /// what only a worker held, and keeps as many warm pages as the batches that were under way need. `None` when a child of a
     /// worker may still look at a block: then the arena cannot be used again. Else the bytes of warm pages.
     pub fn recover(&self) -> Option<u64> {
-        self.parked.store(true, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        self.parking.begin();
         let mut idle = 0;
         for region in 0..self.geometry.regions() {
             let mut budget = match region < self.geometry.workers {
@@ -361,13 +412,10 @@ impl Arena {
                 false => u64::MAX,
             };
             for entry in &self.table(region)[..self.block_count(region) as usize] {
-                let state = entry.state.load(Ordering::Acquire);
-                if state & block::WORKER_FORKED != 0 {
-                    return None;
-                }
-                let gone = block::WORKER | if state & DELIVERED == 0 { CONSUMER } else { 0 };
-                if entry.state.fetch_and(!gone, Ordering::AcqRel) & !gone & !block::RETURNING != 0 {
-                    continue;
+                match block::recover(&entry.state) {
+                    Remains::WorkersChild => return None,
+                    Remains::Held => continue,
+                    Remains::Idle => {}
                 }
                 let warm = entry.warm.load(Ordering::Relaxed);
                 if warm > budget {
@@ -410,32 +458,37 @@ impl Arena {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.parked.store(true, Ordering::Relaxed);
-        // SYNC: retired-or-released.
-        fence(Ordering::SeqCst);
-        let seen = DELIVERED | FORKED | block::WORKER_FORKED;
+        self.parking.begin();
         for region in 0..self.geometry.regions() {
             for entry in &self.table(region)[..self.block_count(region) as usize] {
-                if entry.state.load(Ordering::Acquire) & seen == 0 {
+                if block::is_unseen(&entry.state) {
                     self.punch_block(region, entry);
                 }
             }
         }
     }
 
-    /// Bytes of pages by the tables: (all, in blocks that somebody holds).
-    pub fn usage(&self) -> (u64, u64) {
-        let (mut all, mut held) = (0, 0);
+    /// What the tables say of memory.
+    pub fn usage(&self) -> Usage {
+        let mut usage = Usage::default();
         for region in 0..self.geometry.regions() {
-            for entry in &self.table(region)[..self.block_count(region) as usize] {
+            let count = self.block_count(region);
+            usage.blocks += u64::from(count);
+            let peak = self.region_head(region).high_water.load(Ordering::Relaxed);
+            usage.high_water = usage.high_water.saturating_add(peak);
+            for entry in &self.table(region)[..count as usize] {
                 let warm = entry.warm.load(Ordering::Relaxed);
-                all += warm;
-                if entry.state.load(Ordering::Relaxed) & !block::RETURNING != 0 {
-                    held += warm;
+                let state = entry.state.load(Ordering::Relaxed);
+                usage.warm = usage.warm.saturating_add(warm);
+                if state & !block::RETURNING != 0 {
+                    usage.held = usage.held.saturating_add(warm);
+                }
+                if state & DELIVERED != 0 {
+                    usage.leased = usage.leased.saturating_add(warm);
                 }
             }
         }
-        (all, held)
+        usage
     }
 }
 

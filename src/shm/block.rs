@@ -12,7 +12,7 @@
 
 use super::layout::Block;
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering, fence};
 
 /// Held by the consumer: in a result ring, in the reorder buffer, or leased to the user's tensors.
 pub const CONSUMER: u32 = 1;
@@ -80,6 +80,67 @@ pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
         }
     }
     false
+}
+
+/// Whether no worker is there, because the arena is in the pool or retired: a block that is released then loses its pages at
+/// once. Who parks the arena looks at all blocks afterwards, and who releases one looks at this: one of the two sees the
+/// other.
+#[derive(Debug, Default)]
+pub struct Parking(AtomicU32);
+
+impl Parking {
+    /// The last worker has gone. To be called before the blocks are looked at ([`recover`], [`is_unseen`]).
+    pub fn begin(&self) {
+        self.0.store(1, Ordering::Relaxed);
+        // SYNC: parked-or-released (pairs with the fence in `give_back`).
+        fence(Ordering::SeqCst);
+    }
+
+    /// New workers come.
+    pub fn end(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+/// Gives back a block whose last holder has let go by [`release`], after `punch` where the arena is parked.
+#[inline]
+pub fn give_back(parking: &Parking, head: &AtomicU32, block: &Block, id: u32, punch: impl FnOnce()) {
+    // SYNC: parked-or-released (pairs with the fence in `Parking::begin`).
+    fence(Ordering::SeqCst);
+    if parking.0.load(Ordering::Relaxed) != 0 {
+        punch();
+    }
+    // Only now: from here on a new owner may have it.
+    push_returned(head, block, id);
+}
+
+/// What the workers' end has left of a block, see [`recover`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remains {
+    /// Somebody holds it.
+    Held,
+    /// Nobody does, but one that lets go just now may be about to give it back.
+    Idle,
+    /// A child of the worker may look at it.
+    WorkersChild,
+}
+
+/// Takes a block back from a worker that has gone, and from the consumer if it was never delivered. The arena is parked.
+pub fn recover(state: &AtomicU32) -> Remains {
+    // SYNC: block-held, block-released (pairs with the owner's store, and the Release of whoever let go).
+    let seen = state.load(Ordering::Acquire);
+    if seen & WORKER_FORKED != 0 {
+        return Remains::WorkersChild;
+    }
+    let gone = WORKER | if seen & DELIVERED == 0 { CONSUMER } else { 0 };
+    let rest = state.fetch_and(!gone, Ordering::AcqRel) & !gone;
+    if rest & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
+}
+
+/// Whether neither the user nor any child can look at a block, so that its pages may go. The arena is parked for good.
+pub fn is_unseen(state: &AtomicU32) -> bool {
+    // SYNC: block-released.
+    state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0
 }
 
 /// Pushes a RETURNING block onto the return stack (Treiber's stack; since the owner takes it whole by a swap, the ABA

@@ -56,6 +56,7 @@ impl Sleeper {
 
     /// Rings whether or not the owner sleeps.
     pub fn ring_always(&self) {
+        // SYNC: bell-rung (pairs with the Acquire in `Sleeper::announce`).
         self.bell.fetch_add(1, Ordering::Release);
     }
 }

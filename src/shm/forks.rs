@@ -1,19 +1,20 @@
 //! Children of this process that may still look at a block.
 //!
 //! Before each fork the blocks that live tensors lie in are marked; they are neither reused nor punched until every
-//! process that came of that fork has ended or called exec. That end is seen by a close-on-exec pipe made before the fork, whose
-//! writing end only the children keep. The hooks are pthread_atfork's, so they also see forks made by C code.
+//! process that came of that fork has ended or called exec. That end is seen by a mapping that only the children keep
+//! ([`Heirs`]): unlike a descriptor a child does not lose it when it closes all that it does not know. The hooks are
+//! pthread_atfork's, so they also see forks made by C code.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::AtomicPtr;
-use std::sync::{Arc, Mutex, MutexGuard, Once, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::arena::{Arena, delivered_blocks};
 use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
+use crate::error::Result;
 use crate::sync::Ordering;
-use crate::sys;
+use crate::sys::fork::{Heirloom, Heirs, on_fork};
 
 /// A block of an arena: the arena's number in this table, region, block.
 type Key = (usize, u32, u32);
@@ -21,8 +22,8 @@ type Key = (usize, u32, u32);
 /// What one fork (or the forks of one group) left marked.
 #[derive(Debug)]
 struct Generation {
-    /// Reports the end of the last child; `None` where no pipe could be had: then the marks stay for ever.
-    ended: Option<OwnedFd>,
+    /// The children; `None` where they cannot be watched: then the marks stay for ever.
+    heirs: Option<Heirs>,
     marked: HashSet<Key>,
 }
 
@@ -44,16 +45,16 @@ struct Table {
 
 /// The table of this process. A child starts with none: a lock that another thread held at the fork stays locked in the child.
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
-static HOOKS: Once = Once::new();
 
 thread_local! {
-    /// The forks that this thread makes now: the pipe's writing end, and what is marked.
-    static PENDING: RefCell<Option<(Option<OwnedFd>, Generation)>> = const { RefCell::new(None) };
-    /// More than 0 while the workers of one iterator are started: all of them share one pipe.
+    /// The forks that this thread makes now: what the children inherit, and what is marked.
+    static PENDING: RefCell<Option<(Option<Heirloom>, Generation)>> = const { RefCell::new(None) };
+    /// More than 0 while the workers of one iterator are started: they are one generation.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
 fn table() -> MutexGuard<'static, Table> {
+    // SYNC: fork-table (both ends): who sees the pointer sees the table.
     let mut current = TABLE.load(Ordering::Acquire);
     if current.is_null() {
         let fresh = Box::into_raw(Box::<Mutex<Table>>::default());
@@ -71,16 +72,14 @@ fn table() -> MutexGuard<'static, Table> {
 }
 
 /// Marks the blocks of `arena` at every fork from now on. `owned` is the region that this process allocates in, if it
-/// is a worker.
-pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) {
-    HOOKS.call_once(|| {
-        // Refused only without memory: then a forked child sees what is delivered later, as with plain shared memory.
-        let _ = sys::fork::on_fork(before_fork, after_fork_in_parent, after_fork_in_child);
-    });
+/// is a worker. An error where forks cannot be seen: then no block of the arena may be given out.
+pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
+    on_fork(before_fork, after_fork_in_parent, after_fork_in_child)?;
     let mut table = table();
     table.arenas.retain(|_, watched| watched.arena.strong_count() > 0);
     let key = Arc::as_ptr(arena) as usize;
     table.arenas.insert(key, Watched { arena: Arc::downgrade(arena), owned });
+    Ok(())
 }
 
 /// Lets go of the blocks that only ended children had seen.
@@ -88,8 +87,7 @@ pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
     while index < table.generations.len() {
-        let ended = table.generations[index].ended.as_ref();
-        if !ended.is_some_and(|pipe| sys::fork::reads_eof(pipe.as_fd())) {
+        if !table.generations[index].heirs.as_ref().is_some_and(Heirs::are_gone) {
             index += 1;
             continue;
         }
@@ -109,7 +107,7 @@ pub fn reap() {
     }
 }
 
-/// From here to [`end_group`] the forks of this thread share one pipe: the workers of one iterator.
+/// From here to [`end_group`] the forks of this thread are one generation: the workers of one iterator.
 pub fn begin_group() {
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
@@ -124,13 +122,13 @@ pub fn end_group() {
 
 /// Files what this thread's forks have marked.
 fn finish() {
-    if let Some((_writer, generation)) = PENDING.take() {
+    if let Some((_heirloom, generation)) = PENDING.take() {
         table().generations.push(generation);
     }
 }
 
 /// Marks what is leased now, for the fork that follows.
-fn mark(pending: &mut Option<(Option<OwnedFd>, Generation)>) {
+fn mark(pending: &mut Option<(Option<Heirloom>, Generation)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
         let Some(arena) = watched.arena.upgrade().filter(|arena| arena.is_ours()) else { continue };
@@ -145,8 +143,8 @@ fn mark(pending: &mut Option<(Option<OwnedFd>, Generation)>) {
                     continue;
                 }
                 let (_, generation) = pending.get_or_insert_with(|| {
-                    let (ended, writer) = sys::fork::pipe_cloexec().ok().unzip();
-                    (writer, Generation { ended, marked: HashSet::new() })
+                    let (heirs, heirloom) = Heirs::new().ok().unzip();
+                    (heirloom, Generation { heirs, marked: HashSet::new() })
                 });
                 let block = (key, region, id as u32);
                 if generation.marked.insert(block) {
@@ -178,13 +176,86 @@ extern "C" fn after_fork_in_parent() {
 }
 
 extern "C" fn after_fork_in_child() {
-    // The writing end stays open until this process ends; of everything else the child keeps nothing.
+    // The heirloom stays mapped until this process ends; of everything else the child keeps nothing.
     let _ = std::panic::catch_unwind(|| {
+        // SYNC: fork-table.
         TABLE.store(std::ptr::null_mut(), Ordering::Release);
         GROUP.with_borrow_mut(|depth| *depth = 0);
-        if let Some((writer, generation)) = PENDING.take() {
-            drop(generation.ended);
-            std::mem::forget(writer);
+        if let Some((heirloom, generation)) = PENDING.take() {
+            drop(generation.heirs);
+            std::mem::forget(heirloom);
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::alloc::Allocator;
+    use super::super::lease::Lease;
+    use super::*;
+
+    /// A child that has closed all its descriptors.
+    struct Child(i32);
+
+    impl Child {
+        fn fork() -> Self {
+            // SAFETY: the child calls nothing but the kernel.
+            match unsafe { libc::fork() } {
+                0 => loop {
+                    // SAFETY: as above.
+                    unsafe {
+                        libc::close_range(0, u32::MAX, 0);
+                        libc::pause();
+                    }
+                },
+                pid => Self(pid),
+            }
+        }
+
+        fn end(self) {
+            // SAFETY: the process is a child of ours that nobody else waits for.
+            unsafe {
+                libc::kill(self.0, libc::SIGKILL);
+                libc::waitpid(self.0, std::ptr::null_mut(), 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_stays_until_the_children_of_each_fork_that_saw_it_have_ended() {
+        let arena = Arena::create_sized(1 << 30, 1, 8).unwrap();
+        watch(&arena, None).unwrap();
+        let mut allocator = Allocator::new(arena.clone(), 0);
+        let id = allocator.allocate(20_000, CONSUMER).unwrap();
+        let forked = || {
+            reap();
+            arena.table(0)[id as usize].state.load(Ordering::Relaxed) & FORKED != 0
+        };
+        let lease = Lease::new(&arena, 0, id, 20_000).unwrap();
+        let first = Child::fork();
+        begin_group();
+        let (second, third) = (Child::fork(), Child::fork());
+        end_group();
+        drop(lease);
+        let late = Child::fork();
+        // Time to close what they have.
+        for _ in 0..50 {
+            assert!(forked());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        first.end();
+        assert!(forked());
+        second.end();
+        assert!(forked(), "one of its generation is left");
+        assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
+        third.end();
+        // Children that other tests fork meanwhile see it for a moment.
+        while forked() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(allocator.allocate(20_000, CONSUMER).unwrap(), id, "the last child never saw the lease");
+        late.end();
+    }
 }

@@ -16,6 +16,10 @@ pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 pub const VERSION: u32 = 1;
 /// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
 pub const PAGE: u64 = 4096;
+/// The most workers of an arena.
+const WORKERS_MAX: u32 = 1 << 16;
+/// The most tasks that may be outstanding in an arena.
+const TASKS_MAX: u32 = 1 << 24;
 /// The most blocks that a region's table can name.
 const TABLE_MAX: u64 = 1 << 20;
 /// The fewest blocks that a region's table can name.
@@ -88,23 +92,70 @@ pub struct StatusPage {
     pub pid: AtomicU32,
     /// Monotonic nanoseconds at which the state began.
     pub since_ns: AtomicU64,
-    /// The task in hand, or the last one.
+    /// The current task, or the last one.
     pub task: AtomicU64,
     /// Tasks answered so far.
     pub tasks_done: AtomicU64,
     /// Nanoseconds spent in each state so far, by the number of the state.
     pub spent_ns: [AtomicU64; WorkerState::COUNT],
+    /// Batches and errors sent so far.
+    pub sent: AtomicU64,
     /// Bytes of the largest batch of late, its message included.
     pub largest: AtomicU64,
     /// Bytes that the worker has looked for in the machine's headroom and is reserving now.
     pub promised: AtomicU64,
+    /// Monotonic nanoseconds at which the current task, or the last one, was taken up.
+    pub task_since_ns: AtomicU64,
+    /// Device of the worker's file for dumps of its stack.
+    pub stack_device: AtomicU64,
+    /// Inode of that file.
+    pub stack_inode: AtomicU64,
+    /// A `StackFile`; stored after its device and inode.
+    pub stack: AtomicU32,
+    /// 1 once the worker has got a SIGTERM that it means to survive: see `worker/terminate.rs`.
+    pub terminated: AtomicU32,
+}
+
+/// What a worker says of the file into which it dumps its stack when the main process asks for it by a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StackFile {
+    /// It has not come so far.
+    NotYet,
+    /// There is none: the system, or Python's faulthandler, has refused it.
+    Refused,
+    /// The signal is the user's, who has a handler for it.
+    SignalTaken,
+    /// The number of the worker's descriptor.
+    Descriptor(i32),
+}
+
+impl StackFile {
+    /// As it stands on the status page.
+    pub fn to_u32(self) -> u32 {
+        match self {
+            Self::NotYet => 0,
+            Self::Refused => 1,
+            Self::SignalTaken => 2,
+            Self::Descriptor(fd) => fd as u32 + 3,
+        }
+    }
+
+    /// Read from the status page; whatever stands there.
+    pub fn from_u32(value: u32) -> Self {
+        match value {
+            0 => Self::NotYet,
+            1 => Self::Refused,
+            2 => Self::SignalTaken,
+            more => Self::Descriptor((more - 3) as i32),
+        }
+    }
 }
 
 /// What a worker is doing.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerState {
-    /// Not yet in its loop: seeding, `worker_init_fn`.
+    /// Not yet in its loop, or not yet in it again in a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
     Starting = 0,
     /// Waiting for a task.
     Idle = 1,
@@ -173,6 +224,8 @@ pub struct RegionHead {
     pub returned: AtomicU32,
     /// Entries of the block table that have been made; written by the owner alone.
     pub blocks: AtomicU32,
+    /// The most bytes that had pages at a time, under this owner; written by the owner alone.
+    pub high_water: AtomicU64,
 }
 
 /// One entry of a block table.
@@ -210,27 +263,46 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
+fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
+    let (workers, prefetch_factor) = (u64::from(workers), u64::from(outstanding / workers));
+    Error::TooMany { workers, prefetch_factor, limit }
+}
+
 impl Geometry {
     /// The geometry of an arena of at most `total` bytes for `workers` workers, each with at most
     /// `outstanding` tasks; an error if that is too little for the tables and 1 MiB of data a region.
     pub fn new(total: u64, workers: u32, outstanding: u32) -> Result<Self> {
-        if workers == 0 || workers > 1 << 16 || outstanding > 1 << 24 {
-            return Err(Error::usage(format!("an arena for {workers} workers, {outstanding} tasks")));
-        }
-        // Room for the epoch's control messages beside the tasks.
-        let ring_slots = (outstanding + 4).next_power_of_two();
+        let ring_slots = Self::ring_slots_of(workers, outstanding)?;
         let regions = u64::from(workers) + 1;
         let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
         let mut geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
         let fixed = geometry.data_start();
         let region_len = total.saturating_sub(fixed) / regions / PAGE * PAGE;
         if region_len < 1 << 20 {
-            return Err(Error::usage(format!(
-                "an arena of {total} bytes is too small for {workers} workers"
-            )));
+            return Err(too_many(
+                workers,
+                outstanding,
+                format!(
+                    "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
+                ),
+            ));
         }
         geometry.region_len = region_len;
         Ok(geometry)
+    }
+
+    /// Slots of each ring for `workers` workers of at most `outstanding` tasks.
+    pub fn ring_slots_of(workers: u32, outstanding: u32) -> Result<u32> {
+        if workers == 0 {
+            return Err(Error::usage("an arena for no workers"));
+        }
+        if workers > WORKERS_MAX || outstanding > TASKS_MAX {
+            let limit =
+                format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
+            return Err(too_many(workers, outstanding, limit));
+        }
+        // Room for the epoch's control messages beside the tasks.
+        Ok((outstanding + 4).next_power_of_two())
     }
 
     /// Number of regions: one a worker and the main process's.
@@ -239,7 +311,7 @@ impl Geometry {
     }
 
     /// Batches of one worker that may be under way at a time, and so what it needs warm: those that are outstanding, the one in
-    /// work, the one in the user's hands, and one to spare.
+    /// work, the one that the user holds, and one to spare.
     pub fn batches_under_way(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }
@@ -333,9 +405,25 @@ mod tests {
     }
 
     #[test]
+    fn a_stack_file_is_read_as_it_was_written() {
+        for file in [StackFile::NotYet, StackFile::Refused, StackFile::SignalTaken, StackFile::Descriptor(0)]
+        {
+            assert_eq!(StackFile::from_u32(file.to_u32()), file);
+        }
+        assert!(matches!(StackFile::from_u32(u32::MAX), StackFile::Descriptor(fd) if fd < 0));
+    }
+
+    #[test]
     fn too_small_is_an_error() {
-        assert!(Geometry::new(1 << 20, 4, 8).is_err());
-        assert!(Geometry::new(1 << 30, 0, 8).is_err());
+        let refused = |total, workers, outstanding| Geometry::new(total, workers, outstanding).unwrap_err();
+        assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));
+        for (total, workers, outstanding) in
+            [(1 << 20, 4, 8), (1 << 40, 2, 1 << 25), (1 << 40, 1 << 17, 1 << 18)]
+        {
+            let text = refused(total, workers, outstanding).to_string();
+            let names = format!("num_workers={workers} with prefetch_factor={} is", outstanding / workers);
+            assert!(text.starts_with(&names), "{text}");
+        }
         assert!(Geometry::new(1 << 30, 16, 64).is_ok());
     }
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::arena::Arena;
+use super::layout::Geometry;
 use crate::sync::Ordering;
 use crate::sys;
 
@@ -31,10 +32,12 @@ static GENERATION: Stamp = Stamp::new(0);
 /// The pool's contents; `None` in a child that was forked while another thread was in here.
 fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
     let ours = sys::fork::generation();
+    // SYNC: pool-emptied (pairs with the Release below).
     if GENERATION.load(Ordering::Acquire) != ours {
         // A child: what it inherited is dead, and so, maybe, is the lock.
         let mut inherited = POOL.try_lock().ok()?;
         inherited.drain(..).for_each(|idle| std::mem::forget(idle.arena));
+        // SYNC: pool-emptied (pairs with the Acquire above): who sees it finds nothing of the parent's.
         GENERATION.store(ours, Ordering::Release);
         return Some(inherited);
     }
@@ -44,10 +47,11 @@ fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
 /// An arena for `workers` workers of at most `outstanding` tasks each: out of the pool, or new.
 pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> {
     trim();
+    let ring_slots = Geometry::ring_slots_of(workers, outstanding)?;
     let pooled = pool().and_then(|mut pool| {
         let fits = |idle: &Idle| {
             let geometry = idle.arena.geometry();
-            geometry.workers == workers && geometry.ring_slots == (outstanding + 4).next_power_of_two()
+            geometry.workers == workers && geometry.ring_slots == ring_slots
         };
         pool.iter().rposition(fits).map(|index| pool.remove(index).arena)
     });
@@ -60,7 +64,7 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
         Err(_) if clear() > 0 => Arena::create(workers, outstanding)?,
         made => made?,
     };
-    super::forks::watch(&arena, None);
+    super::forks::watch(&arena, None)?;
     Ok(arena)
 }
 

@@ -15,6 +15,9 @@ pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
 
+/// For so long somebody who waits lets others run before it goes to sleep: a wake-up costs more than most small batches.
+pub const YIELD_FOR: Duration = Duration::from_micros(20);
+
 /// Lets another thread that is ready to run have the processor.
 pub fn yield_now() {
     // SAFETY: sched_yield has no precondition.

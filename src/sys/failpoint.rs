@@ -34,6 +34,8 @@ mod seam {
         Exit(i32),
         /// The process kills itself by SIGKILL.
         Kill,
+        /// The process stops itself by SIGSTOP; once it goes on, so does the call.
+        Stop,
     }
 
     /// Every kind of call that has a failpoint.
@@ -46,7 +48,6 @@ mod seam {
         "dontdump",
         "populate",
         "remove",
-        "hugepage",
         "eventfd",
         "eventfd_write",
         "eventfd_read",
@@ -62,12 +63,13 @@ mod seam {
         "epoll_ctl",
         "epoll_wait",
         "fstat",
-        "fdinfo",
-        "pipe2",
-        "pipe_poll",
+        "peek",
+        "sigaction",
+        "seal_write",
         "atfork",
         "kill",
         "thread",
+        "timer",
         "sysinfo",
         "proc",
     ];
@@ -80,7 +82,7 @@ mod seam {
         first: AtomicU64,
         /// The number of the last call that is hit.
         last: AtomicU64,
-        /// What happens: 0 errno, 1 exit, 2 kill.
+        /// What happens: 0 errno, 1 exit, 2 kill, 3 stop.
         effect: AtomicI32,
         /// The errno or the exit code.
         value: AtomicI32,
@@ -148,6 +150,11 @@ mod seam {
             }
             // SAFETY: _exit has no precondition.
             1 => unsafe { libc::_exit(value) },
+            3 => {
+                // SAFETY: raise takes a plain number.
+                unsafe { libc::raise(libc::SIGSTOP) };
+                false
+            }
             _ => loop {
                 // SAFETY: kill and getpid take plain numbers.
                 unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
@@ -168,6 +175,7 @@ mod seam {
             Effect::Errno(errno) => (0, errno),
             Effect::Exit(code) => (1, code),
             Effect::Kill => (2, 0),
+            Effect::Stop => (3, 0),
         };
         point.first.store(0, Ordering::Release);
         point.effect.store(number, Ordering::Release);
@@ -179,7 +187,7 @@ mod seam {
     }
 
     /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
-    /// "from there on"; an effect is an errno's name or number, `exit=code` or `kill`.
+    /// "from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
     /// Each process reads it at its first call and counts from there; of what its parent had armed and counted a child
     /// keeps nothing. So a variable that is set after main's first call and before a fork drives the children alone, and
@@ -222,6 +230,7 @@ mod seam {
         let (nth, onwards) = nth.strip_suffix('+').map_or((nth, false), |nth| (nth, true));
         let effect = match effect {
             "kill" => Effect::Kill,
+            "stop" => Effect::Stop,
             _ => match effect.strip_prefix("exit=") {
                 Some(code) => Effect::Exit(code.parse().ok()?),
                 None => Effect::Errno(errno_of(effect)?),
@@ -262,6 +271,7 @@ mod seam {
             assert_eq!(parse("mmap:2:ENOMEM"), Some(("mmap", 2, false, Effect::Errno(libc::ENOMEM))));
             assert_eq!(parse("mmap:1+:12"), Some(("mmap", 1, true, Effect::Errno(12))));
             assert_eq!(parse("mmap:1:kill"), Some(("mmap", 1, false, Effect::Kill)));
+            assert_eq!(parse("mmap:1:stop"), Some(("mmap", 1, false, Effect::Stop)));
             assert_eq!(parse("mmap:1:exit=3"), Some(("mmap", 1, false, Effect::Exit(3))));
             assert_eq!(parse("mmap:1:EWHAT"), None);
             assert_eq!(parse("mmap:kill"), None);

@@ -1,10 +1,12 @@
 //! Forks: who is a child, and whether a child still lives.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::failpoint::failpoint;
-use super::{descriptor_hint, errno, retry};
+use super::identity::FdIdentity;
+use super::map::{Mapping, page_size};
+use super::memfd;
 use crate::error::{Error, Result};
 
 /// How many forks lie between this process and the one that asked first.
@@ -20,20 +22,29 @@ extern "C" fn raise_generation() {
 
 /// A number that is another one in every forked child. Whoever notes it when an object is made can tell later that the
 /// object was made before a fork. One atomic load. `vfork` and a bare `clone` do not raise it.
+#[inline]
 pub fn generation() -> u64 {
-    // Who cannot do without has asked before.
-    let _ = count_forks();
+    // SYNC: forks-counted (pairs with the Release in `install_counter`): who sees the flag relies on the handler.
+    if !COUNTING.load(Ordering::Acquire) {
+        // Who cannot do without has asked before.
+        let _ = install_counter();
+    }
     GENERATION.load(Ordering::Relaxed)
 }
 
 /// Sees to it that [`generation`] counts.
 pub fn count_forks() -> Result<()> {
-    if !COUNTING.load(Ordering::Acquire) {
-        // Two threads that come here at once install it twice, and a fork then counts two, which is as good.
-        // SAFETY: the handler touches one atomic only and stays as long as the process (the library is not unloaded).
-        at_fork(|| unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) })?;
-        COUNTING.store(true, Ordering::Release);
-    }
+    // SYNC: forks-counted (pairs with the Release in `install_counter`).
+    if COUNTING.load(Ordering::Acquire) { Ok(()) } else { install_counter() }
+}
+
+#[cold]
+fn install_counter() -> Result<()> {
+    // Two threads that come here at once install it twice, and a fork then counts two, which is as good.
+    // SAFETY: the handler touches one atomic only and stays as long as the process (the library is not unloaded).
+    at_fork(|| unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) })?;
+    // SYNC: forks-counted (pairs with the Acquires in `generation` and `count_forks`).
+    COUNTING.store(true, Ordering::Release);
     Ok(())
 }
 
@@ -49,53 +60,61 @@ fn at_fork(call: impl Fn() -> i32) -> Result<()> {
 
 /// Has every fork of this process call `prepare` before it, in the forking thread, then `parent` in the parent and
 /// `child` in the child, where [`generation`] has been raised before. Once a process: a later call changes nothing and
-/// answers false. The handlers must not panic; `child` may do only what is safe after a fork with other threads about.
+/// answers false. Two threads that call it at once may have them called twice, which they must bear. They must not panic;
+/// `child` may do only what is safe after a fork with other threads about.
 pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> Result<bool> {
     count_forks()?;
-    if HANDLING.swap(true, Ordering::AcqRel) {
+    if HANDLING.load(Ordering::Acquire) {
         return Ok(false);
     }
     // SAFETY: the handlers are plain functions that stay as long as the process (the library is not unloaded).
     let call = || unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) };
-    at_fork(call).inspect_err(|_| HANDLING.store(false, Ordering::Release))?;
+    at_fork(call)?;
+    // SYNC: forks-handled (pairs with the Acquire above). Only now: whoever sees it relies on the handlers.
+    HANDLING.store(true, Ordering::Release);
     Ok(true)
 }
 
-/// The read end and the write end of a new pipe, both closed on exec. Processes forked from here on hold the write end
-/// until they end or exec, which [`reads_eof`] sees.
-pub fn pipe_cloexec() -> Result<(OwnedFd, OwnedFd)> {
-    let mut ends = [-1; 2];
-    // SAFETY: `ends` has room for the two descriptors.
-    let mut call = || unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };
-    if failpoint!("pipe2", -1, call()) == -1 {
-        return Err(Error::last_os("pipe2", descriptor_hint(errno())));
-    }
-    // SAFETY: the kernel has just made both descriptors, and nobody else owns them.
-    Ok(unsafe { (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])) })
+/// Tells when the processes that were forked while a [`Heirloom`] was there have ended.
+///
+/// The heirloom is a mapping of an empty file. A child has it until it ends or calls exec, whatever descriptors it closes,
+/// and hands it down to its own children. As long as anybody has it the kernel refuses to seal the file against writing.
+#[derive(Debug)]
+pub struct Heirs {
+    file: OwnedFd,
+    identity: FdIdentity,
 }
 
-/// Whether every holder of the pipe's write end is gone. Never blocks. False where it cannot be told.
-pub fn reads_eof(fd: BorrowedFd<'_>) -> bool {
-    let mut entry = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: `entry` is one entry, as said.
-    let answer = retry(|| failpoint!("pipe_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
-    answer == 1 && entry.revents & libc::POLLHUP != 0
+/// What the children inherit, see [`Heirs`]. It is dropped in the parent after the fork, and never in a child.
+#[derive(Debug)]
+pub struct Heirloom(#[expect(dead_code, reason = "it is there to be inherited")] Mapping);
+
+impl Heirs {
+    /// Those who will be forked while the heirloom is there.
+    pub fn new() -> Result<(Self, Heirloom)> {
+        let file = memfd::create("rl_fork", page_size() as u64)?;
+        let heirloom = Heirloom(Mapping::new(file.as_fd(), page_size())?);
+        let identity = FdIdentity::of(file.as_raw_fd())?;
+        Ok((Self { file, identity }, heirloom))
+    }
+
+    /// Whether nobody has the heirloom any more. Never blocks. False where it cannot be told.
+    pub fn are_gone(&self) -> bool {
+        // The number may be somebody else's file by now, which must not be sealed.
+        self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::*;
 
     #[test]
-    fn the_end_comes_with_the_last_writer() {
-        let (reader, writer) = pipe_cloexec().unwrap();
-        let twin = writer.try_clone().unwrap();
-        assert!(!reads_eof(reader.as_fd()));
-        drop(writer);
-        assert!(!reads_eof(reader.as_fd()));
-        drop(twin);
-        assert!(reads_eof(reader.as_fd()));
+    fn the_end_comes_when_nobody_has_the_mapping() {
+        let (heirs, heirloom) = Heirs::new().unwrap();
+        assert!(!heirs.are_gone());
+        drop(heirloom);
+        assert!(heirs.are_gone());
+        assert!(heirs.are_gone());
     }
 }

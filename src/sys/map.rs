@@ -73,7 +73,7 @@ impl Mapping {
         let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
         let start = failpoint!("mmap", libc::MAP_FAILED, call());
         if start == libc::MAP_FAILED {
-            return Err(Error::last_os("mmap", address_space_hint(len as u64)));
+            return Err(Error::last_os_with("mmap", |_| address_space_hint(len as u64)));
         }
         let Some(start) = NonNull::new(start.cast::<u8>()) else {
             return Err(Error::usage("mmap answered address 0"));
@@ -132,17 +132,6 @@ impl Mapping {
             return Ok(());
         }
         Err(Error::last_os("madvise(MADV_REMOVE)", "the memory stays with the DataLoader until it ends"))
-    }
-
-    /// Asks for huge pages where `range` allows them. A kernel without them is no error.
-    pub fn advise_huge(&self, range: Range<usize>) -> Result<()> {
-        self.check(&range)?;
-        let Some(pages) = self.inside(&range) else { return Ok(()) };
-        let answer = failpoint!("hugepage", -1, self.advise(&pages, libc::MADV_HUGEPAGE));
-        if answer == 0 || errno() == libc::EINVAL {
-            return Ok(());
-        }
-        Err(Error::last_os("madvise(MADV_HUGEPAGE)", "small pages are used instead"))
     }
 
     fn check(&self, range: &Range<usize>) -> Result<()> {
@@ -209,6 +198,7 @@ fn no_memory(pages: &Range<usize>, errno: i32) -> Error {
         wanted: pages.len() as u64,
         limit: format!("{why} (madvise: {}); {}", std::io::Error::from_raw_os_error(errno), room.limit),
         headroom: room.bytes,
+        passing: false,
     }
 }
 
@@ -288,11 +278,9 @@ mod tests {
         let backwards = Range { start: 2, end: 1 };
         for range in [0..page_size() + 1, backwards, usize::MAX..usize::MAX] {
             assert!(matches!(mapping.populate(range.clone()), Err(Error::Usage { .. })));
-            assert!(matches!(mapping.remove(range.clone()), Err(Error::Usage { .. })));
-            assert!(matches!(mapping.advise_huge(range), Err(Error::Usage { .. })));
+            assert!(matches!(mapping.remove(range), Err(Error::Usage { .. })));
         }
         mapping.populate(page_size()..page_size()).unwrap();
         mapping.remove(1..page_size() - 1).unwrap();
-        mapping.advise_huge(0..page_size()).unwrap();
     }
 }

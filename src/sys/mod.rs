@@ -8,14 +8,17 @@ pub mod event;
 pub mod failpoint;
 pub mod fork;
 pub mod futex;
+pub mod hold;
 pub mod identity;
 pub mod map;
 pub mod memfd;
 pub mod memory;
 pub mod owned;
+pub mod peek;
 pub mod pidfd;
 pub mod poll;
 pub mod signal;
+pub mod sigterm;
 pub mod symbol;
 pub mod thread;
 

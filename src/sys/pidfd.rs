@@ -49,12 +49,12 @@ impl PidFd {
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
         let fd = failpoint!("pidfd_open", -1, call());
         if fd == -1 {
-            let hint = match errno() {
+            let hint = |errno| match errno {
                 libc::ESRCH => format!("there is no process {pid} any more"),
                 libc::EINVAL => format!("{pid} is no process"),
                 errno => descriptor_hint(errno).to_owned(),
             };
-            return Err(Error::last_os("pidfd_open", hint));
+            return Err(Error::last_os_with("pidfd_open", hint));
         }
         // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
         Ok(Self(HomeFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
@@ -109,7 +109,7 @@ impl PidFd {
         if failpoint!("pidfd_send_signal", -1, call()) == 0 || errno() == libc::ESRCH {
             return Ok(());
         }
-        Err(Error::last_os("pidfd_send_signal", format!("signal {signal} to a worker process")))
+        Err(Error::last_os_with("pidfd_send_signal", |_| format!("signal {signal} to a worker process")))
     }
 
     /// Its descriptor: readable once the process has ended.
@@ -153,6 +153,11 @@ fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Opti
         libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
         _ => None,
     })
+}
+
+/// Whether the process `pid` is a child of the calling one that has not been reaped.
+pub fn is_child(pid: i32) -> bool {
+    wait_status(libc::P_PID, pid as libc::id_t).is_ok()
 }
 
 /// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.

@@ -195,11 +195,10 @@ fn register(epoll: &OwnedFd, fd: RawFd, token: u64) -> Result<()> {
     if failpoint!("epoll_ctl", -1, call()) == 0 {
         return Ok(());
     }
-    let hint = match errno() {
+    Err(Error::last_os_with("epoll_ctl", |errno| match errno {
         libc::ENOSPC => "raise the sysctl fs.epoll.max_user_watches".to_owned(),
         _ => format!("descriptor {fd} cannot be waited on"),
-    };
-    Err(Error::last_os("epoll_ctl", hint))
+    }))
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {

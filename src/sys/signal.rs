@@ -24,7 +24,57 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if answer == 0 || super::errno() == libc::ESRCH {
         return Ok(());
     }
-    Err(Error::last_os("kill", format!("signal {signal} to process {pid}")))
+    Err(Error::last_os_with("kill", |_| format!("signal {signal} to process {pid}")))
+}
+
+/// The signal on which a worker dumps its stack: a real-time one, because programs use the others. In the middle of them:
+/// at both ends are those that C libraries and debuggers take.
+pub fn stack_signal() -> i32 {
+    libc::SIGRTMIN() + 13
+}
+
+/// No handler: the signal has its default effect.
+pub const DEFAULT: usize = libc::SIG_DFL;
+
+/// The address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` where it cannot be told.
+pub fn handler_of(signal: i32) -> Option<usize> {
+    action_of(signal).map(|action| action.sa_sigaction)
+}
+
+/// What `signal` does in this process; `None` where it cannot be told.
+pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
+    // SAFETY: a sigaction of zeroes is a valid one.
+    let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: with a null action nothing is changed; `now` is a struct of ours to be filled.
+    let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
+    (failpoint!("sigaction", -1, call()) == 0).then_some(now)
+}
+
+/// Has `signal` do something else, and says whether it does now.
+///
+/// # Safety
+/// A handler in `action` is of the type that its flags say, and async-signal-safe.
+pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
+    // SAFETY: by this function's own contract; the old action is not asked for.
+    let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
+    failpoint!("sigaction", -1, call()) == 0
+}
+
+/// From here on `signal` has no effect on this process; where that is refused it keeps the one that it has.
+pub fn ignore(signal: i32) {
+    // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = libc::SIG_IGN;
+    // SAFETY: there is no handler in it.
+    unsafe { set_action(signal, &action) };
+}
+
+/// Whether the process `pid` has a handler for `signal`, by /proc; false where that does not say.
+pub fn catches(pid: i32, signal: i32) -> bool {
+    let Ok(status) = super::read_file(format!("/proc/{pid}/status").as_ref()) else { return false };
+    let mask = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"SigCgt:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(std::str::from_utf8(mask).ok()?.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
 /// Ends the process at once: no exit handler runs, no buffer is flushed.
@@ -61,6 +111,16 @@ mod tests {
             }
         });
         thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_signal_without_a_handler_is_not_caught() {
+        let me = std::process::id() as i32;
+        // The Rust runtime has a handler for SIGSEGV, and ignores SIGPIPE.
+        assert!(catches(me, libc::SIGSEGV) && !catches(me, libc::SIGPIPE) && !catches(me, stack_signal()));
+        assert_eq!(handler_of(stack_signal()), Some(DEFAULT));
+        assert!(handler_of(libc::SIGSEGV).is_some_and(|handler| handler != DEFAULT));
+        assert_eq!(handler_of(-1), None);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Shapes and strides: what of a strided view travels, and the copy that takes it along.
 
-use crate::shm::copy::{STREAM_FROM, copy};
+use crate::copy::{STREAM_FROM, copy};
 use std::ops::Deref;
 
 use super::gather::Gather;

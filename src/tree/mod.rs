@@ -39,9 +39,10 @@ pub const INLINE_LIMIT: usize = 16 * 1024;
 pub const MAX_DEPTH: usize = 64;
 
 /// Containers of the tree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Group {
     /// A list.
+    #[default]
     List,
     /// A tuple.
     Tuple,

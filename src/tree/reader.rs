@@ -133,7 +133,7 @@ enum Step<'a> {
 type Mark = NonZeroU32;
 
 /// A container that is not complete.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Open {
     group: Group,
     /// The mark before it.
@@ -143,11 +143,45 @@ struct Open {
     missing: usize,
 }
 
+/// So many containers around a value are enough for most batches.
+const NEAR: usize = 4;
+
+/// The containers around the value that is being read. The array for deep ones is not even written before one comes.
+#[derive(Default)]
+struct Stack {
+    near: [Open; NEAR],
+    far: Option<[Open; MAX_DEPTH - NEAR]>,
+    depth: usize,
+}
+
+impl Stack {
+    /// `None`: there are [`MAX_DEPTH`] already.
+    #[inline]
+    fn push(&mut self, container: Open) -> Option<()> {
+        let slot = match self.depth.checked_sub(NEAR) {
+            None => &mut self.near[self.depth],
+            Some(at) => self.far.get_or_insert([Open::default(); MAX_DEPTH - NEAR]).get_mut(at)?,
+        };
+        *slot = container;
+        self.depth += 1;
+        Some(())
+    }
+
+    /// The innermost one.
+    #[inline]
+    fn last_mut(&mut self) -> Option<&mut Open> {
+        let last = self.depth.checked_sub(1)?;
+        match last.checked_sub(NEAR) {
+            None => self.near.get_mut(last),
+            Some(at) => self.far.as_mut()?.get_mut(at),
+        }
+    }
+}
+
 /// Walks a payload of one value. Never panics, whatever the bytes are, and allocates nothing.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
-    let mut open = [Open { group: Group::List, mark: None, count: 0, missing: 0 }; MAX_DEPTH];
-    let mut depth = 0;
+    let mut open = Stack::default();
     let (mut marks, mut mark) = (0, None::<Mark>);
     loop {
         match reader.step()? {
@@ -156,10 +190,8 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             Step::Open(group, 0) => build.close(group, 0)?,
             Step::Open(group, count) => {
                 let values = if group == Group::Dict { count * 2 } else { count };
-                let slot = open.get_mut(depth);
-                *slot.ok_or_else(|| reader.corrupt("containers nested too deep"))? =
-                    Open { group, mark: mark.take(), count, missing: values };
-                depth += 1;
+                let container = Open { group, mark: mark.take(), count, missing: values };
+                open.push(container).ok_or_else(|| reader.corrupt("containers nested too deep"))?;
                 continue;
             }
             Step::Mark if mark.is_none() => {
@@ -176,7 +208,7 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
         if let Some(mark) = mark.take() {
             build.keep(mark.get() as usize - 1)?;
         }
-        while let Some(Open { group, mark, count, missing }) = open[..depth].last_mut() {
+        while let Some(Open { group, mark, count, missing }) = open.last_mut() {
             *missing -= 1;
             if *missing > 0 {
                 break;
@@ -185,9 +217,9 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             if let Some(mark) = *mark {
                 build.keep(mark.get() as usize - 1)?;
             }
-            depth -= 1;
+            open.depth -= 1;
         }
-        if depth == 0 {
+        if open.depth == 0 {
             break;
         }
     }

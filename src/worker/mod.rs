@@ -1,4 +1,5 @@
-//! The worker's end: its rings, its region, and the watch over its parent.
+//! The worker's end: its rings, its region, the watch over its parent, and SIGTERM.
 
 pub mod port;
+pub mod terminate;
 pub mod watchdog;

@@ -1,30 +1,31 @@
 //! What a worker holds of its iterator: the ends of its two rings, the allocator of its region, the doorbell.
 
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::AtomicBool;
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::shm::alloc::Allocator;
+use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::{CONSUMER, WORKER, mark_if};
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::{StackFile, StatusPage, WorkerState};
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
-use crate::wire::{self, Leaf, ResultEntry, ResultKind, TaskEntry, Timings};
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, Timings};
 
-/// For so long an idle worker lets others run before it goes to sleep: a wake-up costs more than most small batches.
-const YIELD_FOR: Duration = Duration::from_micros(20);
-/// The longest sleep in one go; then the caller looks for signals.
-const SLICE: Duration = Duration::from_secs(1);
+/// The longest sleep of an idle worker in one go; then it trims its memory, and the caller looks for signals.
+const IDLE_SLICE: Duration = Duration::from_secs(1);
 
 /// The pages of the largest of so many batches are kept warm.
 const FEW: u64 = 16;
 /// Bytes of the block that is kept for errors.
 const RESERVE: u64 = 64 << 10;
+
+/// Between two looks whether the handler that dumps the stack is still in its place.
+const LOOK_AFTER_HANDLER: u64 = 50_000_000;
 
 /// What a worker finds when it asks for work.
 #[derive(Debug)]
@@ -42,6 +43,8 @@ pub enum Received {
 struct Ends {
     tasks: Consumer<ArenaRing>,
     results: Producer<ArenaRing>,
+    /// The head of the message that is being written.
+    head: Vec<u8>,
 }
 
 /// The doorbell: an eventfd whose number a dataset may have closed, and given to one of its files, long since.
@@ -66,10 +69,12 @@ pub struct Port {
     orphaned: AtomicBool,
     /// Bytes of the payloads of tasks that lay in blocks.
     pub payload: Mutex<Vec<u8>>,
-    /// The status page's last change, and the state that began there.
-    clock: Mutex<(WorkerState, u64)>,
-    /// Bytes of the largest batch: of the last few, and of the few before them.
-    largest: Mutex<[u64; 2]>,
+    /// Bytes of the largest batch: of the last few, and of the few before them. The loop alone writes it.
+    largest: [AtomicU64; 2],
+    /// The handler that dumps the stack; 0 without one.
+    handler: AtomicUsize,
+    /// Monotonic nanoseconds of the last look whether it is in its place.
+    handler_seen: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -83,11 +88,12 @@ impl Port {
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
             results: Producer::new(arena.result_ring(worker)),
+            head: Vec::new(),
         };
         let mut allocator = Allocator::new(arena.clone(), worker);
         allocator.trust(RESERVE);
         let reserve = allocator.allocate(RESERVE, WORKER).ok();
-        forks::watch(&arena, Some(worker));
+        forks::watch(&arena, Some(worker))?;
         let status = &arena.control(worker).status;
         status.pid.store(std::process::id(), Ordering::Relaxed);
         let now = sys::clock::monotonic_ns();
@@ -100,8 +106,9 @@ impl Port {
             doorbell: Doorbell { event: sys::event::EventFd::from_owned_fd(doorbell), identity },
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
-            clock: Mutex::new((WorkerState::Starting, now)),
-            largest: Mutex::new([0; 2]),
+            largest: Default::default(),
+            handler: AtomicUsize::new(0),
+            handler_seen: AtomicU64::new(0),
             arena,
         })
     }
@@ -109,6 +116,11 @@ impl Port {
     /// The arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
+    }
+
+    /// The worker's number.
+    pub fn worker(&self) -> u32 {
+        self.worker
     }
 
     /// An error in a child that the dataset has forked: rings, status page and region are its parent's.
@@ -128,15 +140,79 @@ impl Port {
             return 0;
         }
         let now = sys::clock::monotonic_ns();
-        let mut clock = lock(&self.clock);
-        let spent = now.saturating_sub(clock.1);
-        let status = self.status();
-        let sum = &status.spent_ns[clock.0 as usize];
-        sum.store(sum.load(Ordering::Relaxed) + spent, Ordering::Relaxed);
-        status.since_ns.store(now, Ordering::Relaxed);
-        status.state.store(state as u32, Ordering::Relaxed);
-        *clock = (state, now);
+        let spent = self.change(state, now);
+        if state == WorkerState::Idle {
+            self.look_after_handler(now);
+        }
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// Says on the status page that a task is taken up, and that the worker is in the dataset from now on.
+    fn begin(&self, task: u64) {
+        let now = sys::clock::monotonic_ns();
+        let status = self.status();
+        // Before the state: who looks for stuck workers must not take the task before for this one.
+        status.task_since_ns.store(now, Ordering::Relaxed);
+        status.task.store(task, Ordering::Relaxed);
+        self.change(WorkerState::Fetch, now);
+        self.look_after_handler(now);
+    }
+
+    /// Notes a state that begins now; answers the nanoseconds in the state before.
+    fn change(&self, state: WorkerState, now: u64) -> u64 {
+        let status = self.status();
+        let before = WorkerState::from_u32(status.state.load(Ordering::Relaxed));
+        let spent = now.saturating_sub(status.since_ns.load(Ordering::Relaxed));
+        let sum = &status.spent_ns[before as usize];
+        sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Relaxed);
+        status.since_ns.store(now, Ordering::Relaxed);
+        // Read for reports; that the worker has left counts only once its process has ended (`Handle::all_left`).
+        status.state.store(state as u32, Ordering::Relaxed);
+        spent
+    }
+
+    /// Makes the file for dumps of this process's stack; answers its descriptor. `None`: the status page says why. The file
+    /// stays open for as long as the process lives, because its number may be somebody else's file by the end.
+    pub fn make_stack_file(&self) -> Option<i32> {
+        let status = self.status();
+        let handler = sys::signal::handler_of(sys::signal::stack_signal());
+        if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
+            status.stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
+            return None;
+        }
+        let made = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
+        let place = made.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
+        let (Some(file), Some(identity)) = (made, place) else {
+            status.stack.store(StackFile::Refused.to_u32(), Ordering::Relaxed);
+            return None;
+        };
+        let (device, inode) = identity.place();
+        status.stack_device.store(device, Ordering::Relaxed);
+        status.stack_inode.store(inode, Ordering::Relaxed);
+        Some(file.into_raw_fd())
+    }
+
+    /// Tells the main process that the stack is dumped into the file of [`Port::make_stack_file`] from now on; or, with
+    /// `None`, that there is no handler which would.
+    pub fn offer_stack(&self, fd: Option<i32>) {
+        let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
+        self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);
+        let file = fd.map_or(StackFile::Refused, StackFile::Descriptor);
+        // SYNC: stack-file
+        self.status().stack.store(file.to_u32(), Ordering::Release);
+    }
+
+    /// Takes the offer back if the user has put a handler of theirs in the place of ours: the signal would run it.
+    fn look_after_handler(&self, now: u64) {
+        let ours = self.handler.load(Ordering::Relaxed);
+        if ours == 0 || now - self.handler_seen.load(Ordering::Relaxed) < LOOK_AFTER_HANDLER {
+            return;
+        }
+        self.handler_seen.store(now, Ordering::Relaxed);
+        if sys::signal::handler_of(sys::signal::stack_signal()) != Some(ours) {
+            self.handler.store(0, Ordering::Relaxed);
+            self.status().stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
+        }
     }
 
     /// True when the worker is to leave between two samples.
@@ -154,6 +230,12 @@ impl Port {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
+    /// A task that is there already. Never waits; a payload in a block is copied out to `payload`.
+    pub fn take_up(&self) -> Result<Option<TaskEntry>> {
+        self.check_ours()?;
+        self.poll()
+    }
+
     /// The next task, waiting for at most a slice. A payload in a block is copied out to `payload`.
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
@@ -161,7 +243,7 @@ impl Port {
             return Ok(Received::Task(entry));
         }
         let start = sys::clock::monotonic();
-        while sys::clock::monotonic() - start < YIELD_FOR {
+        while sys::clock::monotonic() - start < sys::clock::YIELD_FOR {
             sys::clock::yield_now();
             if let Some(entry) = self.poll()? {
                 return Ok(Received::Task(entry));
@@ -171,7 +253,7 @@ impl Port {
         let ticket = sleeper.announce();
         let found = self.poll();
         if matches!(found, Ok(None)) && !self.stopping() {
-            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(SLICE));
+            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(IDLE_SLICE));
             sleeper.awake();
             match woken {
                 Ok(sys::futex::Wake::TimedOut) => {
@@ -193,23 +275,16 @@ impl Port {
         }
         let Some(words) = lock(&self.ends).tasks.pop()? else { return Ok(None) };
         let entry = TaskEntry::from_words(&words)?;
-        self.status().task.store(entry.task, Ordering::Relaxed);
+        self.begin(entry.task);
         if let Some(block) = entry.block {
             let region = self.arena.geometry().main_region();
-            let memory = self.arena.block_memory(region, block, entry.len)?;
-            let mut payload = lock(&self.payload);
-            payload.clear();
-            // SAFETY: the range was checked against the region; the main process wrote it before it published the
-            // entry and does not touch it until the block is given back.
-            payload.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(memory.as_ptr(), entry.len as usize)
-            });
+            self.arena.read_block(region, block, entry.len, &mut lock(&self.payload))?;
             self.arena.release(region, block, CONSUMER);
         }
         Ok(Some(entry))
     }
 
-    /// A block of `len` bytes, held by this worker.
+    /// A block of `len` bytes, held by this worker. Does not wait: see [`settle`].
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
         self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
@@ -227,6 +302,10 @@ impl Port {
     /// that has not been sent before; and the offset in it. Sent before means: the main process, or
     /// its user, may hold it still, and batches are independent of each other.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
+        // In a child of the worker the lock may be another thread's for ever.
+        if !self.arena.is_ours() {
+            return None;
+        }
         let allocator = lock(&self.allocator);
         let (block, offset) = allocator.find(address)?;
         let entry = &self.arena.table(self.worker)[block as usize];
@@ -253,17 +332,30 @@ impl Port {
     ) -> Result<()> {
         self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
-        let block = self.allocate_message(len)?;
-        self.note_size(len + leaves.iter().map(|(leaf, _)| leaf.len).sum::<u64>());
+        let block = settle(|| self.allocate_message(len), std::thread::sleep)?;
+        let load = load_of(len, leaves);
+        self.note_size(load.bytes);
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
-        let mut head = Vec::with_capacity(len as usize - payload.len());
-        let rows: Vec<Leaf> = leaves.iter().map(|(leaf, _)| *leaf).collect();
-        wire::message_head(&rows, &mut head);
+        let mut ends = lock(&self.ends);
+        let head = &mut ends.head;
+        wire::message_head(leaves.iter().map(|(leaf, _)| leaf), head);
         // SAFETY: the block has `len` bytes, which are head and payload; it is this worker's until it is published.
         unsafe {
             std::ptr::copy_nonoverlapping(head.as_ptr(), memory, head.len());
             std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.add(head.len()), payload.len());
         }
+        if !leaves.is_empty() {
+            self.hand_over(leaves);
+        }
+        let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
+        let entry = ResultEntry { task, kind, block: Some(block), len, checksum, timings, load };
+        let sent = &self.status().sent;
+        sent.store(sent.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.publish(&mut ends, &entry)
+    }
+
+    /// The leaves are the consumer's from here on; some of them are held by objects of this worker as well.
+    fn hand_over(&self, leaves: &[(Leaf, Keep)]) {
         let table = self.arena.table(self.worker);
         let mut allocator = lock(&self.allocator);
         for (leaf, keep) in leaves {
@@ -276,20 +368,19 @@ impl Port {
                 }
             }
         }
-        drop(allocator);
-        let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
-        self.publish(&ResultEntry { task, kind, block: Some(block), len, checksum, timings })
     }
 
     /// Notes the size of a batch on the status page, which tells the largest of the last few.
     fn note_size(&self, bytes: u64) {
         let status = self.status();
-        let mut largest = lock(&self.largest);
+        let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
         if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(FEW) {
-            *largest = [0, largest[0]];
+            (now, before) = (0, now);
+            self.largest[1].store(before, Ordering::Relaxed);
         }
-        largest[0] = largest[0].max(bytes);
-        status.largest.store(largest[0].max(largest[1]), Ordering::Relaxed);
+        now = now.max(bytes);
+        self.largest[0].store(now, Ordering::Relaxed);
+        status.largest.store(now.max(before), Ordering::Relaxed);
     }
 
     /// A block for a message. When there is no memory left the reserve is used up for it, so that the error itself can be
@@ -316,20 +407,15 @@ impl Port {
     /// Publishes an answer without a message.
     pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
         self.check_ours()?;
-        self.publish(&ResultEntry {
-            task,
-            kind,
-            block: None,
-            len: 0,
-            checksum: 0,
-            timings: Timings::default(),
-        })
+        let (timings, load) = (Timings::default(), Load::default());
+        let entry = ResultEntry { task, kind, block: None, len: 0, checksum: 0, timings, load };
+        self.publish(&mut lock(&self.ends), &entry)
     }
 
-    fn publish(&self, entry: &ResultEntry) -> Result<()> {
+    fn publish(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
         let full =
-            || Error::usage("a completion ring is full although it has room for all outstanding tasks");
-        lock(&self.ends).results.push(&entry.to_words()).map_err(|_| full())?;
+            || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
+        ends.results.push(&entry.to_words()).map_err(|_| full())?;
         let status = self.status();
         status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         doorbell::mark(self.arena.bitmap(), self.worker);
@@ -352,6 +438,19 @@ impl Port {
     pub fn leave(&self) {
         self.enter(WorkerState::Left);
     }
+}
+
+/// How much a message of `len` bytes carries with its leaves. What was made for it alone has been copied.
+fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
+    let mut load = Load { bytes: len, ..Load::default() };
+    for (leaf, keep) in leaves {
+        load.bytes += leaf.len;
+        if *keep == Keep::No {
+            load.copies += 1;
+            load.copied_bytes += leaf.len;
+        }
+    }
+    load
 }
 
 /// Whether a leaf's block goes on to be held by objects of the worker.
@@ -390,6 +489,39 @@ mod tests {
         held.into_iter().for_each(|block| port.release(block));
         port.send(2, ResultKind::Error, &[], b"some", Timings::default()).unwrap();
         assert!(lock(&port.reserve).is_some());
+    }
+
+    #[test]
+    fn a_child_asks_for_no_lock_that_another_thread_may_hold() {
+        let port = port(64 << 20);
+        let (block, memory) = port.allocate(40_000).unwrap();
+        let held = lock(&port.allocator);
+        // SAFETY: the child leaves by _exit; what it calls allocates nothing.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let nothing = port.adoptable(memory as usize, 40_000).is_none();
+            port.release(block);
+            // SAFETY: no exit handler runs.
+            unsafe { libc::_exit(if nothing { 0 } else { 1 }) };
+        }
+        let mut status = -1;
+        // SAFETY: `status` is a number of ours for the kernel to fill.
+        let mut gone = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
+        let begin = std::time::Instant::now();
+        let ended = loop {
+            match gone() {
+                true => break true,
+                false if begin.elapsed() > Duration::from_secs(20) => break false,
+                false => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        if !ended {
+            // SAFETY: a child of ours, not reaped yet.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+        drop(held);
+        assert!(ended, "the child waits for the lock");
+        assert_eq!(status, 0);
     }
 
     #[test]

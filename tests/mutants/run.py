@@ -98,17 +98,43 @@ def still_true(line: dict | None, key: str) -> bool:
 # --- one mutant -----------------------------------------------------------------------------------------------------
 
 
+def is_known_to_pass(target: str, product: str) -> bool:
+    """Whether a test, or its whole file, has passed in the code as it is."""
+    known = results()
+    lines = [known.get(f"baseline {name}") for name in (bench.file_of(target), target)]
+    return any(line and line["key"] == baseline_key(target, product) and line["verdict"] == "passed" for line in lines)
+
+
+def baseline_key(target: str, product: str) -> str:
+    return bench.digest([product, bench.tests_digest(bench.file_of(target))])
+
+
 def check(targets: list[str], product: str) -> None:
     """Raises RuntimeError if tests fail in the code as it is."""
     for target in targets:
-        key = bench.digest([product, bench.tests_digest(bench.file_of(target))])
-        known = results()
-        lines = [known.get(f"baseline {name}") for name in (bench.file_of(target), target)]
-        if any(line and line["key"] == key and line["verdict"] == "passed" for line in lines):
+        if is_known_to_pass(target, product):
             continue
-        line = baseline(target, key)
+        line = baseline(target, baseline_key(target, product))
         if line["verdict"] != "passed":
             raise RuntimeError(f"{line['by'] or target} fails without the mutant")
+
+
+def check_together(mutants: list[Mutant], product: str) -> None:
+    """Runs the Python tests that are named beside mutants once, all in one process: each by itself would cost the
+    imports. If one of them fails, each is run when its mutant is at hand."""
+    named = dict.fromkeys(t for m in mutants for t in m.tests if not bench.is_cargo(t))
+    targets = [t for t in named if not is_known_to_pass(t, product)]
+    if len(targets) < 2:
+        return
+    start = time.monotonic()
+    bench.sync()
+    bench.forget_log("baselines")
+    if bench.build("baselines", targets) and bench.run_tests(targets, "baselines").passed:
+        seconds = round(time.monotonic() - start, 1)
+        print(f"passed    {len(targets)} baselines ({seconds:.0f} s)", flush=True)
+        for target in targets:
+            key = baseline_key(target, product)
+            note({"name": f"baseline {target}", "key": key, "verdict": "passed", "by": "", "seconds": seconds})
 
 
 def baseline(target: str, key: str) -> dict:
@@ -228,13 +254,19 @@ def main() -> int:
     broken = {m.name: why for m in mutants if (why := m.why_not())}
     if chosen.list:
         return report(mutants, broken, product)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Where a shell has started this in the background, SIGINT would be ignored here and in every test.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    known = results()
+
+    def is_to_run(mutant: Mutant) -> bool:
+        line = known.get(mutant.name)
+        goes_on = not (chosen.again or chosen.only) and not (line and line["verdict"] == "open" and not chosen.named)
+        return mutant.name not in broken and not (goes_on and still_true(line, key_of(mutant, product)))
+
+    check_together([m for m in mutants if is_to_run(m)], product)
     for number, mutant in enumerate(mutants, 1):
-        known = results().get(mutant.name)
-        goes_on = not (chosen.again or chosen.only)
-        if known and known["verdict"] == "open" and not chosen.named:
-            goes_on = False
-        if mutant.name in broken or (goes_on and still_true(known, key_of(mutant, product))):
+        if not is_to_run(mutant):
             continue
         line = one(mutant, product, chosen.named)
         told = f"{line['how']} {short(line['by'])}".strip()

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+from pinning_support import pinning
 from support import TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
 
 # A pool of intra-op threads would start at some test or other, and stay.
@@ -21,11 +23,17 @@ torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["torch", "numpy"] if TORCH_MODE else ["torch", "numpy", "rustloader"])
 # Each test collects garbage twice: what was imported before need not be walked.
 gc.freeze()
+# A busy machine may start a worker so slowly that it would be warned of; test_stall.py sets limits of its own.
+os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
+# A shell without job control has what it starts in the background ignore Ctrl-C, and programs under test inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
     config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
+    config.addinivalue_line("markers", "warns: this test has the loader warn in the log, and reads what it says")
     config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
 
 
@@ -39,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
         if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(90))
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,6 +110,17 @@ def left(before, now):
     }
 
 
+def left_after(before, seconds):
+    """What is left of `left(before, now)` within so many seconds, with the pool emptied; {} as soon as nothing is."""
+    end = time.monotonic() + seconds
+    while True:
+        trim_pool()
+        over = left(before, state())
+        if not over or time.monotonic() > end:
+            return over
+        time.sleep(0.02)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request):
     """Descriptors, threads, children, mappings and shared memory files are what they were before the test."""
@@ -112,16 +131,17 @@ def nothing_left_behind(request):
     gc.collect()
     if not getattr(request.node, "passed", False):
         return  # its frames are kept by the report, and with them its iterators
-    end = time.monotonic() + 5
-    while True:
-        trim_pool()
-        over = left(before, state())
-        if not over or time.monotonic() > end:
-            break
-        time.sleep(0.05)
+    over = left_after(before, 20)
     assert not over, f"left behind: {over}"
     if len(sys.modules) > imported:
         gc.freeze()  # as above
+
+
+@pytest.fixture
+def host():
+    """torch believes in an accelerator; its pinned memory comes from this fake."""
+    with pinning() as host:
+        yield host
 
 
 @pytest.fixture(autouse=True)
@@ -137,5 +157,5 @@ def no_silent_handover(request):
     logging.getLogger("rustloader").addHandler(handler)
     yield
     logging.getLogger("rustloader").removeHandler(handler)
-    if not request.node.get_closest_marker("handover"):
+    if not any(map(request.node.get_closest_marker, ("handover", "warns"))):
         assert not lines, lines

@@ -11,11 +11,11 @@ import sys
 import tempfile
 import time
 
-from conftest import left, state
-from support import engine_batches, trim_pool
+from conftest import left_after, state
+from support import arena_bytes, engine_batches, trim_pool
 
 # A body that takes longer hangs.
-LIMIT = 20.0
+LIMIT = 120.0
 
 
 def in_child(body, *args, seconds=LIMIT):
@@ -49,7 +49,7 @@ def in_child(body, *args, seconds=LIMIT):
         with open(reader, "rb") as file:
             if not report["hangs"]:
                 report.update(json.loads(file.read() or b"{}"))
-        report["processes"] = processes_left(pid, 0 if report["hangs"] else 5)
+        report["processes"] = processes_left(pid, 0 if report["hangs"] else 20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         report["status"] = os.waitpid(pid, 0)[1]
@@ -79,7 +79,8 @@ def session(sid):
 
 
 def watched(body, *args):
-    """What body(*args) gives back, the lines of rustloader's log, the engine's batches, and what is left behind."""
+    """What body(*args) gives back, the lines of rustloader's log, the engine's batches, what is left behind, and how
+    much shared memory."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
@@ -88,9 +89,5 @@ def watched(body, *args):
     before, batches = state(), engine_batches()
     value = body(*args)
     batches = engine_batches() - batches
-    trim_pool()
-    end = time.monotonic() + 2
-    while (over := left(before, state())) and time.monotonic() < end:
-        time.sleep(0.02)
-        trim_pool()
-    return {"value": value, "log": lines, "engine": batches, "left": over}
+    over = left_after(before, 20)
+    return {"value": value, "log": lines, "engine": batches, "left": over, "bytes": arena_bytes()}

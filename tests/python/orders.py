@@ -33,8 +33,11 @@ class Does(Dataset):
     def fail(self, text):
         raise KeyError(text)
 
-    def sleep(self, seconds, i):
-        time.sleep(seconds)
+    def hold(self, file, i):
+        """Not done before there is the file."""
+        end = time.monotonic() + 60
+        while not os.path.exists(file) and time.monotonic() < end:
+            time.sleep(0.01)
         return torch.tensor(i)
 
     def die(self, signal):
@@ -72,7 +75,7 @@ def collate(samples):
 class Meeting:
     """A place where so many processes wait for each other."""
 
-    def __init__(self, folder, parties, seconds=60):
+    def __init__(self, folder, parties, seconds=240):
         self.folder, self.parties, self.seconds = folder, parties, seconds
 
     def __call__(self, name):

@@ -45,6 +45,7 @@ class FakeHost:
     def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes
         self.lock = threading.RLock() if locked else contextlib.nullcontext()
+        self.busy = False  # a thread has the lock
         self.fail = {}  # number of bytes: what allocating so many raises
         self.allocated = 0
         self.sizes = []
@@ -58,7 +59,9 @@ class FakeHost:
     def allocate(self, nbytes):
         self.threads.add(thread_name())
         with self.lock:
+            self.busy = True
             time.sleep(self.delay)
+            self.busy = False
         if nbytes in self.fail:
             raise self.fail[nbytes]
         idle = self.idle.get(nbytes)

@@ -1,46 +1,59 @@
 """Short programs around a loader, run under failpoints by refusals.py. Each answers with the texts of its errors."""
 
+import contextlib
+import gc
 import json
 import multiprocessing.util
 import os
 import re
 import signal
+import tempfile
 import time
+import types
 
 import torch
-from sample_data import Dying, Images, Numbers
+from pinning_support import pinning
+from sample_data import Dying, Held, Images, Numbers
 from support import DataLoader, gone, same, wait_until
 from torch.utils.data import _utils, default_collate
 
 import rustloader
+from rustloader import _stall
 
 # A batch of 4 images is too large to lie in the message itself.
 SIZE, BATCH = 24, 4
 MB = 1 << 20
 FOR_GOOD = "again, for good"
-# Where workers tell which system calls they have made.
+# The file in which workers tell what system calls they have made.
 CALLS = None
 
 
-def tell_calls(_):
-    """A worker_init_fn: at its end the worker tells which kinds of calls it has made."""
+class TellCalls:
+    """A worker_init_fn: at its end the worker tells how many calls of each kind it has made."""
 
-    def tell():
+    def __init__(self, file):
+        self.file = file
+
+    def __call__(self, _):
+        multiprocessing.util.Finalize(None, self.tell, exitpriority=1)
+
+    def tell(self):
         from rustloader import _core
 
-        os.write(
-            CALLS, json.dumps([kind for kind, calls in _core._failpoint_calls().items() if calls]).encode() + b"\n"
-        )
-
-    multiprocessing.util.Finalize(None, tell, exitpriority=1)
+        made = {kind: calls for kind, calls in _core._failpoint_calls().items() if calls}
+        # The main process may have ended, and the file with it.
+        with contextlib.suppress(OSError), open(self.file, "a") as file:
+            file.write(json.dumps(made) + "\n")
 
 
 def loader(dataset, workers=2, **kw):
-    return DataLoader(dataset, num_workers=workers, worker_init_fn=tell_calls if CALLS else None, **kw)
+    return DataLoader(dataset, num_workers=workers, worker_init_fn=TellCalls(CALLS) if CALLS else None, **kw)
 
 
 def text_of(error):
-    return re.sub(r"pid \d+", "pid N", f"{type(error).__name__}: {error}")
+    text = re.sub(r"pid \d+", "pid N", f"{type(error).__name__}: {error}")
+    # torch's text does not say why.
+    return " ".join([text, *error.__notes__]) if "Pin memory thread" in text else text
 
 
 def walk(loader, expected, keep=True):
@@ -84,15 +97,40 @@ def plain():
     return walk(loader(Images(SIZE), workers=1, batch_size=BATCH), image_batches())[0]
 
 
-def twice():
+def twice(**kw):
     """Two epochs; the second one's workers are forked while the first one's batches are held."""
     expected = image_batches()
-    images = loader(Images(SIZE), batch_size=BATCH)
+    images = loader(Images(SIZE), batch_size=BATCH, **kw)
     first, kept = walk(images, expected)
     second, _ = walk(images, expected)
     if not first and not all(map(same, kept, expected)):
         second.append("a batch that was kept has changed")
     return [*first, *second]
+
+
+def persistent(**kw):
+    """The same with workers that stay."""
+    return twice(persistent_workers=True, **kw)
+
+
+def spawned():
+    """One epoch with a worker that is a fresh interpreter."""
+    images = loader(Images(SIZE), workers=1, batch_size=BATCH, multiprocessing_context="spawn")
+    return walk(images, image_batches())[0]
+
+
+def pinned_persistent():
+    return pinned(persistent_workers=True)
+
+
+def pinned(**kw):
+    """The same with a pin thread, over a host allocator that is none."""
+    with pinning() as host:
+        errors = twice(pin_memory=True, **kw)
+        # The frames of an error that was raised again refer to it, and so to each other.
+        if not wait_until(lambda: gc.collect() is not None and not host.live):
+            errors.append("pinned memory was kept back")
+    return errors
 
 
 def doomed():
@@ -103,7 +141,7 @@ def doomed():
 def late():
     """An item that takes longer than the timeout, twice."""
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
-    iterator = iter(loader(Deaf(8, 2.0), workers=1, batch_size=None, timeout=0.2))
+    iterator = iter(loader(Deaf(8, 60), workers=1, batch_size=None, timeout=0.2))
     errors = []
     for _ in range(2):
         try:
@@ -134,9 +172,49 @@ def stubborn():
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
-    time.sleep(0.1)
+    if not wait_until(lambda: all(iterator._core.worker_status(worker)["state"] == "fetch" for worker in range(2))):
+        return ["a worker does not begin"]
     iterator._shutdown_workers()
-    return [] if wait_until(lambda: all(map(gone, pids)), 2) else ["a worker has survived"]
+    return [] if wait_until(lambda: all(map(gone, pids))) else ["a worker has survived"]
+
+
+def state_of(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def stopped(ends=False):
+    """Each worker stops itself somewhere (by a failpoint). When next() has timed out they all go on, or the iterator is
+    shut down: how many have stood still at a time, and what is wrong."""
+    expected, got, most = image_batches(), [], 0
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
+    iterator = iter(loader(Images(SIZE), batch_size=BATCH, timeout=0.4))
+    pids = [worker.pid for worker in iterator._workers]
+    while True:
+        try:
+            got.append(next(iterator))
+        except StopIteration:
+            break
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                return [text_of(error)]
+            standing = [pid for pid in pids if state_of(pid) == "T"]
+            most = max(most, len(standing))
+            if standing and ends:
+                break
+            for pid in standing:
+                os.kill(pid, signal.SIGCONT)
+    iterator._shutdown_workers()
+    if not all(map(gone, pids)):
+        return ["a worker has survived"]
+    if not all(map(same, got, expected)) or (len(got) != len(expected) and not (ends and most)):
+        return [f"{len(got)} batches came, or a wrong one"]
+    return [f"{most} stopped"]
+
+
+def stopped_for_good():
+    return stopped(ends=True)
 
 
 def many():
@@ -149,6 +227,30 @@ class Burst(Numbers):
 
     def __getitem__(self, i):
         return torch.full((1_000_000 if i < 8 else 20_000,), i % 100, dtype=torch.uint8)
+
+
+def stuck():
+    """An item that takes until it has been told of: what is said of it."""
+    lines = []
+
+    def warning(text, *args):
+        # A busy machine may have another item named, and rightly.
+        if "the batch of index 1." in (line := text % args):
+            lines.append(re.sub(r"pid \d+", "pid N", line))
+            open(told, "w").close()
+
+    os.environ["RUSTLOADER_STALL_ITEM_SECONDS"] = "0.2"
+    _stall.logger = types.SimpleNamespace(warning=warning)
+    with tempfile.TemporaryDirectory() as folder:
+        told = f"{folder}/told"
+        items = loader(Held(3, 1, told), workers=1, batch_size=None)
+        return walk(items, [torch.tensor(i) for i in range(3)])[0] + lines
+
+
+def handled():
+    """The main process has a handler for SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    return plain()
 
 
 def burst():

@@ -75,6 +75,20 @@ class Slow(Numbers):
         return torch.tensor(i)
 
 
+class Held(Numbers):
+    """Sample `at` is not done before there is the file; a minute later it is given up."""
+
+    def __init__(self, n, at, file):
+        super().__init__(n)
+        self.at, self.file = at, str(file)
+
+    def __getitem__(self, i):
+        end = time.monotonic() + 60
+        while i == self.at and not os.path.exists(self.file) and time.monotonic() < end:
+            time.sleep(0.01)
+        return torch.tensor(i)
+
+
 class Given(Dataset):
     """The samples are the elements of a list."""
 

@@ -7,7 +7,9 @@ not marked `ours` passes in that mode too: it asks for what torch does, not for 
 import contextlib
 import dataclasses
 import gc
+import inspect
 import os
+import random
 import re
 import signal
 import subprocess
@@ -39,6 +41,8 @@ else:
     LoaderIter = rustloader._iter._MultiProcessingDataLoaderIter
 
 BOTH = [TorchDataLoader, DataLoader]
+# 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.
+OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 SCRIPTS = []
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -133,6 +137,11 @@ def same(a, b):
     return a == b or (a != a and b != b)
 
 
+def rng_states():
+    """What tells one state of this process's generators (torch, random, numpy) from another."""
+    return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
+
+
 def raw(tensor):
     """The bytes of a dense CPU tensor, whatever its dtype."""
     return raw_storage(tensor.detach().contiguous().reshape(-1).untyped_storage())
@@ -167,7 +176,11 @@ def within(seconds):
     assert took < seconds, f"took {took:.2f} s, limit {seconds} s"
 
 
-def wait_until(condition, seconds=5.0):
+# What is expected at once, or as soon as an interpreter has imported torch, on a machine that may be very busy.
+SOON, STARTED = 30.0, 240.0
+
+
+def wait_until(condition, seconds=SOON):
     """Polls; True as soon as the condition holds, False when the time is over."""
     end = time.monotonic() + seconds
     while not condition():
@@ -177,7 +190,28 @@ def wait_until(condition, seconds=5.0):
     return True
 
 
-def in_thread(fn, *args, seconds=30.0):
+def waits_in_next(thread=None):
+    """Waits until a thread, by default the main one, is in next() and has come to where it waits for a batch."""
+    ident = (thread or threading.main_thread()).ident
+
+    def place():
+        """Where its innermost Python code is, in next(); None elsewhere."""
+        frame = innermost = sys._current_frames().get(ident)
+        while frame is not None and frame.f_code.co_name != "__next__":
+            frame = frame.f_back
+        return None if frame is None else (innermost.f_code, innermost.f_lasti)
+
+    def stays():
+        looks = [place()]
+        for _ in range(5):
+            time.sleep(0.01)
+            looks.append(place())
+        return None not in looks and len(set(looks)) == 1
+
+    return wait_until(stays)
+
+
+def in_thread(fn, *args, seconds=120.0):
     """Runs fn in a thread of its own that has ended when this returns; its result or its error."""
     box = []
 
@@ -243,11 +277,14 @@ def worker_pids(iterator):
     return [w.pid for w in iterator._workers]
 
 
-def start_script(source, file=None, **kw):
+HEAD = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
+
+
+def start_script(source, file=None, head=HEAD, environment=None, **kw):
     """Starts a Python script in a session of its own, by `python -c` or out of a file. It sees `DataLoader`, the loader
     under test."""
-    head = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    env.update(environment or {})
     source = head + textwrap.dedent(source)
     if file is not None:
         file.write_text(source)
@@ -265,7 +302,7 @@ def start_script(source, file=None, **kw):
     return process
 
 
-def finish(process, seconds=60.0):
+def finish(process, seconds=STARTED):
     """Waits for a script: (exit status, stdout, stderr). One that hangs is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -290,7 +327,7 @@ def end_scripts():
             kill(process)
 
 
-def run_script(source, seconds=60.0, **kw):
+def run_script(source, seconds=STARTED, **kw):
     return finish(start_script(source, **kw), seconds)
 
 
@@ -310,6 +347,21 @@ def mappings():
     """Lines of /proc/self/maps that belong to an arena."""
     with open("/proc/self/maps") as f:
         return [line for line in f if "memfd:rustloader" in line]
+
+
+def in_arena(address):
+    """Whether an address of this process lies in an arena."""
+    with open("/proc/self/maps") as f:
+        for line in f:
+            start, end = (int(n, 16) for n in line.split()[0].split("-"))
+            if start <= address < end:
+                return "memfd:rustloader" in line
+    return False
+
+
+def is_leased(tensor):
+    """Whether a tensor lies in an arena; small ones are copied out. What torch's loader gives counts as such."""
+    return TORCH_MODE or in_arena(tensor.data_ptr())
 
 
 def arena_bytes():

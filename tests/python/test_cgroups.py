@@ -67,7 +67,7 @@ def in_cgroup(join, body, *args):
         join()
         return body(*args)
 
-    report = in_child(watched, inside, seconds=60)
+    report = in_child(watched, inside, seconds=200)
     assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
     assert report["left"] == {} and report["processes"] == 0 and report["log"] == [], report
     return report["value"]

@@ -145,10 +145,10 @@ def test_p5_other_attributes_are_read_at_the_next_iter():
     loader.collate_fn = as_list
     loader.num_workers = 2
     loader.prefetch_factor = 3
-    loader.timeout = 7
+    loader.timeout = 70
     iterator = iter(loader)
     assert len(iterator._workers) == 2
-    assert (iterator._prefetch_factor, iterator._timeout) == (3, 7)
+    assert (iterator._prefetch_factor, iterator._timeout) == (3, 70)
     assert next(iterator) == [torch.tensor(0)]
     loader.num_workers, loader.prefetch_factor, loader.timeout = 0, None, 0
     assert len(epoch(loader)) == 4

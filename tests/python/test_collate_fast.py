@@ -58,6 +58,7 @@ def test_what_torch_does_itself() -> None:
         [],
         [x, torch.ones(2)],
         [x, x.double()],
+        [x, x.int()],
         [x, torch.ones(2, 3, requires_grad=True)],
         [x, x.tolist()],
         [x.t(), x.t()],

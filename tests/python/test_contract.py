@@ -331,7 +331,7 @@ def test_p5_ultralytics_replaces_the_batch_sampler_and_resets():
     first = worker_pids(loader.iterator)
     loader.reset()
     assert values(list(loader)) == [[7, 7], [7, 7], [7]]
-    assert wait_until(lambda: all(map(gone, first)), 20)
+    assert wait_until(lambda: all(map(gone, first)))
     last = worker_pids(loader.iterator)
     if DataLoader is not TorchDataLoader:  # torch's handler of SIGCHLD raises in whatever comes next
         loader.close()

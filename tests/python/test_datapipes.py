@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import LazySampler, as_list
-from support import BOTH, DataLoader, from_engine, outcomes_of, values
+from support import BOTH, DataLoader, from_engine, outcomes_of, rng_states, values
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,19 +53,15 @@ def states(pipe):
     return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
 
 
-def rng():
-    return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
-
-
 def trace(cls, pipe, epochs=(99, 3, 99), **arguments):
     """Batches, states of the generators of main and of the pipe, over three epochs of which one is left early."""
     torch.manual_seed(8), random.seed(8), np.random.seed(8)
     generator = torch.Generator().manual_seed(9)
     loader = cls(pipe, batch_size=None, generator=generator, collate_fn=as_is, **arguments)
-    steps = [rng()]
+    steps = [rng_states()]
     for taken in epochs:
         iterator = iter(loader)
-        steps.append(rng())
+        steps.append(rng_states())
         for _ in range(taken):
             try:
                 steps.append(next(iterator))
@@ -73,7 +69,7 @@ def trace(cls, pipe, epochs=(99, 3, 99), **arguments):
                 break
             except KeyError as error:
                 steps.append(str(error).splitlines()[0])
-        steps.append((rng(), generator.get_state().sum().item(), states(pipe)))
+        steps.append((rng_states(), generator.get_state().sum().item(), states(pipe)))
         if hasattr(iterator, "_shutdown_workers") and not loader.persistent_workers:
             iterator._shutdown_workers()
         del iterator

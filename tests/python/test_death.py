@@ -37,13 +37,22 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
     assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"
     texts = []
     for _ in range(3):
-        with within(2), pytest.raises(RuntimeError) as caught:
+        with within(10), pytest.raises(RuntimeError) as caught:
             next(iterator)
         texts.append(str(caught.value))
+        assert caught.value.__notes__ == ["Worker 1 was to fetch the batch of index 7."]
     assert texts[0].startswith(text_of(way, pids[1]))
     assert texts == [texts[0]] * 3
     assert ("shared memory" in texts[0]) == (way == "SIGBUS")
     assert wait_until(lambda: all(map(gone, pids))), "the other workers are retired"
+
+
+# SIGFPE is the third that torch has a handler for.
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE], ids=lambda number: number.name)
+def test_p22_torchs_handlers_say_in_the_worker_what_it_died_of(number, capfd):
+    with within(20), pytest.raises(RuntimeError, match="killed by signal"):
+        list(DataLoader(Dying(3, 0, number), num_workers=1, batch_size=None))
+    assert "ERROR: Unexpected " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", "exit 0"])
@@ -51,13 +60,13 @@ def test_p20_a_death_is_seen_from_any_thread(way):
     iterator = in_thread(lambda: iter(DataLoader(Dying(20, 2, WAYS[way][0]), num_workers=1, batch_size=None)))
     pid = worker_pids(iterator)[0]
     assert [in_thread(next, iterator).item() for _ in range(2)] == [0, 1]
-    with within(2), pytest.raises(RuntimeError) as caught:
+    with within(10), pytest.raises(RuntimeError) as caught:
         in_thread(next, iterator)
     assert str(caught.value).startswith(text_of(way, pid))
 
 
 def test_p20_a_death_while_next_waits():
-    iterator = iter(DataLoader(Slow(4, {1: 30}), num_workers=2, batch_size=None))
+    iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
     next(iterator)
     pid = worker_pids(iterator)[1]
     killed = []
@@ -71,7 +80,7 @@ def test_p20_a_death_while_next_waits():
     try:
         with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
             next(iterator)
-        assert time.monotonic() - killed[0] < 1.0
+        assert time.monotonic() - killed[0] < 10
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, before)
@@ -107,16 +116,32 @@ def test_a_persistent_loader_tells_of_a_death_that_nobody_has_seen():
     victim = loader._iterator._workers[0]
     os.kill(victim.pid, signal.SIGKILL)
     assert wait_until(lambda: gone(victim.pid))
-    with within(5), pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+    with within(20), pytest.raises(RuntimeError, match="is killed by signal: Killed"):
         iter(loader)
     assert values(loader) == list(range(6))
+
+
+def test_a_persistent_loader_tells_of_a_death_that_was_seen_but_not_reached(tmp_path):
+    """The epoch is given up while batches from before the death are still to come."""
+    dataset = DyingOnce(40, 7, signal.SIGKILL, str(tmp_path / "died"))
+    loader = DataLoader(dataset, num_workers=2, batch_size=None, persistent_workers=True)
+    iterator = iter(loader)
+    victim = iterator._workers[1].pid
+    assert [next(iterator).item() for _ in range(4)] == list(range(4))
+    assert wait_until(lambda: gone(victim))
+    # Where batches are ready `next` looks for deaths only now and then.
+    time.sleep(0.2)
+    assert next(iterator).item() == 4
+    with within(20), pytest.raises(RuntimeError, match=rf"\(pid {victim}\) is killed by signal: Killed"):
+        iter(loader)
+    assert values(loader) == list(range(40))
 
 
 def test_a_worker_that_is_killed_after_its_last_batch_harms_nobody():
     iterator = iter(DataLoader(Numbers(2), num_workers=2, batch_size=None))
     pids = worker_pids(iterator)
     assert next(iterator).item() == 0
-    time.sleep(0.2)
+    assert wait_until(lambda: iterator._core.worker_status(1)["tasks_done"] == 1)
     os.kill(pids[1], signal.SIGKILL)
     assert outcomes(iterator, 1) == [("value", 1)], "it was complete before the death"
     assert outcome(next, iterator)[0] in ("end", "error")
@@ -144,6 +169,7 @@ def reap(*_):
 @pytest.mark.parametrize("disposition", [signal.SIG_IGN, reap], ids=["ignored", "reaped"])
 def test_s7_sigchld_belongs_to_the_user(disposition):
     before = signal.signal(signal.SIGCHLD, disposition)
+    others = set(multiprocessing.process._children)
     try:
         loader = DataLoader(Numbers(6), num_workers=2, batch_size=None)
         for _ in range(2):
@@ -155,8 +181,10 @@ def test_s7_sigchld_belongs_to_the_user(disposition):
         iterator._shutdown_workers()
     finally:
         signal.signal(signal.SIGCHLD, before)
-        # multiprocessing keeps its objects of children that somebody else has reaped.
-        multiprocessing.process._children.clear()
+        # multiprocessing by itself would keep its objects of children that somebody else has reaped.
+        kept = multiprocessing.process._children - others
+        multiprocessing.process._children.difference_update(kept)
+    assert not kept
 
 
 def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(capfd):
@@ -166,7 +194,7 @@ def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(cap
         return samples
 
     iterator = iter(DataLoader(Numbers(6), num_workers=1, collate_fn=interrupt))
-    with within(5), pytest.raises(RuntimeError, match="DataLoader worker"):
+    with within(20), pytest.raises(RuntimeError, match="DataLoader worker"):
         next(iterator)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -177,7 +205,7 @@ def test_a_worker_that_dies_in_its_start():
 
     for persistent in (False, True):
         loader = DataLoader(Numbers(6), num_workers=1, worker_init_fn=die, persistent_workers=persistent)
-        with within(5), pytest.raises(RuntimeError, match="exited unexpectedly with exit code 5"):
+        with within(20), pytest.raises(RuntimeError, match="exited unexpectedly with exit code 5"):
             list(loader)
 
 
@@ -212,11 +240,30 @@ def test_t11_shutdown_keeps_its_deadline_whatever_a_worker_does(monkeypatch):
     assert all(map(gone, pids))
 
 
-def test_shutdown_stops_between_samples():
-    # A batch of 400 samples of 50 ms each: 20 s.
-    dataset = Slow(400, dict.fromkeys(range(400), 0.05))
-    iterator = iter(DataLoader(dataset, num_workers=1, batch_size=400, collate_fn=as_list))
-    time.sleep(0.2)
-    with within(4):
+@pytest.mark.parametrize(("interval", "seconds"), [(0.2, 60), (60, 7)])
+def test_t11_workers_have_as_long_to_leave_as_torchs_have(interval, seconds, monkeypatch, tmp_path):
+    begun, finished = tmp_path / "begun", tmp_path / "finished"
+
+    def one_that_takes_long(i):
+        if i == 1:
+            begun.touch()
+            time.sleep(seconds)
+            finished.touch()
+        return i
+
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", interval)
+    iterator = iter(DataLoader(range(2), num_workers=1, batch_size=None, collate_fn=one_that_takes_long))
+    assert next(iterator) == 0 and wait_until(begun.exists)
+    iterator._shutdown_workers()
+    assert finished.exists() == (seconds < interval)
+
+
+def test_shutdown_stops_between_samples(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
+    # A batch of 2,000 samples of 50 ms each: 100 s.
+    dataset = Slow(2000, dict.fromkeys(range(2000), 0.05))
+    iterator = iter(DataLoader(dataset, num_workers=1, batch_size=2000, collate_fn=as_list))
+    assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "fetch")
+    with within(20):
         iterator._shutdown_workers()
     assert iterator._workers[0].exitcode == 0, "it left by itself"

@@ -1,7 +1,7 @@
 """Several ranks, each with a loader of its own: every sample and every random number as with torch (P13 to P15, T2)."""
 
 import random
-import socket
+import tempfile
 import warnings
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sample_data import Draws, Shards
-from support import BOTH, DataLoader, TorchDataLoader, values
+from support import BOTH, DataLoader, TorchDataLoader, rng_states, values
 from torch.utils.data import DistributedSampler
 
 # Gloo's threads of earlier groups may still be about when workers are forked.
@@ -19,16 +19,10 @@ RANKS = 4
 EPOCHS = 3
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def rank_main(rank, port, work, kind, out):
+def rank_main(rank, meeting, work, kind, out):
     """One rank; it tells what it saw, or its error."""
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
         cls = TorchDataLoader if kind == "torch" else DataLoader
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -44,19 +38,18 @@ def rank_main(rank, port, work, kind, out):
 def on_every_rank(work, kind):
     """The results of `work(loader class, rank)` of all ranks."""
     context = torch.multiprocessing.get_context("fork")
-    out, port = context.SimpleQueue(), free_port()
-    ranks = [context.Process(target=rank_main, args=(rank, port, work, kind, out)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    found = sorted(out.get() for _ in ranks)
-    for process in ranks:
-        process.join(60)
+    out = context.SimpleQueue()
+    # They meet in a file: a free port may be somebody else's a moment later.
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (f"{folder}/meeting", work, kind, out)
+        ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        found = sorted(out.get() for _ in ranks)
+        for process in ranks:
+            process.join(240)
     assert [process.exitcode for process in ranks] == [0] * RANKS, found
     return [result for _, _, result in found]
-
-
-def rng():
-    return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
 
 
 def seed(value):
@@ -73,9 +66,9 @@ def three_epochs(cls, rank):
         for epoch in range(EPOCHS):
             sampler.set_epoch(epoch)
             iterator = iter(loader)
-            seen.append((iterator._world_size, iterator._rank, list(sampler), rng()))
+            seen.append((iterator._world_size, iterator._rank, list(sampler), rng_states()))
             for batch in iterator:
-                seen.append(({name: value.tolist() for name, value in batch.items()}, rng()))
+                seen.append(({name: value.tolist() for name, value in batch.items()}, rng_states()))
         if persistent:
             loader._iterator._shutdown_workers()
     iterable = cls(Shards([3, 2]), num_workers=2, batch_size=2)
@@ -97,7 +90,7 @@ def shared_pipe(cls, rank):
     seed(rank)
     pipe = IterableWrapper(range(24)).shuffle().sharding_filter()
     loader = cls(pipe, batch_size=None, num_workers=2)
-    return [list(loader) for _ in range(2)] + [rng()]
+    return [list(loader) for _ in range(2)] + [rng_states()]
 
 
 def test_p27_ranks_share_the_seed_of_a_pipe_and_divide_it():

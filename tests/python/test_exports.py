@@ -1,5 +1,6 @@
 """The package's names: all of torch.utils.data's, and torch's own objects but for the loader."""
 
+import importlib
 import re
 
 import pytest
@@ -18,6 +19,34 @@ def test_every_public_name_is_there(name):
         assert issubclass(ours, theirs) and ours is not theirs
     else:
         assert ours is theirs
+
+
+MODULES = ["_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torchs_modules_are_reached_through_the_package(name):
+    assert getattr(rustloader, name) is importlib.import_module(f"torch.utils.data.{name}")
+
+
+def test_the_module_of_the_loader_has_what_torchs_has():
+    theirs = torch.utils.data.dataloader
+    ours = importlib.import_module("rustloader.dataloader")
+    assert rustloader.dataloader is ours and ours is not theirs
+    assert ours.DataLoader is rustloader.DataLoader
+    for name in ("default_collate", "get_worker_info", "_DatasetKind", "_SingleProcessDataLoaderIter", "_utils"):
+        assert getattr(ours, name) is getattr(theirs, name)
+    with pytest.raises(AttributeError, match=r"rustloader\.dataloader.*no_such_name"):
+        _ = ours.no_such_name
+
+
+def test_the_module_of_the_loader_is_reached_before_anything_else_is():
+    status, out, err = run_script("""
+        import subprocess, sys
+        code = "import rustloader as data; print(data.dataloader.default_collate([1, 2]).tolist())"
+        print(subprocess.check_output([sys.executable, "-c", code], text=True), end="")
+    """)
+    assert (status, out) == (0, "[1, 2]\n"), err
 
 
 def test_all_and_dir_tell_them():

@@ -1,18 +1,20 @@
 """What programs reach for in a live iterator beside its interface (PARITY: the attribute table, T15)."""
 
+import contextlib
 import copy
-import inspect
 import itertools
 
 import pytest
 import torch
 from sample_data import Numbers
 from support import (
+    OLD_TORCH,
     TORCH_MODE,
     DataLoader,
     LoaderIter,
     from_engine,
     gone,
+    outcome,
     run_script,
     values,
     wait_until,
@@ -22,7 +24,6 @@ from support import (
 from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 
-OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 COUNTERS = "_send_idx _rcvd_idx _tasks_outstanding _workers_num_tasks _workers_status".split()
 
 
@@ -77,6 +78,26 @@ def test_what_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'_MultiProcessingDataLoaderIter' object has no attribute 'nonsense'"):
         _ = iterator.nonsense
     iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_has_ended_leaves_the_workers_of_the_next_one_alone(persistent):
+    """Which may work in the same shared memory."""
+    old = iter(DataLoader(Numbers(6), num_workers=2, persistent_workers=persistent))
+    done, queues = old._workers_done_event, old._index_queues
+    assert len(list(old)) == 6
+    old._shutdown_workers()
+    new = iter(DataLoader(Numbers(60), num_workers=2))
+    got = [next(new)]
+    done.set()
+    for number, queue in enumerate(queues):
+        queue.put(None)
+        old._mark_worker_as_unavailable(number, shutdown=True)
+    assert outcome(next, old) == ("end",)
+    with contextlib.suppress(RuntimeError):
+        old._engine().begin([None, None], lambda: 1, True)
+    assert values(got + list(new)) == [[i] for i in range(60)]
 
 
 def copied_shutdown(iterator):
@@ -136,7 +157,17 @@ def test_a_subclass_with_a_copied_shutdown_routine_runs_on_the_engine():
     iterator = Mine(DataLoader(Numbers(6), num_workers=2, batch_size=None))
     pids = worker_pids(iterator)
     del iterator
-    assert wait_until(lambda: all(map(gone, pids)), 20)
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.ours
+def test_the_event_alone_ends_the_workers():
+    iterator = iter(DataLoader(Numbers(20), num_workers=2))
+    event = iterator._workers_done_event
+    assert not event.is_set()
+    event.set()
+    assert event.is_set() and iterator._workers_done_event.is_set()
+    assert wait_until(lambda: all(map(gone, worker_pids(iterator))))
 
 
 @pytest.mark.ours
@@ -146,7 +177,7 @@ def test_none_for_every_worker_ends_them():
     for queue in iterator._index_queues:
         queue.put(None)
     for worker in iterator._workers:
-        worker.join(20)
+        worker.join(60)
     assert [w.exitcode for w in iterator._workers] == [0, 0]
     iterator._shutdown_workers()
 

@@ -194,4 +194,5 @@ def test_sizes_that_vary_a_thousandfold_take_little_more_than_the_batches_under_
 def test_the_memory_of_a_burst_is_given_back():
     sizes = [20_000] * 20 + [20_000_000] * 8 + [20_000] * 400
     memory = memory_at_each_step(sizes)
-    assert max(memory) > 80 * MB and memory[-1] < 8 * MB
+    # Two workers have held one block each at the least.
+    assert max(memory) > 30 * MB and memory[-1] < 8 * MB

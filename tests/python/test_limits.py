@@ -3,9 +3,11 @@
 Each body runs in a forked child, so that its limits are its own.
 """
 
+import contextlib
 import os
 import re
 import resource
+import secrets
 import signal
 
 import pytest
@@ -39,11 +41,11 @@ def set_limit(limit, number):
     resource.setrlimit(limit, (number, resource.getrlimit(limit)[1]))
 
 
-def from_engine(report, batches, value=()):
+def served_by_engine(report, batches, value=()):
     assert (report["log"], report["engine"], report["value"]) == ([], batches, list(value)), report
 
 
-def from_torch(report, lines=1):
+def served_by_torch(report, lines=1):
     assert len(report["log"]) == lines and all(line.startswith(HANDED_OVER) for line in report["log"]), report
     assert (report["engine"], report["value"]) == (0, []), report
 
@@ -64,7 +66,7 @@ def many_kept():
 
 
 def test_400_tensors_are_kept_with_64_open_files():
-    from_engine(limited({resource.RLIMIT_NOFILE: 64}, many_kept), 200)
+    served_by_engine(limited({resource.RLIMIT_NOFILE: 64}, many_kept), 200)
 
 
 def no_descriptor_left():
@@ -123,12 +125,12 @@ def epochs_of_two_loaders():
 
 
 def test_half_of_a_small_address_space_is_left_to_others():
-    from_engine(limited({resource.RLIMIT_AS: address_space() + (6 << 30)}, epochs_of_two_loaders), 24)
+    served_by_engine(limited({resource.RLIMIT_AS: address_space() + (6 << 30)}, epochs_of_two_loaders), 24)
 
 
 def test_an_address_space_too_small_for_an_arena_hands_over():
     report = limited({resource.RLIMIT_AS: address_space() + (1900 << 20)}, plain)
-    from_torch(report)
+    served_by_torch(report)
     assert "ulimit -v" in report["log"][0]
 
 
@@ -156,8 +158,8 @@ def test_a_limit_of_file_sizes_is_no_signal(action):
         set_limit(resource.RLIMIT_FSIZE, size)
         return twice()
 
-    from_engine(limited({}, body, 4 << 30), 12)
-    from_torch(limited({}, body, 1 << 20), 2)
+    served_by_engine(limited({}, body, 4 << 30), 12)
+    served_by_torch(limited({}, body, 1 << 20), 2)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +174,29 @@ def test_a_limit_of_file_sizes_is_no_signal(action):
     ],
 )
 def test_other_limits_do_not_matter(limit, number):
-    from_engine(limited({limit: number}, twice), 12)
+    served_by_engine(limited({limit: number}, twice), 12)
 
 
 # Processes and threads
 
 
+def users():
+    """Those who have a process."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            found.add(os.stat(f"/proc/{pid}").st_uid)
+    return found
+
+
 def somebody_else():
-    """Becomes a user who has no other process: root is not limited, and others' processes would count."""
+    """Becomes a user who has no other process: root is not limited, and others' processes would count. Another one each
+    time, because the kernel counts those of all containers, and those of other runs of these tests."""
     # What is imported at the first epoch may be unreadable afterwards.
     assert plain() == []
-    os.setresgid(54321, 54321, 54321)
-    os.setresuid(54321, 54321, 54321)
+    number = secrets.choice(sorted(set(range(20_000, 60_000)) - users()))
+    os.setresgid(number, number, number)
+    os.setresuid(number, number, number)
 
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user who has no other process")
@@ -224,7 +237,7 @@ def test_no_thread_for_a_watchdog():
         without_threads()
         return twice()
 
-    from_engine(limited({}, body), 6 + 12)
+    served_by_engine(limited({}, body), 6 + 12)
 
     def killed():
         without_threads()

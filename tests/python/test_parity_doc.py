@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ours
 HERE = pathlib.Path(__file__).parent
 DOCUMENT = (HERE.parents[1] / "docs" / "parity.md").read_text()
 IDS = {f"{kind}{n}" for kind, count in (("P", 27), ("S", 8), ("T", 28)) for n in range(1, count + 1)}
-STATUS = {"same", "better", "handed over", "pinning"}
+STATUS = {"same", "better", "handed over"}
 
 
 def rows():
@@ -40,15 +40,12 @@ def test_every_id_has_one_row():
 def test_every_row_has_a_status_and_tests_that_exist():
     for first, status, last in ROWS:
         assert status in STATUS, first
-        tests = [name for name in last.split(", ") if name != "tests/python/test_pinning.py"]
+        tests = last.split(", ")
         assert set(tests) <= TESTS, (first, set(tests) - TESTS)
-        assert tests or (status == "pinning" and last), first
-        if first in IDS and status != "pinning":
+        if first in IDS:
             assert any(re.search(rf"_{first.lower()}_", name) for name in tests), f"{first}: no test names the id"
 
 
 def test_every_id_that_a_test_names_is_one():
     named = {found.upper() for name in TESTS for found in re.findall(r"_([pst]\d+)(?=_)", name)}
-    assert named <= IDS
-    pinned = {first for first, status, _ in ROWS if status == "pinning"}
-    assert IDS - pinned <= named
+    assert named == IDS

@@ -62,6 +62,21 @@ def test_engine_mode_says_nothing(caplog):
     assert not caplog.records
 
 
+def test_settings_beyond_the_engines_limits_are_handed_over():
+    def reason(workers, prefetch_factor):
+        settings = {"num_workers": workers, "prefetch_factor": prefetch_factor}
+        others = {"in_order": True, "persistent_workers": False, "timeout": 0}
+        engine, reason = rustloader._handover.make_engine(types.SimpleNamespace(**settings, **others))
+        assert engine is None
+        return reason
+
+    for workers, prefetch_factor in [(2, 1 << 24), (1, 1 << 40), (65537, 1)]:
+        text = reason(workers, prefetch_factor)
+        assert text.startswith("its settings are beyond the engine's limits: num_workers="), text
+        assert "65536 workers" in text and "use a smaller num_workers or prefetch_factor" in text
+    assert reason(1, 1 << 70).startswith("its settings are beyond the engine's limits: ")
+
+
 def test_p27_data_pipes(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,6 +134,13 @@ def subclass(hook, calls):
 def test_t15_hooks_that_cannot_be_kept_run_on_torchs_loop(caplog, hook):
     calls = []
     cls = subclass(hook, calls)
+    assert handed_over(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
+    assert len(calls) >= 5
+
+
+def test_t15_a_hook_of_a_class_between_is_seen(caplog):
+    calls = []
+    cls = type("Youngest", (subclass("_try_put_index", calls),), {})
     assert handed_over(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
     assert len(calls) >= 5
 
@@ -261,7 +283,7 @@ HANDOVERS = {
         _utils.worker, "_worker_loop", functools.partial(_utils.worker._worker_loop)
     ),
     "method": lambda patch: patch.setattr(TorchIter, "_get_data", lambda self, real=TorchIter._get_data: real(self)),
-    "no memory": lambda patch: patch.setattr(rustloader._iter, "Engine", refused),
+    "no memory": lambda patch: patch.setattr(rustloader._handover, "Engine", refused),
     "subclass": lambda patch: None,
 }
 

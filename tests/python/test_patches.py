@@ -150,6 +150,16 @@ def test_t16_a_replaced_fetcher_class_takes_effect(dataset, monkeypatch):
     assert [batch[:2] for batch in got] == [(list, True)] * 2
 
 
+def test_t16_a_replaced_fetcher_class_is_made_with_the_users_collate_fn(monkeypatch):
+    class Fetcher(_utils.fetch._MapDatasetFetcher):
+        def __init__(self, dataset, auto_collation, collate_fn, drop_last):
+            super().__init__(dataset, auto_collation, lambda samples: (collate_fn is as_list, samples), drop_last)
+
+    monkeypatch.setattr(_utils.fetch, "_MapDatasetFetcher", Fetcher)
+    got = epoch(DataLoader(Numbers(4), num_workers=1, batch_size=2, collate_fn=as_list))
+    assert got == [(True, [0, 1]), (True, [2, 3])]
+
+
 @pytest.mark.parametrize("dataset", [Numbers(4), Shards([4])], ids=["map", "iterable"])
 def test_t16_a_replaced_fetch_takes_effect(dataset, monkeypatch):
     name = "_MapDatasetFetcher" if isinstance(dataset, Numbers) else "_IterableDatasetFetcher"

@@ -27,12 +27,6 @@ THREAD = "pt_data_pin" if TORCH_MODE else "rl_pin"
 MB = 1 << 20
 
 
-@pytest.fixture
-def host():
-    with pinning() as host:
-        yield host
-
-
 class Where:
     """Tells, when it is pinned, which thread did it and how things stood there."""
 

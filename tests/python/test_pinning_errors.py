@@ -19,6 +19,7 @@ from support import (
     outcomes_of,
     values,
     wait_until,
+    waits_in_next,
     within,
     worker_pids,
 )
@@ -26,12 +27,6 @@ from torch.utils.data import _utils
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 GONE = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
-
-
-@pytest.fixture
-def host():
-    with pinning() as host:
-        yield host
 
 
 class Sized(Numbers):
@@ -148,7 +143,7 @@ def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
         next(iterator)
     assert type(error).__name__ in caught.value.__notes__[0]
     assert not iterator._pin_memory_thread.is_alive()
-    assert wait_until(lambda: all(map(gone, pids)), 10)
+    assert wait_until(lambda: all(map(gone, pids)))
     acts.clear()
     assert list(loader) == list(range(20)), "the next epoch has new workers and a new thread"
     loader._iterator._shutdown_workers()
@@ -174,8 +169,8 @@ def test_p20_what_a_dead_worker_had_sent_is_delivered_then_its_death_is_raised(p
         assert values([next(iterator) for _ in range(7)]) == list(range(7))
         expected = ("error", RuntimeError, f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. ")
         assert outcomes(iterator, 3) == [expected] * 3
-        iterator._pin_memory_thread.join(10)
-        assert wait_until(lambda: all(map(gone, pids)), 10) and not iterator._pin_memory_thread.is_alive()
+        iterator._pin_memory_thread.join(60)
+        assert wait_until(lambda: all(map(gone, pids))) and not iterator._pin_memory_thread.is_alive()
         host.delay = 0
         if persistent:
             assert values(loader) == list(range(40))
@@ -192,7 +187,7 @@ def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
         dead.append(wait_until(lambda: gone(pids[0])))
         time.sleep(0.5)
 
-    acts[0], acts[2] = lambda: all_sent.wait(10), act
+    acts[0], acts[2] = lambda: all_sent.wait(60), act
     iterator = iter(loader_of(Acts(30), prefetch_factor=6))
     pids = worker_pids(iterator)
     assert wait_until(lambda: iterator._core.worker_status(0)["tasks_done"] == 6)
@@ -216,11 +211,13 @@ def test_p20_a_worker_dies_after_the_thread(host, acts):
 
 
 def test_p19_a_late_thread_is_a_timeout_and_nothing_is_lost(host, acts):
-    acts[1] = lambda: time.sleep(1.5)
+    go = threading.Event()
+    acts[1] = lambda: go.wait(60)
     iterator = iter(loader_of(Acts(4), timeout=0.5))
     late = ("error", RuntimeError, "DataLoader timed out after 0.5 seconds")
-    assert wait_until(lambda: outcome(next, iterator) == ("value", 0), 10)
+    assert wait_until(lambda: outcome(next, iterator) == ("value", 0), 60)
     found = [outcome(next, iterator)]
+    go.set()
     while found[-1] != ("end",):
         found.append(outcome(next, iterator))
     assert found[0] == late
@@ -229,14 +226,14 @@ def test_p19_a_late_thread_is_a_timeout_and_nothing_is_lost(host, acts):
 
 def test_ctrl_c_while_next_waits_for_the_thread_loses_nothing(host, acts):
     release = threading.Event()
-    acts[1] = lambda: release.wait(30)
+    acts[1] = lambda: release.wait(60)
     iterator = iter(loader_of(Acts(4)))
     assert next(iterator) == 0
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with within(10), pytest.raises(KeyboardInterrupt):
+    thread = threading.Thread(target=lambda: waits_in_next() and os.kill(os.getpid(), signal.SIGINT))
+    with within(50), pytest.raises(KeyboardInterrupt):
+        thread.start()
         next(iterator)
-    timer.join()
+    thread.join()
     release.set()
     assert list(iterator) == [1, 2, 3]
 
@@ -261,10 +258,11 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
     before = signal.signal(signal.SIGUSR1, handler)
     over = threading.Event()
     thread = threading.Thread(target=disturb)
-    got, interrupts, ended = [], 0, False
-    try:
-        iterator = iter(loader_of(Numbers(1000), num_workers=2, in_order=in_order, persistent_workers=True))
-        thread.start()
+    interrupts = 0
+
+    def epoch(iterator):
+        nonlocal interrupts
+        got, ended = [], False
         while not ended:
             batch = None
             try:
@@ -280,13 +278,24 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
                 interrupts += 1
             if batch is not None:
                 got.append(batch.item())
+        return got
+
+    try:
+        loader = loader_of(Numbers(1000), num_workers=2, in_order=in_order, persistent_workers=True)
+        thread.start()
+        # On a busy machine the other thread may hardly run during an epoch.
+        for _ in range(100):
+            iterator = iter(loader)
+            got = epoch(iterator)
+            assert sorted(got) == list(range(1000)) and (got == sorted(got) or not in_order)
+            if interrupts > 10:
+                break
     finally:
         over.set()
         thread.join()
         signal.signal(signal.SIGUSR1, before)
     iterator._shutdown_workers()
     assert interrupts > 10, interrupts
-    assert sorted(got) == list(range(1000)) and (got == sorted(got) or not in_order)
 
 
 @pytest.mark.ours
@@ -297,14 +306,14 @@ def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
     acts[0] = lambda: stuck.set() or release.wait()
     iterator = iter(loader_of(Acts(9)))
     pids, thread = worker_pids(iterator), iterator._pin_memory_thread
-    assert stuck.wait(10)
+    assert stuck.wait(60)
     with within(10):
         iterator._shutdown_workers()
     assert all(map(gone, pids)) and thread.is_alive()
     assert outcome(next, iterator) == ("end",)
     del iterator
     release.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -314,7 +323,7 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
     dropped, collected = threading.Event(), []
 
     def act():
-        dropped.wait(10)
+        dropped.wait(60)
         start = time.monotonic()
         gc.collect()
         collected.append((thread_name(), time.monotonic() - start))
@@ -329,12 +338,12 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
     try:
         del iterator, holder
         dropped.set()
-        assert wait_until(lambda: collected, 20)
+        assert wait_until(lambda: collected)
     finally:
         gc.enable()
     assert all(map(gone, pids))
     assert collected[0][0] == "rl_pin"
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -9,7 +9,7 @@ import pytest
 from support import run_script
 
 # Many processes; a busy machine takes its time.
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(900)]
 
 HEAD = """
     import contextlib, gc, json, tempfile, threading, warnings
@@ -67,7 +67,7 @@ EXITS = (
             began = threading.Event()
             Act.act = lambda: began.set() or act()
             iterator = iter(loader_of(Given([Act()] * 4)))
-            began.wait(10)
+            began.wait(60)
             return iterator,
         return start
 
@@ -102,12 +102,28 @@ EXITS = (
         host.delay = 0.05
         return live()
 
+    class Lasting:
+        def __del__(self, sleep=time.sleep):
+            sleep(3)
+
+    def stuck_allocator():
+        # It comes back while the interpreter takes its modules apart.
+        global lasting
+        lasting = Lasting()
+        (iterator,) = fresh()
+        host.delay = 1.5
+        host.threads.clear()
+        next(iterator)
+        wait_until(lambda: "rl_pin" in host.threads)
+        return iterator,
+
     def dead_thread():
         return acting(raises)()
 
     WAYS = {
         "a live iterator": live, "a persistent one": persistent, "one not yet asked": fresh,
         "a frame that is kept alive": traceback, "a slow allocator": slow_allocator,
+        "an allocator that outlasts the grace": stuck_allocator,
         "a type that spins": acting(spin), "a type that sleeps again and again": acting(naps),
         "a type that waits": acting(threading.Event().wait), "a thread in next()": waiting_thread,
         "a type that waited when all was shut down": stuck_after_shutdown, "a dead pin thread": dead_thread,
@@ -133,14 +149,14 @@ EXITS = (
                     tell(iterator)
             break
         os.close(pipe)
-        ended = wait_until(lambda: gone(pid), 20)
+        ended = wait_until(lambda: gone(pid), 120)
         if not ended:
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         took = time.monotonic() - start
         with open(reader) as told:
             pids = [p for line in told.read().splitlines() for p in json.loads(line)]
-        left = not wait_until(lambda: all(map(gone, pids)), 5)
+        left = not wait_until(lambda: all(map(gone, pids)))
         errors.seek(0)
         results[name] = {
             "ended": ended, "status": status, "workers": len(set(pids)), "left": left,
@@ -154,7 +170,7 @@ EXITS = (
 
 @pytest.fixture(scope="module")
 def exits():
-    status, out, err = run_script(EXITS, 240)
+    status, out, err = run_script(EXITS, 800)
     assert status == 0, err
     return json.loads(out)
 
@@ -165,6 +181,7 @@ def exits():
         *("a live iterator", "a persistent one", "one not yet asked", "a frame that is kept alive", "a slow allocator"),
         *("a type that spins", "a type that sleeps again and again", "a type that waits"),
         *("a type that waited when all was shut down", "a thread in next()", "a dead pin thread"),
+        "an allocator that outlasts the grace",
     ],
 )
 def test_s2_s5_the_interpreter_exits_in_silence_with(exits, way):
@@ -190,7 +207,7 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
     time.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    print(wait_until(lambda: all(map(gone, pids)), 10))
+    print(wait_until(lambda: all(map(gone, pids))))
     """
     )
     assert (status, out) == (0, "True\n"), err
@@ -198,20 +215,29 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
 
 def test_t14_fork_while_the_thread_works():
     """50 children of a process whose thread is in the allocator, in a copy, or between; every tenth loads for itself.
-    What the engine holds there was pinned by the parent: a child that freed it would wait for a lock for ever."""
+    Some let go of the iterator, and with it of batches that the parent has pinned: to free one there would be to wait
+    for the allocator's lock for ever."""
     status, out, err = run_script(
         HEAD
         + """
-    context = pinning(delay=0.002, locked=True)
+    context = pinning(delay=0.01, locked=True)
     host = context.__enter__()
     loader = loader_of(Large(), prefetch_factor=8)
     iterator = iter(loader)
-    hung, bad = [], []
     for k in range(50):
+        if k % 5 == 1:
+            # All that may be outstanding is pinned and waits; `next` makes room for the thread to go on.
+            time.sleep(0.4)
         batch, label = next(iterator)
         assert batch[0] == batch[-1] and label == k // 2, (k, batch, label)
         del batch, label
-        time.sleep(0.0003 * (k % 7))
+        if k % 5 == 1:
+            # Where the machine is too busy to meet it there, the fork shows less.
+            end = time.monotonic() + 1
+            while not host.busy and time.monotonic() < end:
+                time.sleep(0.0002)
+        else:
+            time.sleep(0.0003 * (k % 7))
         pid = os.fork()
         if pid == 0:
             thread = iterator._pin_memory_thread
@@ -223,21 +249,19 @@ def test_t14_fork_while_the_thread_works():
                 assert mine == list(range(8)), mine
             if k % 5 == 0:
                 break
-            del iterator, loader
+            del iterator, loader, thread
             os._exit(0)
-        if not wait_until(lambda: gone(pid), 20):
-            hung.append(k)
+        if not wait_until(lambda: gone(pid), 60):
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
-        if status:
-            bad.append((k, status))
+        assert status == 0, f"child {k} ended with {status}, or hung and was killed"
     else:
         for k in range(50, 70):
             batch, label = next(iterator)
             assert batch[0] == batch[-1] and label == k // 2
-        print("went on", hung, bad)
+        print("went on")
     """,
-        240,
+        800,
     )
-    assert (status, out) == (0, "went on [] []\n"), err
+    assert (status, out) == (0, "went on\n"), err
     assert err == ""

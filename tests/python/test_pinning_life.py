@@ -44,7 +44,7 @@ def host():
 
 
 def none_left(pids):
-    return wait_until(lambda: all(map(gone, pids)) and threads_named(THREAD) == 0, 10)
+    return wait_until(lambda: all(map(gone, pids)) and threads_named(THREAD) == 0)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
@@ -54,6 +54,30 @@ def test_s1_an_iterator_dropped_in_mid_epoch_ends_thread_and_workers(host, taken
     for _ in range(taken):
         next(iterator)
     del iterator
+    assert none_left(pids)
+
+
+class Recorded:
+    """An engine, and the order in which its methods are called."""
+
+    def __init__(self, engine, calls):
+        self.engine, self.calls = engine, calls
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self.engine, name)
+
+
+@pytest.mark.ours
+def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host, monkeypatch):
+    iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
+    pids, calls = worker_pids(iterator), []
+    engine = Recorded(iterator._engine(), calls)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(iterator), "_engine", lambda _: engine)
+        iterator._shutdown_workers()
+    ending = [name for name in calls if name in ("stop_pinning", "close", "join_pinning", "wait_gone")]
+    assert ending[:4] == ["stop_pinning", "close", "join_pinning", "wait_gone"]
     assert none_left(pids)
 
 
@@ -139,7 +163,7 @@ def test_two_threads_in_one_next_and_one_that_shuts_down(host):
     with within(20):
         iterator._shutdown_workers()
     for thread in consumers:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert len(set(got)) == len(got)
     assert sorted(got)[: len(got) - 2] == list(range(len(got) - 2)), "all but what the shutdown took from under them"
@@ -162,6 +186,18 @@ def test_a_copied_shutdown_routine_ends_thread_and_workers(host, persistent, tak
 
 
 @pytest.mark.ours
+def test_join_waits_for_the_thread_as_long_as_it_is_told_to(host):
+    host.delay = 3
+    iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
+    assert wait_until(lambda: THREAD in host.threads), "it is in the allocator"
+    iterator._pin_memory_thread_done_event.set()
+    iterator._pin_memory_thread.join(0.01)
+    assert iterator._pin_memory_thread.is_alive()
+    iterator._pin_memory_thread.join()
+    assert not iterator._pin_memory_thread.is_alive()
+
+
+@pytest.mark.ours
 def test_the_thread_that_was_told_to_end_has_exited_unexpectedly(host):
     """As in torch's loader, where next() notices after up to 5 s."""
     iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
@@ -169,11 +205,11 @@ def test_the_thread_that_was_told_to_end_has_exited_unexpectedly(host):
     assert not event.is_set()
     event.set()
     assert event.is_set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
         values(iterator)
-    assert wait_until(lambda: all(map(gone, worker_pids(iterator))), 10)
+    assert wait_until(lambda: all(map(gone, worker_pids(iterator))))
 
 
 @pytest.mark.ours

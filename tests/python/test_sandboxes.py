@@ -7,6 +7,7 @@ make them it is skipped and says why.
 import ctypes
 import errno
 import os
+import re
 import shutil
 import signal
 import struct
@@ -16,6 +17,7 @@ import torch
 from isolation import in_child, watched
 from programs import FOR_GOOD, doomed, late, loader, plain, stubborn, twice, walk
 from sample_data import Numbers, Slow
+from support import OLD_TORCH
 
 pytestmark = pytest.mark.ours
 
@@ -53,10 +55,14 @@ def read_only():
     mount(None, "/dev/shm", None, MS_REMOUNT | MS_RDONLY)
 
 
+# Of this run alone.
+EMPTY = f"/tmp/rustloader-empty-{os.getpid()}"
+
+
 def no_tmpfs():
     """An ordinary directory."""
-    os.mkdir("/tmp/rustloader-empty")
-    mount("/tmp/rustloader-empty", "/dev/shm", None, MS_BIND)
+    os.mkdir(EMPTY)
+    mount(EMPTY, "/dev/shm", None, MS_BIND)
 
 
 def absent():
@@ -81,7 +87,7 @@ def in_own_mounts(change, body, *args, status=0):
     try:
         report = in_child(inside)
     finally:
-        shutil.rmtree("/tmp/rustloader-empty", ignore_errors=True)
+        shutil.rmtree(EMPTY, ignore_errors=True)
     assert not report["hangs"] and report["status"] == status and report["processes"] == 0, report
     return report
 
@@ -108,7 +114,8 @@ def shares_memory(how):
 
 # {how /dev/shm is: what of six samples torch's own share_memory_ refuses, and its words}
 SHM = {
-    one_megabyte: (1, "No space left on device"),
+    # Some versions of torch name what came of their own clean-up.
+    one_megabyte: (1, "No space left on device|No such file or directory"),
     read_only: (6, "Read-only file system"),
     no_tmpfs: (0, ""),
     absent: (6, "No such file or directory"),
@@ -123,8 +130,12 @@ def test_dev_shm_does_not_matter(change):
     assert in_own_mounts(change, shares_memory, "_new_shared")["value"] == [[], 6]
     refused, words = SHM[change]
     errors, batches = in_own_mounts(change, shares_memory, "share_memory_")["value"]
+    if OLD_TORCH and change is one_megabyte:
+        # Its file has no pages before they are written to, and then the dataset's worker is killed.
+        assert any("killed by signal: Bus error" in error for error in errors)
+        return
     assert (len(errors), batches) == (refused, 6 - refused)
-    assert all(error.startswith("RuntimeError: unable to ") and words in error for error in errors)
+    assert all(error.startswith("RuntimeError: unable to ") and re.search(words, error) for error in errors)
 
 
 def no_proc():

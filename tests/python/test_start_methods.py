@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from orders import FLOATS, Does, Meeting, MeetsWhenUnpickled, Shares, collate
-from sample_data import Epochs, Index, Pair, Record, Shards
-from support import TORCH_MODE, DataLoader, children, epoch, outcome, outcomes, values, worker_pids
+from sample_data import Dying, Epochs, Index, Pair, Record, Shards
+from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
 PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
@@ -174,8 +174,8 @@ def test_a_child_that_comes_back_out_of_the_dataset_does_not_speak_for_its_worke
     assert [batch[0, 0].item() for batch in epoch(loader)] == [0, 1, 2, 3]
 
 
-def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context):
-    orders = [("number", 0), ("sleep", 2.5, 1), ("number", 2)]
+def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path):
+    orders = [("number", 0), ("hold", str(tmp_path / "go"), 1), ("number", 2)]
     if not TORCH_MODE:  # under forkserver torch cannot name the signal
         orders.append(("die", signal.SIGKILL))
     loader = DataLoader(
@@ -185,23 +185,50 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context):
     late = ("error", RuntimeError, "DataLoader timed out after 1 seconds")
 
     def in_time():
-        """How many calls came too early, and the first outcome that was none of these."""
-        for early in range(60):
-            got = outcome(next, iterator)
-            if got != late:
-                return early, got
+        """The first outcome that is not late, as any may be where the machine is busy."""
+        for _ in range(200):
+            if (got := outcome(next, iterator)) != late:
+                return got
         raise AssertionError("nothing came")
 
-    assert in_time()[1] == ("value", 0)  # the start of the worker may take a few seconds
-    early, got = in_time()
-    assert early > 0 and got == ("value", 1)
-    assert in_time()[1] == ("value", 2)
+    assert in_time() == ("value", 0)  # the start of the worker may take a few seconds
+    assert outcome(next, iterator) == late
+    (tmp_path / "go").touch()
+    assert in_time() == ("value", 1)
+    assert in_time() == ("value", 2)
     if TORCH_MODE:
-        assert in_time()[1] == ("end",)
+        assert in_time() == ("end",)
         return
     text = f"DataLoader worker (pid {iterator._workers[0].pid}) is killed by signal: Killed. "
-    assert in_time()[1] == ("error", RuntimeError, text)
+    assert in_time() == ("error", RuntimeError, text)
     assert outcomes(iterator, 2) == [("error", RuntimeError, text)] * 2
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [(signal.SIGKILL, "is killed by signal: Killed. "), (3, "exited unexpectedly with exit code 3. ")],
+    ids=["signal", "exit code"],
+)
+def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, monkeypatch):
+    class Older:
+        """An engine on a kernel that knows nothing of processes that others have reaped."""
+
+        def __init__(self, engine):
+            self.engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+        def exit_status(self, worker):
+            return None
+
+    monkeypatch.setattr(LoaderIter, "_engine", lambda self: Older(self._core))
+    loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context="forkserver")
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {iterator._workers[0].pid}\) {text}"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -224,7 +251,7 @@ def test_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
     loader.multiprocessing_context = context
     assert [int(x) for x in epoch(loader)] == list(range(8))
     assert dataset.value.value == 8 and list(dataset.array) == [i * i for i in range(8)]
-    assert sorted(dataset.queue.get(timeout=10) for _ in range(8)) == list(range(8))
+    assert sorted(dataset.queue.get(timeout=60) for _ in range(8)) == list(range(8))
     # torch's reducer puts the tensor into shared memory; a forked worker has a copy of its own.
     sent = context.get_start_method() != "fork"
     assert dataset.tensor.is_shared() == sent
@@ -238,10 +265,13 @@ def test_the_starts_of_workers_overlap(method, workers, tmp_path):
     """Each worker waits in its start until all others are in theirs: one after the other they would never come on."""
     (tmp_path / "unpickling").mkdir()
     (tmp_path / "init").mkdir()
+    init_fn = Meeting(tmp_path / "init", workers)
+    # Behind the dataset, and more than a pipe holds.
+    init_fn.ballast = bytes(1 << 20)
     loader = DataLoader(
         MeetsWhenUnpickled(workers, Meeting(tmp_path / "unpickling", workers)),
         num_workers=workers,
-        worker_init_fn=Meeting(tmp_path / "init", workers),
+        worker_init_fn=init_fn,
         multiprocessing_context=method,
     )
     assert values(epoch(loader)) == [[i] for i in range(workers)]

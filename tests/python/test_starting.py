@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import warnings
 from multiprocessing import forkserver
 
@@ -11,6 +12,7 @@ from orders import Calls, Characters, Holds, PickledOnce
 from sample_data import WhoAmI
 from support import (
     BOTH,
+    OLD_TORCH,
     TORCH_MODE,
     DataLoader,
     children,
@@ -48,7 +50,7 @@ BATCHES = [("mine", [(0, "init 0"), (1, "init 0")]), ("mine", [(2, "init 0"), (3
 DEATH = re.compile(r"RuntimeError:? DataLoader worker \(pid.*\) exited unexpectedly")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_script_with_all_in_main_and_a_start_method_that_is_set_after_the_construction(tmp_path):
     status, out, err = run_script(
         MINE
@@ -62,27 +64,27 @@ def test_a_script_with_all_in_main_and_a_start_method_that_is_set_after_the_cons
     if __name__ == "__main__":
         main()
     """,
-        seconds=150,
+        seconds=300,
         file=tmp_path / "script.py",
     )
     lines = [f"{method} {BATCHES}" for method in ("fork", "spawn", "forkserver")]
     assert (status, out.splitlines(), err) == (0, lines, "")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is_left(tmp_path):
     source = MINE + '    print(list(loader(multiprocessing_context="%s")))'
     process = start_script(source % "spawn", file=tmp_path / "script.py")
-    status, out, err = finish(process, 150)
+    status, out, err = finish(process, 300)
     assert (status, out) == (1, "")
     assert "An attempt has been made to start a new process before the" in err
     assert DEATH.search(err.replace("\n", " ")), err
-    assert wait_until(lambda: not in_session(process.pid), 20)
+    assert wait_until(lambda: not in_session(process.pid))
     # Under fork there is nothing to be guarded.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_what_python_c_defines_is_there_under_fork_alone():
     process = start_script(
         MINE
@@ -94,11 +96,11 @@ def test_what_python_c_defines_is_there_under_fork_alone():
         print("RuntimeError", error)
     """
     )
-    status, out, err = finish(process, 150)
+    status, out, err = finish(process, 300)
     first, second = out.splitlines()
     assert (status, first) == (0, str(BATCHES)) and DEATH.match(second)
     assert "Can't get attribute 'Mine' on <module '__main__'" in err
-    assert wait_until(lambda: not in_session(process.pid), 20)
+    assert wait_until(lambda: not in_session(process.pid))
 
 
 def failed_start(loader):
@@ -120,8 +122,10 @@ def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thin
         held = {"an open file": file, "a lambda": lambda: 0, "a generator": (i for i in ())}[thing]
         dataset = Holds(3, held)
         theirs, ours = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
-    assert ours == theirs
     ((category, text),) = ours[2]
+    if OLD_TORCH:  # it says nothing; ours does with every version
+        theirs = (*theirs[:2], ours[2])
+    assert ours == theirs
     assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
 
 
@@ -150,7 +154,8 @@ def test_a_worker_that_was_started_before_the_start_failed_is_ended():
 
     loader = DataLoader(PickledOnce(3), num_workers=2, multiprocessing_context="forkserver")
     assert failed_start(loader)[:2] == (TypeError, "no second time")
-    assert started() == set()
+    # The fork server is told of an end a moment after we are.
+    assert wait_until(lambda: started() == set())
 
 
 @pytest.mark.parametrize("workers", [16, 64])
@@ -167,13 +172,13 @@ def test_many_workers(workers, monkeypatch):
     iterator = iter(loader)
     assert next(iterator) == [0, 0]
     pids = worker_pids(iterator)
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 80)
-    with within(40):  # far below what workers are waited for that do not leave by themselves
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 240)
+    with within(120):  # far below what workers are waited for that do not leave by themselves
         iterator._shutdown_workers()
     assert len(set(pids)) == workers and all(map(gone, pids))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
     """SIGINT is blocked while workers start, and would be in each process of a server that is started meanwhile."""
     source = """
@@ -191,4 +196,16 @@ def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
         print(ours.recv())
         process.join()
     """
-    assert run_script(source, seconds=150, file=tmp_path / "script.py") == (0, "set()\n", "")
+    assert run_script(source, seconds=300, file=tmp_path / "script.py") == (0, "set()\n", "")
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_p26_workers_have_the_signal_mask_of_the_main_process(blocked):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        mains = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        loader = DataLoader([0], num_workers=1, collate_fn=lambda samples: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        assert list(loader) == [mains]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mains
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import Given, Images, Labelled, Record
-from support import DataLoader, epoch, raw_storage, same, send
+from support import DataLoader, epoch, is_leased, raw_storage, same, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -131,8 +131,9 @@ def test_t24_one_tensor_delivered_twice_is_two_tensors():
 
 
 def test_batches_are_independent():
-    loader = DataLoader(Images(12, (3, 50, 50)), batch_size=2, num_workers=2)
+    loader = DataLoader(Images(12, (3, 80, 80)), batch_size=2, num_workers=2)
     batches = [x for x, _ in epoch(loader)]
+    assert all(map(is_leased, batches))
     copies = [x.clone() for x in batches]
     for i, x in enumerate(batches):
         x.fill_(i)
@@ -244,6 +245,18 @@ def test_groups_outlive_the_workers_part_by_part():
 
 
 @pytest.mark.ours
+@pytest.mark.parametrize("n", [40, 100_000])
+def test_a_storage_amidst_the_memory_of_others_arrives_alone(n):
+    memory = bytearray(range(40)) + bytes(n - 40)
+    around, amidst = (
+        torch.frombuffer(memory, dtype=torch.uint8),
+        torch.frombuffer(memory, dtype=torch.uint8, offset=8, count=16),
+    )
+    (got,) = send([around, amidst.untyped_storage()])
+    assert torch.equal(got[0], around)
+    assert got[1].nbytes() == 16 and list(got[1]) == list(range(8, 24))
+
+
 def test_odd_places_in_shared_memory_arrive():
     raw = torch.arange(64, dtype=torch.uint8)
     sent = [raw[1:], raw[4:8].view(torch.float32)]

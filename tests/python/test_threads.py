@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from sample_data import Images, Numbers, Slow
+from sample_data import Held, Images, Numbers, Slow
 from support import (
     DataLoader,
     from_engine,
@@ -18,6 +18,7 @@ from support import (
     outcomes,
     values,
     wait_until,
+    waits_in_next,
     within,
     worker_pids,
 )
@@ -33,10 +34,16 @@ def on_signal():
     signal.signal(signal.SIGUSR1, before)
 
 
-def after(seconds, fn, *args):
-    timer = threading.Timer(seconds, fn, args)
-    timer.start()
-    return timer
+def while_next_waits(fn, *args):
+    """Calls a function as soon as the main thread waits in next(), in a thread of its own."""
+
+    def run():
+        if waits_in_next():
+            fn(*args)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
 
 
 def test_t21_the_thread_that_made_the_iterator_has_ended():
@@ -111,30 +118,34 @@ def test_two_threads_in_one_next_get_every_batch_once(in_order):
 
 
 @pytest.mark.ours
-def test_a_signal_handler_that_enters_next_again_gets_an_error(on_signal):
-    iterator = iter(DataLoader(Slow(4, {0: 1.0}), num_workers=1, batch_size=None))
+def test_a_signal_handler_that_enters_next_again_gets_an_error(on_signal, tmp_path):
+    iterator = iter(DataLoader(Held(4, 0, tmp_path / "go"), num_workers=1, batch_size=None))
     seen = []
-    on_signal(lambda *_: seen.append(outcome(next, iterator)))
-    timer = after(0.3, os.kill, os.getpid(), signal.SIGUSR1)
+
+    def handler(*_):
+        seen.append(outcome(next, iterator))
+        (tmp_path / "go").touch()
+
+    on_signal(handler)
+    thread = while_next_waits(os.kill, os.getpid(), signal.SIGUSR1)
     assert next(iterator).item() == 0
-    timer.join()
+    thread.join()
     assert [(o[0], o[1]) for o in seen] == [("error", RuntimeError)]
     assert values(iterator) == [1, 2, 3]
 
 
-def test_a_signal_handler_runs_while_next_waits(on_signal):
-    iterator = iter(DataLoader(Slow(2, {0: 2.0}), num_workers=1, batch_size=None))
-    times = []
-    on_signal(lambda *_: times.append(time.monotonic()))
-    start = time.monotonic()
-    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
-    assert values(iterator) == [0, 1]
-    timer.join()
-    assert len(times) == 1 and times[0] - start < 1.7
+def test_a_signal_handler_runs_while_next_waits(on_signal, tmp_path):
+    iterator = iter(DataLoader(Held(2, 0, tmp_path / "go"), num_workers=1, batch_size=None))
+    on_signal(lambda *_: (tmp_path / "go").touch())
+    thread = while_next_waits(os.kill, os.getpid(), signal.SIGUSR1)
+    with within(40):  # the item is given up after 60 s
+        assert values(iterator) == [0, 1]
+    thread.join()
+    assert (tmp_path / "go").exists()
 
 
-def test_an_error_in_a_signal_handler_leaves_next_and_loses_nothing(on_signal):
-    iterator = iter(DataLoader(Slow(3, {0: 1.0}), num_workers=1, batch_size=None))
+def test_an_error_in_a_signal_handler_leaves_next_and_loses_nothing(on_signal, tmp_path):
+    iterator = iter(DataLoader(Held(3, 0, tmp_path / "go"), num_workers=1, batch_size=None))
 
     class Stop(Exception):
         pass
@@ -143,10 +154,11 @@ def test_an_error_in_a_signal_handler_leaves_next_and_loses_nothing(on_signal):
         raise Stop
 
     on_signal(handler)
-    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
     with pytest.raises(Stop):
+        thread = while_next_waits(os.kill, os.getpid(), signal.SIGUSR1)
         next(iterator)
-    timer.join()
+    thread.join()
+    (tmp_path / "go").touch()
     assert values(iterator) == [0, 1, 2]
 
 
@@ -170,29 +182,32 @@ def test_many_signals_while_batches_come(on_signal):
 
 
 @pytest.mark.ours
-def test_shutdown_from_a_signal_handler_wakes_next(on_signal):
-    iterator = iter(DataLoader(Slow(4, {0: 3.0}), num_workers=1, batch_size=None))
+def test_shutdown_from_a_signal_handler_wakes_next(on_signal, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)
+    iterator = iter(DataLoader(Held(4, 0, tmp_path / "go"), num_workers=1, batch_size=None))
     pids = worker_pids(iterator)
     on_signal(lambda *_: iterator._shutdown_workers())
-    timer = after(0.2, os.kill, os.getpid(), signal.SIGUSR1)
-    with within(20), pytest.raises(Exception) as caught:
+    thread = while_next_waits(os.kill, os.getpid(), signal.SIGUSR1)
+    with within(40), pytest.raises(Exception) as caught:
         next(iterator)
     assert not isinstance(caught.value, StopIteration)
-    timer.join()
+    thread.join()
     assert wait_until(lambda: all(map(gone, pids)))
 
 
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
-def test_shutdown_from_another_thread_wakes_next(persistent):
-    loader = DataLoader(Slow(4, {0: 3.0}), num_workers=1, batch_size=None, persistent_workers=persistent)
+def test_shutdown_from_another_thread_wakes_next(persistent, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)
+    dataset = Held(4, 0, tmp_path / "go")
+    loader = DataLoader(dataset, num_workers=1, batch_size=None, persistent_workers=persistent)
     iterator = iter(loader)
     pids = worker_pids(iterator)
-    timer = after(0.2, iterator._shutdown_workers)
-    with within(20), pytest.raises(Exception) as caught:
+    thread = while_next_waits(iterator._shutdown_workers)
+    with within(40), pytest.raises(Exception) as caught:
         next(iterator)
     assert not isinstance(caught.value, StopIteration)
-    timer.join()
+    thread.join()
     assert wait_until(lambda: all(map(gone, pids)))
     assert outcomes(iterator, 2)[0][0] in ("error", "end")
 
@@ -205,17 +220,21 @@ def test_t23_no_thread_in_main_without_pinning():
     assert (threading.active_count(), len(os.listdir("/proc/self/task"))) == before
 
 
-def test_the_interpreter_runs_other_threads_while_next_waits():
-    iterator = iter(DataLoader(Slow(1, {0: 0.8}), num_workers=1, batch_size=None))
+def test_the_interpreter_runs_other_threads_while_next_waits(tmp_path):
+    iterator = iter(DataLoader(Held(1, 0, tmp_path / "go"), num_workers=1, batch_size=None))
     ticks, done = [], threading.Event()
 
     def tick():
+        assert waits_in_next()
         while not done.wait(0.02):
             ticks.append(1)
+            if len(ticks) == 6:
+                (tmp_path / "go").touch()
 
     thread = threading.Thread(target=tick)
     thread.start()
-    next(iterator)
+    with within(40):  # the item is given up after 60 s
+        next(iterator)
     done.set()
     thread.join()
     assert len(ticks) > 5

@@ -232,7 +232,7 @@ class OneLeavesEarly(IterableDataset):
             self.note.with_suffix(".part").write_text(str(os.getpid()))
             self.note.with_suffix(".part").rename(self.note)
         else:
-            yield wait_until(self.left, 20)
+            yield wait_until(self.left)
 
 
 @CARRIER
@@ -308,9 +308,10 @@ class Dies(Dataset):
 @pytest.mark.ours
 def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(reducers_with_descriptors):
     iterator = iter(DataLoader(Dies(), num_workers=1, batch_size=None, collate_fn=untouched))
-    assert wait_until(lambda: gone(worker_pids(iterator)[0]), 20)
+    assert wait_until(lambda: gone(worker_pids(iterator)[0]))
     (first, kind, _), (second, *_, text) = outcomes(iterator, 2)
-    assert first == second == "error" and issubclass(kind, OSError) and "is killed by signal" in text
+    # EOFError where it was killed in the midst of handing the descriptor over.
+    assert first == second == "error" and issubclass(kind, OSError | EOFError) and "is killed by signal" in text
 
 
 class Special:

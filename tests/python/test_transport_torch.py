@@ -1,5 +1,7 @@
 """What torch's reducers make of tensors goes through the arena, without a descriptor (P25, T5)."""
 
+import warnings
+
 import pytest
 import torch
 from sample_data import Given, Labelled, Record, untouched
@@ -304,3 +306,14 @@ def test_t5_overlapping_slices_of_a_subclass_share_memory(n):
     assert got[0].tolist() == [0] + [-1] * (n // 2 - 1) and set(got[1].tolist()) == {-1}
     got[1][0] = 5
     assert got[0][n // 4] == 5 and got[2][n // 4 - 1] == 5
+
+
+@pytest.mark.ours
+def test_p25_backward_hooks_that_do_not_travel_are_warned_of():
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.register_hook(lambda gradient: gradient)
+    # A warning that is raised in a worker is the error of its batch, and so it is seen here.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "backward hook")
+        with pytest.raises(UserWarning, match="will not be serialized"):
+            send([leaf])

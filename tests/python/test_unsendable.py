@@ -1,8 +1,11 @@
 """Batches and errors that cannot be sent are errors at their place (torch hangs on most of them)."""
 
+import sys
+
+import numpy as np
 import pytest
 import torch
-from sample_data import BadText, Failing, Given, Unpicklable, untouched
+from sample_data import BadText, Failing, Given, Numbers, Unpicklable, untouched
 from support import BOTH, DataLoader, epoch, outcomes, worker_pids
 
 
@@ -32,6 +35,18 @@ def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persisten
         for text in (got.pop(4), got.pop(2)):
             assert "worker process 0" in text and str(pid) in text and type(thing).__name__ in text, text
         assert got == [0, 1, 3, 5, "end"]
+
+
+@pytest.mark.ours
+def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_comes():
+    # 64 TiB of one byte.
+    endless = np.broadcast_to(np.zeros(1, np.uint8), (1 << 46,))
+    loader = DataLoader(Given([0, endless, 2]), num_workers=1, batch_size=None, collate_fn=untouched)
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    with pytest.raises(MemoryError, match=f"cannot get {1 << 46} bytes of shared memory for a batch"):
+        next(iterator)
+    assert next(iterator) == 2
 
 
 @pytest.mark.ours
@@ -135,3 +150,40 @@ def test_errors_of_large_text():
         next(iterator)
     assert len(str(caught.value)) > 5_000_000
     assert next(iterator) == 1
+
+
+class RaisesAtItsEnd:
+    """In the worker, which lets go of what it has sent, and in main, which lets go of what it has got."""
+
+    def __init__(self, i):
+        self.i, self.tensor = i, torch.full((5000,), float(i))
+
+    def __del__(self):
+        raise ValueError("in __del__")
+
+
+class Endings(Numbers):
+    def __getitem__(self, i):
+        return RaisesAtItsEnd(i)
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_batch_whose_del_raises_is_a_batch(workers, monkeypatch):
+    complaints = []
+    # Inherited by the workers.
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: complaints.append(str(it.exc_value)))
+    dataset = Endings(12)
+    for persistent in (False, True):
+        loader = DataLoader(
+            dataset, num_workers=workers, batch_size=None, collate_fn=untouched, persistent_workers=persistent
+        )
+        for _ in range(2):
+            iterator = iter(loader)
+            for i, batch in enumerate(iterator):
+                assert batch.i == i and bool((batch.tensor == i).all())
+            assert i == 11
+            del batch
+        iterator._shutdown_workers()
+    del iterator, loader
+    assert complaints == ["in __del__"] * 48

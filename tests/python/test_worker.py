@@ -129,14 +129,17 @@ def test_p22_an_error_before_the_first_task_comes_at_the_first_batch(where):
 
 
 @pytest.mark.ours
-def test_t24_the_error_of_worker_init_fn_is_repeated_at_each_of_the_workers_batches():
+@pytest.mark.parametrize("persistent", [False, True])
+def test_t24_the_error_of_worker_init_fn_is_repeated_at_each_of_the_workers_batches(persistent):
     def fail(worker_id):
         if worker_id == 1:
             raise KeyError("start")
 
-    got = outcomes(iter(DataLoader(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail)), 7)
+    loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail, persistent_workers=persistent)
     error = ("error", KeyError, "Caught KeyError in DataLoader worker process 1.")
-    assert got == [("value", 0), error, ("value", 2), error, ("value", 4), error, ("end",)]
+    for _ in range(2):
+        got = outcomes(iter(loader), 7)
+        assert got == [("value", 0), error, ("value", 2), error, ("value", 4), error, ("end",)]
 
 
 @pytest.mark.ours

@@ -2,11 +2,13 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
+use crate::copy::{STREAM_FROM, copy};
 use crate::error::Error;
 use crate::python::dlpack::Lease;
+use crate::python::pin::call;
 use crate::python::tensor::SharedStorage;
-use crate::shm::copy::{STREAM_FROM, copy};
 use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 
 /// Small tensors lie one behind the other in one storage, each at a multiple of this, as torch's allocators align.
@@ -86,8 +88,8 @@ impl<'py, L: Lease> Pinned<'py, L> {
 
     fn memory(&self, len: usize) -> PyResult<Memory> {
         let py = self.allocate.py();
-        let bytes = self.allocate.call1((len,))?;
-        let ptr = bytes.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()?;
+        let bytes = call(&self.allocate, PyTuple::new(py, [len])?)?;
+        let ptr = call(&bytes.getattr(intern!(py, "data_ptr"))?, PyTuple::empty(py))?.extract::<usize>()?;
         let storage = SharedStorage::of(py, &bytes, len, ptr)?;
         Ok(Memory { storage, ptr: ptr as *mut u8 })
     }

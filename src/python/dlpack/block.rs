@@ -146,7 +146,8 @@ impl<L: Lease> Block<L> {
         if state.load(Ordering::Relaxed) == LET_GO {
             return;
         }
-        // The tensor reaches other threads through the GIL, which orders this store before its deleter.
+        // SYNC: handed-over (pairs with the Acquire in `delete`). The tensor reaches other threads through the GIL, so that
+        // its deleter finds this store.
         state.store(TENSORS, Ordering::Release);
         std::mem::forget(self);
     }
@@ -185,6 +186,7 @@ unsafe fn delete<L: Lease>(context: *mut std::ffi::c_void) {
     let Some(header) = NonNull::new(context.cast::<Header<L>>()) else { return };
     // SAFETY: a deleter is called once, and the header lives until then; a block of ours is not freed here.
     unsafe {
+        // SYNC: handed-over (pairs with the Release in `hand_over`).
         if (*header.as_ptr()).state.swap(LET_GO, Ordering::Acquire) == TENSORS {
             free(header);
         }

@@ -38,6 +38,7 @@ impl Heap {
             wanted: len as u64,
             limit: "the system refuses ordinary memory".to_owned(),
             headroom: 0,
+            passing: false,
         };
         if len > isize::MAX as usize - Self::ALIGN {
             return Err(refused());

@@ -4,7 +4,7 @@ import collections
 import json
 import re
 
-from . import describe, intended
+from . import describe, intended, play
 
 
 def differences(program, theirs, ours):
@@ -74,10 +74,18 @@ def is_item(event):
 
 
 def skeleton(events):
-    """Main's events without what is timing when batches come in any order: which batch, which error, the warnings about
-    the count of batches."""
+    """Main's events without what is timing when batches come in any order: which batch, which error and so how many
+    batches there were to keep, the warnings about the count of batches."""
     timing = ("status", "warning", "counters")
-    return [event[:2] if is_item(event) else event for event in events if event[0] not in timing]
+    found = []
+    for event in events:
+        if is_item(event):
+            found.append(event[:2])
+        elif event[0] == play.KEPT:
+            found.append([event[0], all(event[1])])
+        elif event[0] not in timing:
+            found.append(event)
+    return found
 
 
 def anonymous(program, events):

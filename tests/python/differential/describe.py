@@ -15,6 +15,11 @@ from .recorder import crc
 ATOMS = (type(None), bool, int, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
 
+def short(text):
+    """A text, or what stands for a long one."""
+    return text if len(text) <= 1000 else [len(text), crc(text.encode())]
+
+
 def name_of(kind):
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -45,7 +50,7 @@ class _Walk:
     def walk(self, v):
         kind = type(v)
         if kind in ATOMS:
-            return [kind.__name__, repr(v)]
+            return [kind.__name__, short(repr(v))]
         if kind is float:
             return ["float", v.hex()]
         if id(v) in self.seen:
@@ -67,7 +72,7 @@ class _Walk:
         if isinstance(v, type) or callable(v):
             return [getattr(v, "__qualname__", normal(repr(v)))]
         if isinstance(v, (bytearray, memoryview)):
-            return [bytes(v).hex()]
+            return [short(bytes(v).hex())]
         if isinstance(v, (set, frozenset)):
             return sorted((self.walk(x) for x in v), key=repr)
         if isinstance(v, BaseException):
@@ -80,7 +85,7 @@ class _Walk:
         if isinstance(v, (list, tuple, collections.deque)):
             return [[self.walk(x) for x in v], *self.attributes(v)]
         if isinstance(v, array.array):
-            return [v.typecode, v.tobytes().hex()]
+            return [v.typecode, short(v.tobytes().hex())]
         if hasattr(v, "__dict__"):
             return self.attributes(v)
         return [normal(repr(v))]

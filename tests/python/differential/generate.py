@@ -9,7 +9,7 @@ from .program import DIMENSIONS, MAP, Program, wrong
 # A new program is the best of so many. Each is made around a pair that has occurred too seldom.
 CANDIDATES = 12
 # A pair that has occurred so often is no longer asked for. (Not all programs have batches enough to count.)
-ENOUGH = 7
+ENOUGH = 12
 # After so many tries around a pair no program has it.
 TRIES = 400
 

@@ -1,6 +1,7 @@
 """Runs a program with one of the loaders and gives the record of everything that can be observed."""
 
 import contextlib
+import inspect
 import logging
 import random
 import warnings
@@ -24,6 +25,12 @@ ITERATORS = {
 
 # So many batches end an epoch that has no end of its own.
 LIMIT = 60
+
+# Old versions of torch do not count each worker's tasks.
+BY_WORKER = "worker_idx" in inspect.signature(torchs._MultiProcessingDataLoaderIter._process_data).parameters
+
+# The last event of each record.
+KEPT = "kept batches are what they were"
 
 LOADER_ATTRIBUTES = (
     "batch_size drop_last num_workers prefetch_factor pin_memory pin_memory_device timeout persistent_workers in_order "
@@ -239,10 +246,11 @@ class Session:
         p = self.program
         if p.is_ordered and p.is_map and hasattr(iterator, "_send_idx") and not iterator._shutdown:
             tasks = sorted((task, info[0]) for task, info in iterator._task_info.items())
-            self.note("counters", iterator._send_idx, iterator._rcvd_idx, list(iterator._workers_num_tasks), tasks)
+            by_worker = list(iterator._workers_num_tasks) if BY_WORKER else []
+            self.note("counters", iterator._send_idx, iterator._rcvd_idx, by_worker, tasks)
 
     def record(self):
-        self.note("kept batches are what they were", [describe.value(batch) == was for batch, was in self.kept])
+        self.note(KEPT, [describe.value(batch) == was for batch, was in self.kept])
         own = [it for it in self.iterators if isinstance(it, rustloader._iter._MultiProcessingDataLoaderIter)]
         return {
             "main": self.note.events,

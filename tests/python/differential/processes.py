@@ -14,11 +14,12 @@ import traceback
 import warnings
 
 import torch
+import torch.utils.data
 
 from . import play
 
-# Seconds that a run may take. torch's loader takes 0.1 to 2 s; the machine may be busy.
-LIMIT = {"fork": 90, "spawn": 400, "forkserver": 400}
+# Seconds that a run may take. torch's loader takes 0.1 to 2 s, and a hundred times that on a machine that is very busy.
+LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400}
 
 
 class Run:
@@ -40,10 +41,15 @@ class Run:
             finally:
                 os._exit(status)
         os.close(writing)
-        self.received = b""
+        self.received = bytearray()
 
     def child(self, writing):
         os.setsid()
+        # Slow starts of a busy machine are no stuck workers, and what the log says counts as a hand-over.
+        os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
+        if self.program.start_method != "fork":
+            # Workers that are told to leave before they have imported torch come as far as they do with more time.
+            torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(stderr, 2)

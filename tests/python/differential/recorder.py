@@ -37,7 +37,9 @@ def about(info):
         name = f.read().strip()
     if info is None:
         return [name]
-    facts = [info.id, info.num_workers, info.seed, type(info.dataset).__name__, repr(info.rng), info.worker_method]
+    facts = [info.id, info.num_workers, info.seed, type(info.dataset).__name__]
+    # Newer versions of torch have these.
+    facts += [repr(getattr(info, name, None)) for name in ("rng", "worker_method")]
     kind = multiprocessing.current_process()
     return [*facts, torch.initial_seed(), torch.get_num_threads(), name, type(kind).__name__, kind.name, kind.daemon]
 

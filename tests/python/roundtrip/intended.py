@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from roundtrip.compare import Record, differences
-from roundtrip.memory import sharing
+from roundtrip.memory import overlap, sharing
 
 __all__ = ["INTENDED", "Case", "Intended", "judge"]
 
@@ -36,11 +36,45 @@ class Case:
             return facts[path]["nbytes"] == 0
         return min(s[0] for s in spans) == 0 and max(s[1] for s in spans) == facts[path]["nbytes"]
 
+    def parted_within(self, path):
+        """Whether a tensor of ours shows a byte of another with which it lay on one storage, and does no longer."""
+        ours, theirs = self.ours.facts, self.theirs.facts
+        leaves = {leaf.path: leaf for leaf in self.ours.leaves if leaf.kind == "tensor"}
+        return path in leaves and any(
+            theirs.get(other, {}).get("storage of") == theirs[path]["storage of"]
+            and ours[other]["storage of"] != ours[path]["storage of"]
+            and overlap(leaves[path], leaf)
+            for other, leaf in leaves.items()
+        )
+
     def sharing(self, record):
-        """Who shares memory with whom, lazy conjugates and negatives left out: {path: what}."""
-        lazy = {path for path, facts in self.sent.facts.items() if facts.get("conj") or facts.get("neg")}
-        leaves = [leaf for leaf in record.leaves if leaf.kind == "tensor" and leaf.path not in lazy]
-        return dict(zip([leaf.path for leaf in leaves], sharing(leaves), strict=True))
+        """Who shares memory with whom, among what arrived: {path: what}. What names it depends on who stands before, so
+        lazy conjugates and negatives are left out, and what neither loader delivers: gradients, attributes of plain
+        tensors."""
+        leaves = {id(leaf.owner): leaf for leaf in record.leaves}
+        arrived = [leaf.path for leaf in self.ours.leaves if leaf.kind == "tensor" and not self.is_lazy(leaf.path)]
+        places = map(self.sent_path, arrived) if record is self.sent else arrived
+        return dict(zip(arrived, sharing([leaves[id(record.objects[path])] for path in places]), strict=True))
+
+    def sent_path(self, path):
+        """Where the record of what was sent has an object: met first, perhaps, in what neither loader delivers."""
+        facts = self.sent.facts
+        if path in facts and "same as" not in facts[path]:
+            return path
+        for end in range(len(path), 0, -1):
+            first = facts.get(path[:end], {}).get("same as")
+            if first is not None:
+                return self.sent_path(first + path[end:])
+        return path
+
+    def sent_facts(self, path):
+        """What was sent in this place."""
+        return self.sent.facts[self.sent_path(path)]
+
+    def is_lazy(self, path):
+        """Whether a lazy conjugate or negative was sent in this place."""
+        facts = self.sent_facts(path)
+        return bool(facts.get("conj") or facts.get("neg"))
 
 
 def span_of(facts):
@@ -78,6 +112,8 @@ def own_storage(d, case):
     ours, theirs = case.ours.facts[d.path], case.theirs.facts[d.path]
     if d.what == "storage_offset" and span_of(ours) is None:
         return False
+    if d.what == "storage of" and case.parted_within(d.path):
+        return False
     # What goes through torch's reducers comes with the storage that it had, but without the views that left it.
     whole = all(ours.get(what) == theirs.get(what) for what in ("nbytes", "storage_offset"))
     return case.tight(d.path) or (whole and d.what == "storage of")
@@ -102,13 +138,15 @@ def holes_closed(d, case):
 
 def resolved(d, case):
     """The values as they were sent. Where others lie in the same memory, they still do."""
-    sent = case.sent.facts[d.path]
-    lazy = sent.get("conj") or sent.get("neg")
+    lazy = case.is_lazy(d.path)
     if d.what == "shares":
         return d.ours == "own" if lazy else case.sharing(case.ours)[d.path] == case.sharing(case.theirs)[d.path]
-    if d.what == "stride":
-        return lazy and d.ours == case.sent.objects[d.path].detach().resolve_conj().resolve_neg().stride()
-    return lazy and d.ours == sent["content"]
+    if not lazy:
+        return False
+    if d.what in ("stride", "storage_offset"):
+        made = case.sent.objects[case.sent_path(d.path)].detach().resolve_conj().resolve_neg()
+        return d.ours == getattr(made, d.what)()
+    return d.ours == case.sent_facts(d.path)["content"]
 
 
 def as_in_the_worker(d, case):
@@ -117,7 +155,7 @@ def as_in_the_worker(d, case):
 
 
 def quantizer_kept(d, case):
-    return d.theirs is None and d.ours == case.sent.facts[d.path]["quantizer"]
+    return d.theirs is None and d.ours == case.sent_facts(d.path)["quantizer"]
 
 
 def equal_atom(d, case):
@@ -162,23 +200,41 @@ INTENDED = [
     Intended(
         "lazy conjugates and negatives",
         "torch's reducer drops both bits and delivers other values; ours arrive resolved, in memory of their own.",
-        {"content", "stride", "shares"},
+        {"content", "stride", "storage_offset", "shares"},
         resolved,
-        (("tensor", (), "complex64", (3,), 1), ("conj", (0,)), ("tuple", (0, 1))),
+        (
+            ("tensor", (), "complex64", (3,), 1),
+            ("conj", (0,)),
+            ("tensor", (), "complex64", (0,), 1),
+            ("neg", (2,)),
+            ("tuple", (0, 1, 3)),
+        ),
     ),
     Intended(
         "memory of two storages",
         "Tensors made over one array share it in the worker. torch moves each storage for itself and parts them.",
         {"shares"},
         as_in_the_worker,
-        (("array", (), "float32", (6,), 1, "C"), ("from_numpy", (0,)), ("from_numpy", (0,)), ("list", (1, 2))),
+        (
+            ("array", (), "float32", (6,), 1, "C"),
+            ("from_numpy", (0,)),
+            ("from_numpy", (0,)),
+            ("tensor", (), "float32", (2,), 1),
+            ("with_grad", (3,)),
+            ("list", (4, 1, 2)),
+        ),
     ),
     Intended(
         "quantized tensors",
         "torch's reducer loses the quantizer: what arrives cannot be used.",
         {"quantizer"},
         quantizer_kept,
-        (("quantized", (), "quint8", 2, False, 1), ("list", (0,))),
+        (
+            ("quantized", (), "quint8", 2, False, 1),
+            ("tensor", (), "float32", (), 1),
+            ("attributed", (1, 0)),
+            ("list", (2, 0)),
+        ),
     ),
     Intended(
         "equal texts",

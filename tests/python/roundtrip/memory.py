@@ -6,7 +6,7 @@ import math
 import numpy as np
 import torch
 
-__all__ = ["Leaf", "alone", "check_writes", "digest", "leaf_of", "sharing"]
+__all__ = ["Leaf", "alone", "check_writes", "digest", "leaf_of", "overlap", "sharing"]
 
 
 def digest(content):
@@ -118,8 +118,7 @@ def sharing(leaves):
         low, high = min(leaf.bounds[0] for leaf in together), max(leaf.bounds[1] for leaf in together)
         if len(cluster) == 1 and together[0].is_nested:
             continue
-        steps = [n for leaf in together for n in (leaf.start - low, leaf.view.shape[-1], *leaf.view.strides[:-1])]
-        width = math.gcd(*steps)
+        width = common_width(together, low)
         # For each place the leaf that shows it first, and the position there.
         table = np.full((high - low) // width, -1)
         for i, leaf in zip(cluster, together, strict=True):
@@ -132,6 +131,22 @@ def sharing(leaves):
             if not np.array_equal(places, names):
                 found[i] = digest(runs(places, width))
     return found
+
+
+def overlap(one, other):
+    """Whether two leaves show the same byte."""
+    low, high = min(one.bounds[0], other.bounds[0]), max(one.bounds[1], other.bounds[1])
+    if one.bounds[1] <= other.bounds[0] or other.bounds[1] <= one.bounds[0]:
+        return False
+    width = common_width([one, other], low)
+    shown = np.zeros((high - low) // width, bool)
+    shown[(one.units(width) - low) // width] = True
+    return bool(shown[(other.units(width) - low) // width].any())
+
+
+def common_width(leaves, low):
+    """The largest pieces that all elements of these leaves are made of, counted from an address."""
+    return math.gcd(*[n for leaf in leaves for n in (leaf.start - low, leaf.view.shape[-1], *leaf.view.strides[:-1])])
 
 
 def alone(leaves):

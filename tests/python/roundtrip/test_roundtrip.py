@@ -161,6 +161,7 @@ CHANGES = {
     "type": lambda v: v.update(text=b"a"),
     "aliasing lost": lambda v: v.update(view=v["view"].clone()),
     "aliasing of another place": lambda v: v.update(view=v["base"][:4].copy_(torch.arange(6.0)[2:])),
+    "storage parted": lambda v: v.update(view=torch.from_numpy(v["base"].numpy()[2:])),
     "identity lost": lambda v: v.update(again=v["base"].view(6)),
     "identity made": lambda v: v.update(view=v["base"]),
     "stride": lambda v: v.update(base=torch.arange(12.0)[::2]),

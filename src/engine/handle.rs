@@ -3,95 +3,57 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::pin::Control;
+use super::process::Process;
 use crate::error::{Error, Result};
+use crate::metrics::{Meter, Totals};
 use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys;
-use crate::sys::pidfd::ExitStatus;
 
 /// The longest wait in one go: a signal that came just before it, or that another thread took, is seen after it.
 pub const SLICE: Duration = Duration::from_millis(250);
 
-/// A worker's process.
-#[derive(Debug)]
-pub struct Process {
-    /// Process id.
-    pub pid: i32,
-    /// Reports its end; `None` where the system refuses pidfds.
-    pub pidfd: Option<sys::pidfd::PidFd>,
-    /// Start time by /proc, which tells it from a later process of the same number.
-    start_time: u64,
-}
-
-impl Process {
-    fn open(pid: i32) -> Self {
-        let start_time = sys::pidfd::start_time(pid).unwrap_or(0);
-        Self { pid, pidfd: sys::pidfd::PidFd::open(pid).ok(), start_time }
-    }
-
-    /// Whether it has ended, reaped or not.
-    pub fn has_exited(&self) -> bool {
-        match &self.pidfd {
-            Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
-            None => self.has_exited_by_number(),
-        }
-    }
-
-    fn has_exited_by_number(&self) -> bool {
-        sys::pidfd::has_exited(self.pid, self.start_time)
-    }
-
-    /// How it ended, where that can be told.
-    pub fn status(&self) -> Option<ExitStatus> {
-        match &self.pidfd {
-            Some(pidfd) => pidfd.status(),
-            None => sys::pidfd::child_status(self.pid),
-        }
-    }
-
-    fn signal(&self, signal: i32) {
-        if self.has_exited() {
-            return;
-        }
-        // A process that has just ended is no error here.
-        let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        if !sent {
-            let _ = sys::signal::kill(self.pid, signal);
-        }
-    }
-}
-
 /// The part of an iterator that stops it.
 #[derive(Debug)]
-pub struct Hands {
+pub struct Handle {
     /// The arena.
     pub arena: Arc<Arena>,
     /// Rung by workers, and by whoever stops the iterator.
     pub doorbell: sys::event::EventFd,
+    /// What tells the doorbell from a file of somebody who has closed all descriptors.
+    identity: Option<sys::identity::FdIdentity>,
     processes: Box<[OnceLock<Process>]>,
     /// The pin thread's, where there is one.
     pinning: OnceLock<Arc<Control>>,
+    /// What is counted of the iterator.
+    pub meter: Arc<Meter>,
     closing: AtomicBool,
     exiting: AtomicBool,
+    /// Whether the arena may have gone to another iterator. Locked while somebody uses it without the turn.
+    arena_gone: Mutex<bool>,
 }
 
-impl Hands {
-    /// Hands without workers yet.
+impl Handle {
+    /// A handle without workers yet.
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let processes = (0..workers).map(|_| OnceLock::new()).collect();
+        let doorbell = sys::event::EventFd::new()?;
         Ok(Self {
             arena,
-            doorbell: sys::event::EventFd::new()?,
+            identity: sys::identity::FdIdentity::of(doorbell.as_fd().as_raw_fd()).ok(),
+            doorbell,
             processes,
             pinning: OnceLock::new(),
+            meter: Arc::default(),
             closing: AtomicBool::new(false),
             exiting: AtomicBool::new(false),
+            arena_gone: Mutex::new(false),
         })
     }
 
@@ -120,11 +82,21 @@ impl Hands {
         self.pinning.get().map(Arc::as_ref)
     }
 
-    /// Tells the pin thread to end, where there is one.
-    pub fn stop_pinning(&self) -> Result<()> {
-        let Some(control) = self.pinning() else { return Ok(()) };
-        control.stop();
-        self.doorbell.ring()
+    /// Tells the pin thread to end, where there is one. If the bell cannot be rung it sees that within a slice.
+    pub fn stop_pinning(&self) {
+        if let Some(control) = self.pinning() {
+            control.stop();
+            let _ = self.ring();
+        }
+    }
+
+    /// Rings the doorbell, if its number still names it.
+    pub fn ring(&self) -> Result<()> {
+        let fd = self.doorbell.as_fd().as_raw_fd();
+        match self.identity {
+            Some(identity) if !identity.same_inode(fd) => Ok(()),
+            _ => self.doorbell.ring(),
+        }
     }
 
     /// True in the process that made the iterator.
@@ -141,16 +113,19 @@ impl Hands {
 
     /// True once somebody has begun to stop the iterator.
     pub fn closing(&self) -> bool {
+        // SYNC: closing (pairs with the Release in `close`).
         self.closing.load(Ordering::Acquire)
     }
 
     /// The interpreter exits: what waits in `next` on other threads is to go on waiting until the process ends.
     pub fn exit(&self) {
+        // SYNC: exiting (pairs with the Acquire in `exiting`).
         self.exiting.store(true, Ordering::Release);
     }
 
     /// Whether the interpreter exits.
     pub fn exiting(&self) -> bool {
+        // SYNC: exiting (pairs with the Release in `exit`).
         self.exiting.load(Ordering::Acquire)
     }
 
@@ -166,17 +141,55 @@ impl Hands {
     /// Tells every worker to leave and wakes whoever waits in `next`. Never blocks; may be called again. Whoever is not woken,
     /// because the system refuses that, looks within its slice.
     pub fn close(&self) {
+        // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
-        self.arena.header().stop.0.store(1, Ordering::Release);
+        self.stop_workers();
+        if let Some(control) = self.pinning() {
+            let _ = control.pickup.ring();
+        }
+        let _ = self.ring();
+    }
+
+    fn stop_workers(&self) {
+        let gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
+        if *gone {
+            return;
+        }
+        // Read by itself, so without a pair; a worker that sleeps sees it after the bell (SYNC: bell-rung).
+        self.arena.header().stop.0.store(1, Ordering::Relaxed);
         for worker in 0..self.arena.geometry().workers {
             let sleeper = &self.arena.control(worker).sleeper.0;
             sleeper.ring_always();
             let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
         }
-        if let Some(control) = self.pinning() {
-            let _ = control.pickup.ring();
+    }
+
+    /// The workers have ended and the arena may go to another iterator, whose workers [`Handle::close`] must not stop.
+    pub fn part_with_arena(&self) {
+        let mut gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *gone, true) {
+            self.meter.keep(&self.arena);
         }
-        let _ = self.doorbell.ring();
+    }
+
+    /// Whether the arena is this iterator's no more.
+    pub fn has_ended(&self) -> bool {
+        !self.is_ours() || *self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is counted of the iterator, as it is now. In a forked child: as it was at the fork, without the workers.
+    pub fn totals(&self) -> Totals {
+        if !self.is_ours() {
+            return self.meter.totals();
+        }
+        let gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut totals = self.meter.totals();
+        if !*gone {
+            let runs = |worker| self.process(worker).is_some_and(|process| !process.has_exited());
+            totals.add_arena(&self.arena, runs);
+        }
+        totals.pin_threads = u32::from(self.pinning().is_some_and(Control::is_alive));
+        totals
     }
 
     fn running(&self) -> impl Iterator<Item = (u32, &Process)> {
@@ -221,8 +234,9 @@ impl Hands {
     /// Whether every worker left by its own will, so that the arena is as it should be.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
-            let state = self.arena.control(worker).status.state.load(Ordering::Acquire);
-            self.process(worker).is_some_and(Process::has_exited) && state == WorkerState::Left as u32
+            // The end of the process comes after all that it has stored, and the kernel orders what tells of it.
+            let state = || self.arena.control(worker).status.state.load(Ordering::Relaxed);
+            self.process(worker).is_some_and(Process::has_exited) && state() == WorkerState::Left as u32
         })
     }
 }

@@ -1,0 +1,179 @@
+"""Peak memory of two epochs through torch's loader and through rustloader's: `make compare-memory`.
+
+Each measurement is a new process in a memory cgroup of its own, so all counts: private memory of all processes, and
+shared memory, mapped or not. What the process had before the first iter() is taken off. Needs the right to make a
+cgroup.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+from rows import IMAGE, MB, Samples, images_f32, images_u8
+
+import rustloader
+
+LOADERS = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
+
+
+# --- a cgroup of one's own ----------------------------------------------------------------------------------------
+
+
+class Cgroup:
+    """A memory cgroup, of version 1 or 2."""
+
+    def __init__(self) -> None:
+        v1 = Path("/sys/fs/cgroup/memory")
+        self.is_v1 = v1.is_dir()
+        self.path = (v1 if self.is_v1 else Path("/sys/fs/cgroup")) / f"rustloader-bench-{os.getpid()}"
+        self.path.mkdir()
+
+    def enter(self) -> None:
+        """Moves the calling process into it; memory that it touches from now on counts."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def used(self) -> int:
+        """Bytes now."""
+        return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
+
+    def peak(self) -> int:
+        """Bytes at the most."""
+        return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+@contextlib.contextmanager
+def cgroup() -> Iterator[Cgroup]:
+    group = Cgroup()
+    try:
+        yield group
+    finally:
+        group.remove()
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+class Ragged(torch.utils.data.IterableDataset):
+    """Batches of 1 to 64 images, by a fixed sequence."""
+
+    def __init__(self, batches: int):
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        sizes = torch.randint(1, 65, (self.batches,), generator=torch.Generator().manual_seed(1)).tolist()
+        for size in sizes[worker.id :: worker.num_workers]:
+            yield torch.ones(size, *IMAGE), torch.arange(size)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loader and its use."""
+
+    name: str
+    dataset: Callable[[], Any]
+    batch_size: int | None
+    workers: int
+    keeps_labels: bool = False
+
+
+def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
+    return lambda: Samples(samples(), batches * 64)
+
+
+CASES = [
+    Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
+    Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
+    Case("f32 images, 2 workers", of(images_f32, 60), 64, 2),
+    Case("f32 images, 8 workers", of(images_f32, 60), 64, 8),
+    Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
+    Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
+    Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
+]
+
+
+def use(case: Case, loader: Any) -> None:
+    kept = []
+    for _ in range(2):
+        for batch in loader:
+            images, labels = batch
+            if case.keeps_labels:
+                kept.append(labels)
+            del batch, images, labels
+
+
+def measure(case: Case, name: str) -> int:
+    """Bytes at the most, of a process of its own."""
+    reader, writer = os.pipe()
+    with cgroup() as group:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                group.enter()
+                dataset = case.dataset()
+                loader = LOADERS[name](dataset, batch_size=case.batch_size, num_workers=case.workers)
+                before = group.used()
+                use(case, loader)
+                os.write(writer, str(group.peak() - before).encode())
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(writer)
+        _, status = os.waitpid(pid, 0)
+        with os.fdopen(reader) as file:
+            said = file.read()
+        if status != 0:
+            raise SystemExit(f"{case.name} with {name}: the process failed")
+        return int(said)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="of each case (default: %(default)s)")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        Cgroup().remove()
+    except OSError as error:
+        print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
+        return 2
+    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<38}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
+    results = []
+    for case in CASES:
+        if options.only is not None and options.only not in case.name:
+            continue
+        peaks: dict[str, list[int]] = {name: [] for name in LOADERS}
+        for _ in range(options.rounds):
+            for name, taken in peaks.items():
+                taken.append(measure(case, name))
+        theirs, ours = (statistics.median(taken) for taken in peaks.values())
+        print(f"{case.name:<38}{theirs / MB:>9,.0f}{ours / MB:>12,.0f}{ours / theirs:>8.2f}", flush=True)
+        results.append({"case": case.name, "peaks": peaks})
+    if options.save:
+        options.save.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

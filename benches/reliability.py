@@ -1,0 +1,335 @@
+"""How fast faults are seen and how long ends take: medians and worst of many trials, for docs/reliability.md.
+
+Deaths and ends are those of real processes. Beside what depends on the number of workers stands the floor, measured in
+turn in the same run: as many children by a bare fork that wait in a read and are told to `_exit`.
+"""
+
+import argparse
+import atexit
+import ctypes
+import functools
+import os
+import platform
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+
+import rustloader
+
+FIGURES = "<!-- figures -->"
+WORKERS = (1, 2, 4, 8, 16)
+NEVER = 60.0  # seconds after which a wait is given up
+
+
+# --- datasets -----------------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Numbers; from `slow` on each takes the time that `body` does."""
+
+    def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
+        self.length, self.slow, self.body = length, slow, body
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.slow is not None and self.body is not None and index >= self.slow:
+            self.body()
+        return torch.tensor(index)
+
+
+def sleep_in_python(seconds: float) -> None:
+    """An item that gives a signal handler its turn."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def sleep_in_c(seconds: float) -> None:
+    """An item that keeps the GIL."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
+
+
+def loader_of(dataset: Numbers, workers: int, **kw: Any) -> rustloader.DataLoader:
+    return rustloader.DataLoader(dataset, num_workers=workers, **kw)
+
+
+def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[Any, list[int]]:
+    """An iterator after some batches, its workers idle or at work, and their pids."""
+    iterator = iter(loader_of(dataset, workers, **kw))
+    for _ in range(taken):
+        next(iterator)
+    return iterator, [worker.pid for worker in iterator._workers]
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def running(pid: int) -> bool:
+    """Whether a process lives that is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def seconds_until(condition: Callable[[], bool], start: float) -> float:
+    while not condition():
+        if time.monotonic() - start > NEVER:
+            raise TimeoutError(f"not within {NEVER:.0f} s")
+        time.sleep(0.0002)
+    return time.monotonic() - start
+
+
+def none_of(pids: list[int]) -> bool:
+    return not any(map(running, pids))
+
+
+def say(pipe: int, text: str) -> None:
+    os.write(pipe, text.encode() + b"\n")
+
+
+def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
+    """Runs the body in a fork that then exits as a script does; its pid, and the lines that it says."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        status = 0
+        try:
+            body(writer)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        # The hooks of a script's exit; what Python does after them is the same for all.
+        atexit._run_exitfuncs()
+        os._exit(status)
+    os.close(writer)
+    return pid, iter(os.fdopen(reader))
+
+
+class Bare:
+    """Children of a bare fork, which wait until they are told to leave."""
+
+    def __init__(self, count: int):
+        self.reader, self.writer = os.pipe()
+        self.pids = []
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                os.close(self.writer)
+                os.read(self.reader, 1)
+                os._exit(0)
+            self.pids.append(pid)
+        time.sleep(0.02)
+
+    def end(self) -> None:
+        os.close(self.writer)
+        os.close(self.reader)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+
+
+# --- what is measured, each in seconds ------------------------------------------------------------------------------
+
+
+def death_seen() -> float:
+    """From the SIGKILL of a worker to the error that a waiting next() raises: a thread kills and notes the time."""
+    iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, taken=2)
+    killed = 0.0
+
+    def kill() -> None:
+        nonlocal killed
+        time.sleep(0.02)
+        killed = time.monotonic()
+        os.kill(pids[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        next(iterator)
+    except RuntimeError as error:
+        seen = time.monotonic()
+        assert "killed by signal: Killed" in str(error), error
+    else:
+        raise AssertionError("next() went on")
+    thread.join()
+    iterator._shutdown_workers()
+    return seen - killed
+
+
+def workers_gone_after_main(body: Callable[[float], None]) -> float:
+    """From the SIGKILL of main to the end of its last worker, two workers in an item of 30 s."""
+
+    def main(pipe: int) -> None:
+        iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, taken=2)
+        time.sleep(0.05)
+        say(pipe, " ".join(map(str, pids)))
+        next(iterator)
+
+    pid, lines = in_child(main)
+    pids = [int(word) for word in next(lines).split()]
+    start = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return seconds_until(lambda: none_of(pids), start)
+
+
+def drop(workers: int) -> float:
+    """`del` of an iterator whose workers are idle, as after a break."""
+    iterator, pids = started(Numbers(), workers)
+    time.sleep(0.02)
+    start = time.monotonic()
+    del iterator
+    took = time.monotonic() - start
+    assert none_of(pids)
+    return took
+
+
+def last_next(workers: int) -> float:
+    """The next() that ends the epoch, which joins the workers."""
+    iterator, pids = started(Numbers(2 * workers), workers, taken=2 * workers)
+    time.sleep(0.02)
+    start = time.monotonic()
+    assert next(iterator, None) is None
+    took = time.monotonic() - start
+    assert none_of(pids)
+    return took
+
+
+def exit_with(workers: int) -> float:
+    """From the beginning of main's exit to the end of the last process, with a live iterator."""
+
+    def main(pipe: int) -> None:
+        global kept
+        kept, pids = started(Numbers(), workers)
+        time.sleep(0.02)
+        say(pipe, " ".join(map(str, pids)))
+        say(pipe, str(time.monotonic()))
+
+    pid, lines = in_child(main)
+    pids, start = [int(word) for word in next(lines).split()], float(next(lines))
+    os.waitpid(pid, 0)
+    return seconds_until(lambda: none_of(pids), start)
+
+
+def bare(workers: int) -> float:
+    children = Bare(workers)
+    start = time.monotonic()
+    children.end()
+    return time.monotonic() - start
+
+
+def bare_exit(workers: int) -> float:
+    def main(pipe: int) -> None:
+        children = Bare(workers)
+        say(pipe, str(time.monotonic()))
+        children.end()
+
+    pid, lines = in_child(main)
+    start = float(next(lines))
+    os.waitpid(pid, 0)
+    return time.monotonic() - start
+
+
+def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
+    """`del` of an iterator whose workers are all in items of 10 s."""
+    iterator, pids = started(Numbers(slow=workers, body=functools.partial(body, 10.0)), workers, taken=workers)
+    time.sleep(0.1)
+    start = time.monotonic()
+    del iterator
+    took = time.monotonic() - start
+    assert none_of(pids)
+    return took
+
+
+# --- output -------------------------------------------------------------------------------------------------------
+
+
+def repeated(name: str, trials: int, *bodies: Callable[[], float]) -> list[list[float]]:
+    """So many trials of each body, in turn."""
+    taken: list[list[float]] = [[] for _ in bodies]
+    for number in range(trials):
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{name}: {number + 1} of {trials}", end="", file=sys.stderr, flush=True)
+        for body, times in zip(bodies, taken, strict=True):
+            times.append(body())
+    if not sys.stderr.isatty():
+        print(f"{name}: done", file=sys.stderr, flush=True)
+    return taken
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
+
+
+def tables(options: argparse.Namespace) -> str:
+    lines = ["| fault | trials | median ms | worst ms | goal |", "|---|---|---|---|---|"]
+
+    def fault(name: str, goal: str, trials: int, body: Callable[[], float]) -> None:
+        (times,) = repeated(name, trials, body)
+        lines.append(f"| {name} | {trials} | {ms(statistics.median(times))} | {ms(max(times))} | {goal} |")
+
+    fault("a worker is killed while `next()` waits: the error", "10", options.trials, death_seen)
+    for kind, sleep in (("Python", sleep_in_python), ("C, with the GIL", sleep_in_c)):
+        gone = functools.partial(workers_gone_after_main, sleep)
+        fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", options.trials, gone)
+    for kind, sleep in (("Python", sleep_in_python), ("C, with the GIL", sleep_in_c)):
+        for workers in (1, 4):
+            body = functools.partial(shutdown_in_items, sleep, workers)
+            name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
+            fault(name, "one deadline", options.long_trials, body)
+    lines += ["", "| end, workers idle | workers | median ms | worst ms | bare children, median ms | ratio |"]
+    lines += ["|---|---|---|---|---|---|"]
+    ends = [("`break` and `del`", drop, bare), ("the last `next()`", last_next, bare), ("exit", exit_with, bare_exit)]
+    for name, body, floor in ends:
+        for workers in WORKERS:
+            pair = functools.partial(body, workers), functools.partial(floor, workers)
+            ours, bares = repeated(f"{name}, {workers} workers", options.trials, *pair)
+            middle, low = statistics.median(ours), statistics.median(bares)
+            ratio = f"{middle / low:.2f}"
+            lines.append(f"| {name} | {workers} | {ms(middle)} | {ms(max(ours))} | {ms(low)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    return (
+        f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Puts the figures between the two marks of a document."""
+    before, _, after = path.read_text().split(FIGURES)
+    path.write_text(f"{before}{FIGURES}\n\n{text}\n\n{FIGURES}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=100, help="of each figure (default: %(default)s)")
+    parser.add_argument("--long-trials", type=int, default=10, help="of those of seconds (default: %(default)s)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help=f"put the tables between two lines {FIGURES}")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    text = f"`make reliability-figures`, on {machine()}; {options.trials} trials each.\n\n{tables(options)}"
+    print(text)
+    if options.write:
+        write(options.write, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The rows of the comparison with torch: what is in a batch, and how many make an epoch."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+IMAGE = (3, 224, 224)
+MB = 1 << 20
+
+
+class Samples(torch.utils.data.Dataset):
+    """`length` samples, by turns from a few that were made beforehand; `fresh` copies one when asked for."""
+
+    def __init__(self, samples: list[Any], length: int, fresh: Callable[[Any], Any] | None = None):
+        self.samples = samples
+        self.length = length
+        self.fresh = fresh
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index % len(self.samples)]
+        return sample if self.fresh is None else self.fresh(sample)
+
+
+def identity(batch: Any) -> Any:
+    return batch
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def scalars() -> list[Any]:
+    return [torch.tensor(float(i)) for i in range(256)]
+
+
+def floats8() -> list[Any]:
+    return list(torch.rand(256, 8).unbind())
+
+
+def tokens() -> list[Any]:
+    names = ("input_ids", "attention_mask", "labels")
+    return [{name: torch.randint(50_000, (512,)) for name in names} for _ in range(128)]
+
+
+def fields64() -> list[Any]:
+    return [{f"field_{k:02d}": float(i * 64 + k) for k in range(64)} for i in range(128)]
+
+
+def leaves50() -> list[Any]:
+    return [[torch.rand(4096) for _ in range(50)] for _ in range(4)]
+
+
+def images_u8() -> list[Any]:
+    return [(torch.randint(256, IMAGE, dtype=torch.uint8), i % 10) for i in range(64)]
+
+
+def images_f32() -> list[Any]:
+    return [(torch.rand(IMAGE), i % 10) for i in range(64)]
+
+
+def images_numpy() -> list[Any]:
+    random = np.random.default_rng(0)
+    return [(random.integers(256, size=IMAGE, dtype=np.uint8), i % 10) for i in range(64)]
+
+
+def large_tensors() -> list[Any]:
+    return [torch.rand(64, *IMAGE) for _ in range(2)]
+
+
+def large_arrays() -> list[Any]:
+    return [np.random.default_rng(i).random(2 * MB) for i in range(2)]
+
+
+def texts() -> list[Any]:
+    return [bytes([i]) * 100 if i % 2 else f"sample number {i}" for i in range(128)]
+
+
+def jpegs() -> list[Any]:
+    """Files of photographs' size: coarse noise, made smooth as photographs are, with a little fine noise on it."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    files = []
+    for _ in range(32):
+        coarse = Image.fromarray(random.integers(256, size=(16, 20, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16)
+        noisy = (smooth + random.integers(-8, 9, size=smooth.shape)).clip(0, 255).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noisy).save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
+    return files
+
+
+def decode(file: bytes) -> torch.Tensor:
+    """A picture as a tensor of IMAGE's shape, u8."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(file)) as image:
+        small = image.convert("RGB").resize((IMAGE[2], IMAGE[1]), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1)
+
+
+def hundred_mb() -> list[Any]:
+    """A dataset that takes its time to be sent to a spawned worker."""
+    return list(np.random.default_rng(0).random((100, MB // 8)))
+
+
+def one(array: np.ndarray) -> torch.Tensor:
+    return torch.tensor(array[0])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of batch."""
+
+    name: str
+    what: str
+    batches: int  # an epoch
+    batch_size: int | None
+    samples: Callable[[], list[Any]]
+    fresh: Callable[[Any], Any] | None = None
+    collate: Callable[[Any], Any] | None = None
+    # In place of the comparison's own.
+    workers: int | None = None
+    start_method: str | None = None
+    # A round is so many epochs: one alone would be too short to be timed.
+    epochs: int = 1
+    # Timed to the first batch, and not to the epoch's end; persistent workers make no sense there.
+    to_first: bool = False
+
+
+ROWS = [
+    Row("scalar", "one 0-d float tensor, batch 1", 8000, 1, scalars),
+    Row("floats8", "8 floats, batch 64", 1500, 64, floats8),
+    Row("tokens", "dict of 3 int64 fields of 512, batch 32", 1000, 32, tokens),
+    Row("fields64", "dict of 64 Python floats, batch 32", 200, 32, fields64),
+    Row("leaves50", "50 tensors of 16 KiB, batch_size=None", 300, None, leaves50, fresh=clone_all),
+    Row("images_u8", "u8 images and labels, batch 64, 9.6 MB", 400, 64, images_u8),
+    Row("images_f32", "f32 images and labels, batch 64, 38.5 MB", 150, 64, images_f32),
+    Row("images_f32_256", "f32 images and labels, batch 256, 154 MB", 40, 256, images_f32),
+    Row("images_numpy", "NumPy u8 images and labels, batch 64", 400, 64, images_numpy),
+    Row("ready_tensor", "one ready 38.5 MB tensor, fresh each time", 100, None, large_tensors, fresh=clone),
+    Row(
+        "ready_numpy",
+        "one ready 16 MB NumPy array, collate = identity",
+        150,
+        None,
+        large_arrays,
+        collate=identity,
+    ),
+    Row("texts", "list of bytes and str, batch 64", 500, 64, texts),
+    Row("same_tensor", "the same 38.5 MB tensor again and again", 100, None, large_tensors),
+    Row("jpeg", "JPEG decoded and resized, batch 32, 4.8 MB", 30, 32, jpegs, fresh=decode),
+    Row("epoch_start", "8 batches of one scalar, 4 workers", 8, 1, scalars, workers=4, epochs=10),
+    Row(
+        "start_spawn",
+        "to the first batch, a dataset of 100 MB, 4 workers, spawn",
+        8,
+        1,
+        hundred_mb,
+        fresh=one,
+        workers=4,
+        start_method="spawn",
+        to_first=True,
+    ),
+    Row(
+        "start_forkserver",
+        "the same, forkserver with torch preloaded",
+        8,
+        1,
+        hundred_mb,
+        fresh=one,
+        workers=4,
+        start_method="forkserver",
+        to_first=True,
+    ),
+]

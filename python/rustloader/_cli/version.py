@@ -1,0 +1,14 @@
+"""``--version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+
+def main(options: Any) -> int:
+    from rustloader import __version__
+
+    print(f"rustloader {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
+    return 0

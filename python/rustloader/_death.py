@@ -1,0 +1,44 @@
+"""What is said of a worker that has died."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import signal
+from typing import Any
+
+__all__ = ["describe"]
+
+# Seconds from a worker's end to the fork server's word on how it ended.
+_STATUS_AFTER = 1.0
+
+
+def describe(process: Any, status: tuple[str, int, str] | None) -> str:
+    """torch's text for a worker's death, by its process and by what the engine says of how it ended."""
+    if status is None:
+        # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
+        # later. Not join(): where somebody has closed all descriptors that would wait without end.
+        with contextlib.suppress(OSError, ValueError):
+            multiprocessing.connection.wait([process.sentinel], _STATUS_AFTER)
+    if status is None and process.exitcode:
+        code = process.exitcode
+        status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
+    if status is None or status[:2] == ("code", 0):
+        return f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"
+    kind, number, name = status
+    if kind == "code":
+        return (
+            f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {number}. "
+            "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
+        )
+    text = f"DataLoader worker (pid {process.pid}) is killed by signal: {name}. "
+    if number == signal.SIGBUS:
+        text += (
+            "It is possible that dataloader's workers are out of shared memory. "
+            "Please try to raise your shared memory limit."
+        )
+    return text
+
+
+def _signal_name(number: int) -> str:
+    return signal.strsignal(number) or f"Unknown signal {number}"

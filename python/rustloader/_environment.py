@@ -1,0 +1,128 @@
+"""``RUSTLOADER_INSTALL``: :func:`rustloader.install` without a line of code, as soon as torch has been imported.
+
+Not sooner: a program may set variables that torch reads when it is imported, or never import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import logging
+import os
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from multiprocessing import spawn
+from typing import Any
+
+__all__ = ["follow"]
+
+logger = logging.getLogger("rustloader")
+
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_FLAGS = ("in_order", "persistent_workers")
+_OPTIONS = (*_FLAGS, "prefetch_factor", "multiprocessing_context")
+# What waits for torch, once the variable is followed.
+_following: _AfterTorch | None = None
+
+
+def follow(setting: str) -> None:
+    """Does what the variable says: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    global _following
+    options = _parsed(setting)
+    if options is None:
+        return
+    if _following is None:
+        _following = _AfterTorch(options)
+        _children_follow()
+        if "torch" not in sys.modules:
+            sys.meta_path.insert(0, _following)
+    # `run` has options beside those of the variable that it found.
+    _following.options |= options
+    if _following not in sys.meta_path:
+        _install(options)
+
+
+def _parsed(setting: str) -> dict[str, Any] | None:
+    text = setting.strip().lower()
+    if text in _NO:
+        return None
+    options: dict[str, Any] = {}
+    for part in () if text in _YES else text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in _FLAGS and value in _YES + _NO[1:]:
+            options[name] = value in _YES
+        elif name == "prefetch_factor" and value.isdecimal():
+            options[name] = int(value)
+        elif name == "multiprocessing_context" and value:
+            options[name] = value
+        else:
+            raise ValueError(
+                f"RUSTLOADER_INSTALL={setting}: it can be 1, 0, or options of rustloader.install() with commas between "
+                f"({', '.join(_OPTIONS)}), as in prefetch_factor=4,in_order=0"
+            )
+    return options
+
+
+def _install(options: dict[str, Any]) -> None:
+    try:
+        importlib.import_module("rustloader._install").install(**options)
+    except RuntimeError as error:
+        logger.warning("RUSTLOADER_INSTALL has no effect: %s", error)
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch as the other finders do, and installs when its code has run."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                break
+        else:
+            return None
+        if spec.loader is not None:
+            self._follow_up(spec.loader)
+        return spec
+
+    def _follow_up(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            _install(self.options)
+
+        loader.exec_module = exec_module
+
+
+class _Here:
+    """What unpickles as an import of this package, wherever the child process would look for it."""
+
+    def __reduce__(self) -> Any:
+        parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        return exec, (f"import sys; {parent!r} in sys.path or sys.path.append({parent!r}); import rustloader",)
+
+
+def _children_follow() -> None:
+    """Processes that multiprocessing spawns, as launchers of distributed training do, follow the variable as well. They
+    unpickle what this function gives before they import the program's main module."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"rustloader": _Here(), **prepare(name)}
+
+    spawn.get_preparation_data = get_preparation_data

@@ -1,0 +1,81 @@
+"""``rustloader.report()``: statistics for metrics, now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rustloader import _core
+
+if TYPE_CHECKING:
+    from rustloader._figures import Stats
+
+__all__ = ["look", "report"]
+
+
+class _Reporter:
+    """One ``report`` that is in force."""
+
+    def __init__(self, source: Any, callback: Callable[[Stats], object], every: float) -> None:
+        self.source, self.callback, self.every = source, callback, every
+        self.due = time.monotonic() + every
+
+    def tell(self) -> None:
+        from rustloader._stats import stats
+
+        # First, so that a callback which iterates over a loader itself does not come back here.
+        self.due = time.monotonic() + self.every
+        self.callback(stats(self.source))
+
+
+# Those in force. While there are some, `_core.observed()` has each `next` come to `look`.
+_running: list[_Reporter] = []
+
+
+def look() -> None:
+    """Calls the callbacks that are due."""
+    for reporter in list(_running):
+        if time.monotonic() >= reporter.due:
+            reporter.tell()
+
+
+def _forget_all() -> None:
+    """In a forked child: workers report nothing, whatever loaders they have."""
+    _running.clear()
+    _core.set_reporting(False)
+
+
+@contextlib.contextmanager
+def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
+    """Calls ``callback`` with the statistics of a loader now and then, for the body of a ``with`` statement.
+
+    There is no thread behind it: the callback runs in the training loop, at the first ``next`` of any of rustloader's
+    iterators after ``every`` seconds, before that takes a batch, and once more at the end of the body. What it raises
+    comes out of that ``next``; no batch is lost. Its time counts as part of the training step. With ``num_workers=0``
+    there is no such ``next``, only the end.
+
+    Args:
+        source: a loader or an iterator, as for ``rustloader.stats()``.
+        callback: takes a ``Stats``; ``stats.as_dict(flat=True)`` has names and floats for TensorBoard and Prometheus.
+        every: seconds between two calls, greater than 0.
+
+    Raises:
+        ValueError: ``every`` is not greater than 0.
+    """
+    if not every > 0:
+        raise ValueError(f"rustloader.report(every={every!r}): it has to be a number of seconds greater than 0")
+    reporter = _Reporter(source, callback, every)
+    _running.append(reporter)
+    _core.set_reporting(True)
+    try:
+        yield
+    finally:
+        _running.remove(reporter)
+        _core.set_reporting(bool(_running))
+        reporter.tell()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,125 @@
+//! What comes in: results out of the rings or from the pin thread, and the ends of workers, as events of the scheduler.
+
+use crossbeam_channel::TryRecvError;
+
+use super::completions::{Arrival, Completions, Incoming};
+use super::{Engine, pin};
+use crate::error::{Error, Result};
+use crate::id::{TaskId, WorkerId};
+use crate::scheduler::Event;
+use crate::wire::ResultKind;
+
+/// Where results come from.
+#[derive(Debug)]
+pub(super) enum Intake<B> {
+    /// Out of the rings.
+    Rings(Completions),
+    /// From the pin thread.
+    Thread(pin::Link<B>),
+}
+
+impl<T, B: Send + 'static> Engine<T, B> {
+    /// Takes what has come into the scheduler and carries out what that wants. It stops at a result that is tied to its
+    /// worker: that the worker may leave stands behind it in the same ring.
+    #[inline]
+    pub(super) fn take_in(&mut self) -> Result<()> {
+        while self.tied.is_none()
+            && let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some((_, incoming)) = completions.next(&self.handle.arena)?
+        {
+            if incoming.entry.kind == ResultKind::Tied {
+                self.tied = Some(incoming);
+            } else {
+                self.completed(incoming, None)?;
+            }
+        }
+        self.take_parcels()?;
+        self.effects()
+    }
+
+    /// Takes what the caller has made of the result of [`Step::Open`].
+    pub fn opened(&mut self, ready: B) -> Result<()> {
+        let incoming = self.tied.take().ok_or_else(|| Error::usage("no result was to be opened"))?;
+        self.tick();
+        let result = self.completed(incoming, Some(ready)).and_then(|()| self.effects());
+        self.sticky(result)
+    }
+
+    #[inline]
+    fn take_parcels(&mut self) -> Result<()> {
+        while let Some(Intake::Thread(link)) = &self.intake {
+            match link.parcels.try_recv() {
+                Ok(parcel) => self.unpack(parcel)?,
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => {
+                    self.pin_thread_gone.get_or_insert_with(String::new);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
+        match parcel {
+            pin::Parcel::Result(incoming, ready) => self.completed(incoming, ready),
+            pin::Parcel::Drained(worker) => self.died(worker),
+            pin::Parcel::Broken(error) => Err(error),
+            pin::Parcel::Gone(cause) => {
+                self.pin_thread_gone = Some(cause);
+                Ok(())
+            }
+        }
+    }
+
+    #[inline]
+    fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
+        let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
+        let worker = WorkerId(incoming.worker);
+        let result = Arrival { incoming, ready };
+        self.event(match kind {
+            ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied => {
+                Event::Completed { worker, task, result }
+            }
+            ResultKind::Error => Event::Failed { worker, task, result },
+            ResultKind::Exhausted => Event::Exhausted { worker, task },
+            ResultKind::Resumed => Event::Resumed { worker },
+        })
+    }
+
+    /// Whether there is something to take in.
+    #[inline]
+    pub(super) fn has_news(&self) -> bool {
+        match &self.intake {
+            Some(Intake::Rings(completions)) => completions.marked(&self.handle.arena),
+            Some(Intake::Thread(link)) => !link.parcels.is_empty(),
+            None => false,
+        }
+    }
+
+    /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
+    pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
+        if let Some(Intake::Thread(link)) = &self.intake {
+            if link.drain.try_send(worker).is_ok() {
+                return self.handle.ring();
+            }
+            // The thread has ended. What it had handed on came before.
+            self.take_parcels()?;
+            return self.died(worker);
+        }
+        if let Some(incoming) = self.tied.take_if(|tied| tied.worker == worker) {
+            self.completed(incoming, None)?;
+        }
+        while let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some(incoming) = completions.pop(worker)?
+        {
+            self.completed(incoming, None)?;
+        }
+        self.died(worker)
+    }
+
+    fn died(&mut self, worker: u32) -> Result<()> {
+        self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
+        self.effects()
+    }
+}

@@ -1,0 +1,127 @@
+//! A worker's process: whether and how it has ended, and signals for it.
+
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::sys;
+use crate::sys::pidfd::ExitStatus;
+
+/// A worker's process.
+#[derive(Debug)]
+pub struct Process {
+    /// Process id.
+    pub pid: i32,
+    /// Reports its end; `None` where the system refuses pidfds.
+    pub pidfd: Option<sys::pidfd::PidFd>,
+    /// What tells the pidfd from a file of somebody who has closed all descriptors.
+    identity: Option<sys::identity::FdIdentity>,
+    /// Start time by /proc, which tells it from a later process of the same number; 0 where it could not be read.
+    start_time: u64,
+    /// When it was noted, by the monotonic clock.
+    pub started: Duration,
+    /// It had ended, and somebody had reaped it, before it could be opened: the number is free for others.
+    was_gone: bool,
+}
+
+impl Process {
+    pub(super) fn open(pid: i32) -> Self {
+        let start_time = sys::pidfd::start_time(pid).unwrap_or(0);
+        let started = sys::clock::monotonic();
+        let (pidfd, was_gone) = match sys::pidfd::PidFd::open(pid) {
+            Ok(pidfd) => (Some(pidfd), false),
+            Err(error) => (None, matches!(error, Error::Os { errno: libc::ESRCH, .. })),
+        };
+        let identity =
+            pidfd.as_ref().and_then(|it| sys::identity::FdIdentity::of(it.as_fd().as_raw_fd()).ok());
+        Self { pid, pidfd, identity, start_time, started, was_gone }
+    }
+
+    /// Whether it has ended, reaped or not.
+    pub fn has_exited(&self) -> bool {
+        match &self.pidfd {
+            // Its number may name somebody else's file by now, which is as readable as an ended process.
+            Some(pidfd) if self.identity.is_some_and(|it| !it.same_inode(pidfd.as_fd().as_raw_fd())) => {
+                self.has_exited_by_number()
+            }
+            Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
+            None => self.was_gone || self.has_exited_by_number(),
+        }
+    }
+
+    fn has_exited_by_number(&self) -> bool {
+        sys::pidfd::has_exited(self.pid, self.start_time)
+    }
+
+    /// How it ended, where that can be told.
+    pub fn status(&self) -> Option<ExitStatus> {
+        match &self.pidfd {
+            Some(pidfd) => pidfd.status(),
+            None if self.was_gone => None,
+            None => sys::pidfd::child_status(self.pid),
+        }
+    }
+
+    pub(super) fn signal(&self, signal: i32) {
+        if self.has_exited() {
+            return;
+        }
+        // A process that has just ended is no error here.
+        let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
+        // By its number only what is surely the worker: somebody who was started at the same time, or a child of ours.
+        let same = || {
+            self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time)
+        };
+        if !sent && (same() || sys::pidfd::is_child(self.pid)) {
+            let _ = sys::signal::kill(self.pid, signal);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+    use crate::sys::pidfd::PidFd;
+
+    #[test]
+    fn a_process_that_was_reaped_before_it_was_opened_has_exited() {
+        let mut child = Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let process = Process::open(child.id() as i32);
+        assert!(process.has_exited() && process.was_gone);
+        assert_eq!(process.status(), None);
+        // Somebody else's by now.
+        let process = Process { pid: std::process::id() as i32, ..process };
+        assert!(process.has_exited());
+        process.signal(libc::SIGKILL);
+    }
+
+    #[test]
+    fn without_pidfd_and_start_time_only_a_child_is_signalled() {
+        // The shell's child is none of ours, and becomes init's.
+        let mut shell = Command::new("sh")
+            .args(["-c", "sleep 100 >&- & echo $!"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut number = String::new();
+        shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
+        shell.wait().unwrap();
+        let started = Duration::ZERO;
+        let unknown =
+            |pid| Process { pid, pidfd: None, identity: None, start_time: 0, started, was_gone: false };
+        let stranger = number.trim().parse().unwrap();
+        let watch = PidFd::open(stranger).unwrap();
+        unknown(stranger).signal(libc::SIGKILL);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!watch.has_exited().unwrap());
+        watch.send_signal(libc::SIGKILL).unwrap();
+
+        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        unknown(child.id() as i32).signal(libc::SIGKILL);
+        child.wait().unwrap();
+    }
+}

@@ -1,0 +1,97 @@
+//! The end of an engine, and what becomes of its arena.
+
+use std::sync::Arc;
+
+use super::completions::{self, Completions};
+use super::intake::Intake;
+use super::{Engine, pin};
+use crate::scheduler::Event;
+use crate::shm::arena::Arena;
+use crate::shm::pool;
+use crate::sync::Ordering;
+
+/// What becomes of an arena after its iterator.
+#[derive(Debug)]
+pub enum Ending {
+    /// Somebody else has seen to it.
+    Nothing,
+    /// The next iterator may have it.
+    Pool(Arc<Arena>),
+    /// Nobody is to use it again.
+    Retire(Arc<Arena>),
+}
+
+impl Ending {
+    /// Puts the arena into the pool or gives its pages back; to be called without the GIL.
+    pub fn carry_out(self) {
+        match self {
+            Self::Nothing => {}
+            Self::Pool(arena) => pool::put(arena),
+            Self::Retire(arena) => arena.retire(),
+        }
+    }
+}
+
+impl<T, B: Send + 'static> Engine<T, B> {
+    /// Ends the engine after its workers have ended, and gives back what nobody will read. What is left to do with the arena
+    /// ([`Ending::carry_out`]) takes its time and needs nothing of the engine.
+    pub fn finish(&mut self) -> Ending {
+        if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
+            return Ending::Nothing;
+        }
+        self.handle.part_with_arena();
+        let arena = self.arena().clone();
+        if self.broken.is_some() || !self.handle.all_left() {
+            return Ending::Retire(arena);
+        }
+        if let Some(incoming) = self.tied.take() {
+            completions::discard(&arena, &incoming);
+        }
+        // The thread itself is asked: it has the consumer's ends of the rings for as long as it runs.
+        if self.handle.pinning().is_some_and(pin::Control::is_alive) {
+            return Ending::Retire(arena);
+        }
+        if let Some(Intake::Thread(link)) = &self.intake {
+            while let Ok(parcel) = link.parcels.try_recv() {
+                if let pin::Parcel::Result(incoming, None) = parcel {
+                    completions::discard(&arena, &incoming);
+                }
+            }
+        }
+        // Where a thread had the rings, its ends have gone with it.
+        let mut rings = Completions::new(&arena);
+        for worker in 0..arena.geometry().workers {
+            loop {
+                match rings.pop(worker) {
+                    Ok(Some(incoming)) => completions::discard(&arena, &incoming),
+                    Ok(None) => break,
+                    Err(_) => return Ending::Retire(arena),
+                }
+            }
+        }
+        match self.event(Event::Shutdown).and_then(|()| self.effects()) {
+            Ok(()) => Ending::Pool(arena),
+            Err(_) => Ending::Retire(arena),
+        }
+    }
+}
+
+impl<T, B: Send + 'static> Drop for Engine<T, B> {
+    fn drop(&mut self) {
+        if !self.handle.is_ours() {
+            // The pin thread of the parent may have held the channel's locks at the fork.
+            std::mem::forget(self.intake.take());
+            return;
+        }
+        if let Some(control) = self.handle.pinning() {
+            control.stop();
+            let _ = self.handle.ring();
+        }
+        if !self.finished {
+            // The workers, if there are any, have been told to leave; their results are nobody's.
+            // As in `Handle::close`.
+            self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
+            self.arena().retire();
+        }
+    }
+}

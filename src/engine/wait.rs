@@ -1,0 +1,104 @@
+//! Waiting for the doorbell, for workers' pidfds and for the time left; and what has been found there.
+
+use std::time::Duration;
+
+use super::handle::SLICE;
+use super::intake::Intake;
+use super::process::Process;
+use super::{DOORBELL, Engine};
+use crate::error::Result;
+use crate::shm::pool;
+use crate::sys;
+use crate::sys::poll::WaitOutcome;
+
+/// So often a `next` that never waits looks for ended workers.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+impl<T, B: Send + 'static> Engine<T, B> {
+    /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
+    #[inline]
+    pub(super) fn look_for_deaths(&mut self) -> Result<bool> {
+        if self.now - self.looked < LOOK_EVERY {
+            return Ok(false);
+        }
+        self.looked = self.now;
+        self.ready.clear();
+        self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
+        Ok(true)
+    }
+
+    /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
+    pub fn interrupted(&mut self) {
+        self.waiting = false;
+    }
+
+    /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until
+    /// `deadline` and at most one slice. To be called without the GIL.
+    pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
+        self.ready.clear();
+        let start = sys::clock::monotonic();
+        self.watch.wait_begins(start, self.scheduler.is_blocked());
+        loop {
+            sys::clock::yield_now();
+            if self.has_news() {
+                return Ok(());
+            }
+            if sys::clock::monotonic() - start > sys::clock::YIELD_FOR {
+                break;
+            }
+        }
+        let sleeper = match &self.intake {
+            Some(Intake::Thread(link)) => &link.control.sleeper,
+            _ => &self.handle.arena.header().doorbell.0,
+        };
+        sleeper.announce();
+        if self.has_news() || self.handle.closing() {
+            sleeper.awake();
+            return Ok(());
+        }
+        let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
+        let limit = if self.unwatched.is_empty() { limit } else { limit.min(Duration::from_millis(20)) };
+        let outcome = self.poll.wait(Some(limit), &mut self.ready);
+        sleeper.awake();
+        match outcome? {
+            WaitOutcome::Interrupted | WaitOutcome::TimedOut => pool::trim(),
+            WaitOutcome::Ready => {}
+        }
+        Ok(())
+    }
+
+    /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
+    /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
+    pub fn after_wait(&mut self) -> Result<()> {
+        self.tick();
+        self.looked = self.now;
+        self.watch.wait_ends(self.now, &self.handle.meter);
+        let result = self.take_notice();
+        self.sticky(result)
+    }
+
+    pub(super) fn take_notice(&mut self) -> Result<()> {
+        let ready = std::mem::take(&mut self.ready);
+        for &token in &ready {
+            if token == DOORBELL {
+                match &self.intake {
+                    Some(Intake::Thread(link)) => link.control.pickup.drain()?,
+                    _ => self.handle.doorbell.drain()?,
+                }
+            } else {
+                let worker = token as u32;
+                self.poll.remove(token)?;
+                if self.handle.process(worker).is_some_and(Process::has_exited) {
+                    self.ended(worker)?;
+                } else {
+                    // Somebody has closed the pidfd, and its number is another file's.
+                    self.unwatched.push(worker);
+                }
+            }
+        }
+        self.ready = ready;
+        let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(Process::has_exited);
+        let gone: Vec<u32> = self.unwatched.extract_if(.., ended).collect();
+        gone.into_iter().try_for_each(|worker| self.ended(worker))
+    }
+}

@@ -1,0 +1,317 @@
+//! What is counted of an iterator, for statistics: plain numbers that anybody may read at any time, without the turn.
+//!
+//! A counter has one writer at a time, whoever has the turn or the pin thread, so that an addition is a load and a store.
+//! The locks are taken where a task is among the slowest so far, when an iterator ends, and by who asks.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::shm::arena::{Arena, Usage};
+use crate::shm::layout::{StatusPage, WorkerState};
+use crate::sys;
+use crate::wire::Timings;
+
+/// So many of the slowest tasks are kept.
+const SLOWEST: usize = 8;
+
+/// What is counted; times are in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Count {
+    /// Epochs begun.
+    Epochs,
+    /// Batches handed out.
+    Batches,
+    /// Their bytes: messages and leaves.
+    Bytes,
+    /// Leaves that workers copied into the arena, because they were made elsewhere.
+    Copies,
+    /// Bytes of these.
+    CopiedBytes,
+    /// Batches that came as a pickle.
+    Pickled,
+    /// In `next`, all of it.
+    Next,
+    /// In `next`, waiting for a batch that is not an epoch's first.
+    Waited,
+    /// In `next`, waiting for the first batch of an epoch.
+    First,
+    /// Of `Waited`: while later batches were there already.
+    Blocked,
+    /// In `next`, in the sampler, and sending what it gave; only behind a `next` that worked for long.
+    Sampler,
+    /// Between two calls of `next` of one epoch.
+    Step,
+    /// Batches that the pin thread made ready.
+    Pinned,
+    /// In making them ready.
+    Pinning,
+}
+
+impl Count {
+    /// Number of counters.
+    const LEN: usize = 14;
+
+    /// All, with their names.
+    pub const ALL: [(Self, &'static str); Self::LEN] = [
+        (Self::Epochs, "epochs"),
+        (Self::Batches, "batches"),
+        (Self::Bytes, "bytes"),
+        (Self::Copies, "copies"),
+        (Self::CopiedBytes, "copied_bytes"),
+        (Self::Pickled, "pickled"),
+        (Self::Next, "next"),
+        (Self::Waited, "waited"),
+        (Self::First, "first"),
+        (Self::Blocked, "blocked"),
+        (Self::Sampler, "sampler"),
+        (Self::Step, "step"),
+        (Self::Pinned, "pinned"),
+        (Self::Pinning, "pinning"),
+    ];
+}
+
+/// What a worker has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkerTotals {
+    /// Its process id; 0 before it has started.
+    pub pid: u32,
+    /// Whether its process runs.
+    pub alive: bool,
+    /// Batches and errors that it sent.
+    pub tasks: u64,
+    /// Nanoseconds in each state, by the state's number.
+    pub spent_ns: [u64; WorkerState::COUNT],
+}
+
+impl WorkerTotals {
+    /// By a status page, at a time in monotonic nanoseconds.
+    fn of(page: &StatusPage, alive: bool, now: u64) -> Self {
+        // The sums before the begin of the state that is added: a change between the two leaves a little out, until the next look.
+        let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Relaxed));
+        let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
+        let since = page.since_ns.load(Ordering::Relaxed);
+        if alive && since != 0 {
+            let sum: &mut u64 = &mut spent_ns[state as usize];
+            *sum = sum.saturating_add(now.saturating_sub(since));
+        }
+        let (pid, tasks) = (page.pid.load(Ordering::Relaxed), page.sent.load(Ordering::Relaxed));
+        Self { pid, alive, tasks, spent_ns }
+    }
+
+    /// Adds what a later worker of the same number has done.
+    fn add(&mut self, later: &Self) {
+        self.tasks = self.tasks.wrapping_add(later.tasks);
+        for (sum, more) in self.spent_ns.iter_mut().zip(&later.spent_ns) {
+            *sum = sum.wrapping_add(*more);
+        }
+        if later.pid != 0 {
+            (self.pid, self.alive) = (later.pid, later.alive);
+        }
+    }
+}
+
+/// One of the slowest tasks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlowTask {
+    /// The worker that did it.
+    pub worker: u32,
+    /// How long its parts took.
+    pub timings: Timings,
+    /// Its index batch, as texts show it.
+    pub index: String,
+}
+
+/// All figures, as they are at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// By the number of the [`Count`].
+    pub counts: [u64; Count::LEN],
+    /// By the worker's number.
+    pub workers: Vec<WorkerTotals>,
+    /// The slowest first.
+    pub slowest: Vec<SlowTask>,
+    /// Of the arenas that iterators have now.
+    pub usage: Usage,
+    /// The most bytes of pages that an iterator's arena has had.
+    pub high_water: u64,
+    /// Pin threads that run.
+    pub pin_threads: u32,
+}
+
+impl Totals {
+    /// Adds the figures of a later iterator.
+    pub fn add(&mut self, later: &Self) {
+        for (sum, more) in self.counts.iter_mut().zip(later.counts) {
+            *sum = sum.wrapping_add(more);
+        }
+        self.add_workers(&later.workers);
+        self.slowest.extend_from_slice(&later.slowest);
+        self.slowest.sort_by_key(|task| std::cmp::Reverse(task.timings.total_us()));
+        self.slowest.truncate(SLOWEST);
+        self.usage = self.usage + later.usage;
+        self.high_water = self.high_water.max(later.high_water);
+        self.pin_threads += later.pin_threads;
+    }
+
+    fn add_workers(&mut self, later: &[WorkerTotals]) {
+        if self.workers.len() < later.len() {
+            self.workers.resize(later.len(), WorkerTotals::default());
+        }
+        for (sum, more) in self.workers.iter_mut().zip(later) {
+            sum.add(more);
+        }
+    }
+
+    /// Adds what an arena tells of its workers and of itself, while they use it.
+    pub fn add_arena(&mut self, arena: &Arena, alive: impl Fn(u32) -> bool) {
+        let now = sys::clock::monotonic_ns();
+        let totals = |worker| WorkerTotals::of(&arena.control(worker).status, alive(worker), now);
+        let workers: Vec<_> = (0..arena.geometry().workers).map(totals).collect();
+        self.add_workers(&workers);
+        let usage = arena.usage();
+        self.high_water = self.high_water.max(usage.high_water);
+        self.usage = self.usage + usage;
+    }
+}
+
+/// The counters of one iterator, or of all iterators that a loader has had.
+#[derive(Debug, Default)]
+pub struct Meter {
+    counts: [AtomicU64; Count::LEN],
+    /// A task that takes longer than so many microseconds is among the slowest.
+    slow_from: AtomicU64,
+    /// What ends have left, and the slowest tasks; its counts are not used.
+    rest: Mutex<Totals>,
+}
+
+impl Meter {
+    /// Adds to a counter. For its one writer.
+    #[inline]
+    pub fn add(&self, count: Count, more: u64) {
+        let word = &self.counts[count as usize];
+        word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
+    }
+
+    /// Adds a time to a counter. For its one writer.
+    #[inline]
+    pub fn add_time(&self, count: Count, time: Duration) {
+        self.add(count, time.as_nanos() as u64);
+    }
+
+    /// What a counter has come to.
+    #[inline]
+    pub fn get(&self, count: Count) -> u64 {
+        self.counts[count as usize].load(Ordering::Relaxed)
+    }
+
+    fn rest(&self) -> MutexGuard<'_, Totals> {
+        self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a task that took so long is among the slowest so far, and so wanted by [`Meter::note_slow`].
+    #[inline]
+    pub fn is_slow(&self, timings: &Timings) -> bool {
+        timings.total_us() > self.slow_from.load(Ordering::Relaxed)
+    }
+
+    /// Takes a task in among the slowest.
+    pub fn note_slow(&self, task: SlowTask) {
+        let mut rest = self.rest();
+        let place = rest.slowest.partition_point(|other| other.timings.total_us() >= task.timings.total_us());
+        rest.slowest.insert(place, task);
+        rest.slowest.truncate(SLOWEST);
+        if let Some(last) = rest.slowest.get(SLOWEST - 1) {
+            self.slow_from.store(last.timings.total_us(), Ordering::Relaxed);
+        }
+    }
+
+    /// Keeps what an arena tells of its workers, which have ended: it may go to another iterator now.
+    pub fn keep(&self, arena: &Arena) {
+        let mut rest = self.rest();
+        rest.add_arena(arena, |_| false);
+        rest.usage = Usage::default();
+    }
+
+    /// Takes in the figures of an iterator that has ended.
+    pub fn absorb(&self, ended: &Totals) {
+        for (word, more) in self.counts.iter().zip(ended.counts) {
+            word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
+        }
+        let mut rest = self.rest();
+        rest.add(&Totals {
+            counts: [0; Count::LEN],
+            usage: Usage::default(),
+            pin_threads: 0,
+            ..ended.clone()
+        });
+        // Its process has ended, as far as it is this iterator's affair.
+        rest.workers.iter_mut().for_each(|worker| worker.alive = false);
+    }
+
+    /// All that is known without a look at the arena. In a forked child whose parent was in here, that is the counters.
+    pub fn totals(&self) -> Totals {
+        let rest = self.rest.try_lock().map(|rest| rest.clone()).unwrap_or_default();
+        Totals { counts: std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed)), ..rest }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn task(us: u32) -> SlowTask {
+        SlowTask {
+            worker: 0,
+            timings: Timings { fetch_us: us, collate_us: 1, pack_us: 1 },
+            index: us.to_string(),
+        }
+    }
+
+    fn indices(totals: &Totals) -> Vec<&str> {
+        totals.slowest.iter().map(|task| task.index.as_str()).collect()
+    }
+
+    #[test]
+    fn names_stand_at_their_counters() {
+        for (number, (count, _)) in Count::ALL.iter().enumerate() {
+            assert_eq!(*count as usize, number);
+        }
+    }
+
+    #[test]
+    fn the_slowest_tasks_are_kept() {
+        let meter = Meter::default();
+        for us in [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15] {
+            if meter.is_slow(&task(us).timings) {
+                meter.note_slow(task(us));
+            }
+        }
+        assert_eq!(indices(&meter.totals()), ["90", "80", "70", "60", "50", "40", "30", "20"]);
+        assert!(!meter.is_slow(&task(20).timings) && meter.is_slow(&task(21).timings));
+    }
+
+    #[test]
+    fn an_ended_iterator_is_taken_in_whole() {
+        let (first, second, all) = (Meter::default(), Meter::default(), Meter::default());
+        for (meter, batches, us) in [(&first, 3, 10), (&second, 4, 20)] {
+            meter.add(Count::Batches, batches);
+            meter.add_time(Count::Waited, Duration::from_micros(u64::from(us)));
+            meter.note_slow(task(us));
+        }
+        let worker = WorkerTotals { pid: 7, alive: true, tasks: 2, spent_ns: [1; WorkerState::COUNT] };
+        let mut ended = first.totals();
+        (ended.workers, ended.high_water) = (vec![worker], 9);
+        all.absorb(&ended);
+        let mut ended = second.totals();
+        (ended.workers, ended.high_water) = (vec![WorkerTotals { pid: 8, ..worker }, worker], 5);
+        all.absorb(&ended);
+        let totals = all.totals();
+        assert_eq!(totals.counts[Count::Batches as usize], 7);
+        assert_eq!(totals.counts[Count::Waited as usize], 30_000);
+        assert_eq!(totals.high_water, 9);
+        assert_eq!(indices(&totals), ["20", "10"]);
+        let both = WorkerTotals { pid: 8, alive: false, tasks: 4, spent_ns: [2; WorkerState::COUNT] };
+        assert_eq!(totals.workers, [both, WorkerTotals { alive: false, ..worker }]);
+    }
+}

@@ -1,0 +1,277 @@
+//! The main process's side: one `Engine` an iterator.
+
+mod epoch;
+mod read;
+mod state;
+mod status;
+mod submit;
+
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use self::state::{InTurn, State};
+use super::pin::{self, Pinner};
+use super::runtime::Runtime;
+use super::turn::Turn;
+use crate::engine::pin::Control;
+use crate::engine::{Engine, Handle};
+use crate::metrics::Count;
+use crate::python::meter::PyMeter;
+use crate::scheduler::Settings;
+use crate::shm::forks;
+use crate::sys::pidfd::{ExitStatus, signal_name};
+use crate::worker::watchdog::Parent;
+
+/// Batches that engines of this process have handed out.
+static BATCHES: AtomicU64 = AtomicU64::new(0);
+
+/// Seconds from which on a timeout is none: 30 years.
+const LONGEST_TIMEOUT: f64 = 1e9;
+
+/// What `progress` answers.
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+
+/// The engine of one iterator. Methods take the turn by themselves, but for those marked so.
+#[pyclass(frozen, name = "Engine", module = "rustloader._core")]
+pub struct PyEngine {
+    state: Mutex<State>,
+    turn: Turn,
+    /// The workers have ended, and whoever has the turn is to finish.
+    finish_wanted: AtomicBool,
+    /// What may be used without the turn.
+    pub handle: Arc<Handle>,
+    runtime: Arc<Runtime>,
+}
+
+/// A number of seconds that a user has set; nothing for what is not greater than 0 (NaN is neither), and for what no clock can
+/// count.
+fn seconds(value: f64) -> Option<Duration> {
+    (value > 0.0 && value < LONGEST_TIMEOUT).then(|| Duration::from_secs_f64(value))
+}
+
+#[pymethods]
+impl PyEngine {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        workers: usize,
+        prefetch_factor: usize,
+        in_order: bool,
+        persistent: bool,
+        timeout: f64,
+        stalls: (f64, f64),
+    ) -> PyResult<Self> {
+        let settings = Settings { workers, prefetch_factor, in_order, persistent, timeout: seconds(timeout) };
+        let mut engine = py.detach(|| Engine::new(settings))?;
+        engine.name_stalls(seconds(stalls.0), seconds(stalls.1));
+        let handle = engine.handle().clone();
+        Ok(Self {
+            state: Mutex::new(State::new(engine)),
+            turn: Turn::default(),
+            finish_wanted: AtomicBool::new(false),
+            handle,
+            runtime: Runtime::get(py)?,
+        })
+    }
+
+    /// What a worker needs to open its port: memfd, doorbell, sizes, and who the main process is.
+    fn shipment(&self) -> (i32, i32, (u64, u32, u32), (i32, u64)) {
+        let geometry = self.handle.arena.geometry();
+        let parent = Parent::this_process();
+        (
+            self.handle.arena.raw_fd(),
+            self.handle.doorbell.as_fd().as_raw_fd(),
+            (geometry.total, geometry.workers, geometry.ring_slots),
+            (parent.pid, parent.start_time),
+        )
+    }
+
+    /// Notes a worker that has been started.
+    fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
+        Ok(self.enter(py)?.state().engine.started(worker, pid)?)
+    }
+
+    /// Begins an epoch: for all but the first has the workers answer, then sends an index for each task that may be
+    /// outstanding. `answer` gets the code of what came instead, or `END`.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        answer: &Bound<'_, PyList>,
+        next_index: &Bound<'_, PyAny>,
+        is_first: bool,
+    ) -> PyResult<()> {
+        self.begin_epoch(py, answer, next_index, is_first)
+    }
+
+    /// Puts the next thing to do into `answer`: a code and its value. For each result that is about to be handed out one more
+    /// index is wanted first, as in torch; the sampler's error there comes at the next call, because the batch is sound.
+    ///
+    /// The result lies in `answer` before this returns: an exception that a signal handler raises just then cannot take it away.
+    fn next(
+        &self,
+        py: Python<'_>,
+        answer: &Bound<'_, PyList>,
+        next_index: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.next_answer(py, answer, next_index)
+    }
+
+    /// Starts the pin thread, after the workers. `pinner` is a `_pin.Pinner`.
+    fn start_pinning(&self, py: Python<'_>, pinner: Py<PyAny>) -> PyResult<()> {
+        let pinner = Pinner::new(py, pinner)?;
+        Ok(self.enter(py)?.state().engine.start_pinning(pinner, pin::run)?)
+    }
+
+    /// Whether a pin thread runs. Without the turn.
+    fn pinning(&self) -> bool {
+        self.handle.is_ours() && self.handle.pinning().is_some_and(Control::is_alive)
+    }
+
+    /// Tells the pin thread to end. Without the turn.
+    fn stop_pinning(&self) {
+        if self.handle.is_ours() {
+            self.handle.stop_pinning();
+        }
+    }
+
+    /// Waits for the pin thread's end, at most `seconds`; says whether it has ended. Without the turn and without the GIL.
+    #[pyo3(signature = (seconds = None))]
+    fn join_pinning(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
+        pin::join(py, &self.handle, seconds)
+    }
+
+    /// The index of the oldest task that a worker has not answered; None if there is none, or another thread is in `next`.
+    fn oldest_index(&self, py: Python<'_>, worker: u32) -> Option<Py<PyAny>> {
+        let state = self.state.try_lock().ok()?;
+        state.engine.oldest_task_of(worker).map(|(_, index)| index.clone_ref(py))
+    }
+
+    /// Whether each worker takes tasks in this epoch.
+    /// None while another thread is in `next`.
+    fn active(&self) -> Option<Vec<bool>> {
+        Some(self.state.try_lock().ok()?.engine.active())
+    }
+
+    /// Tasks sent in this epoch, tasks without a result, tasks not delivered of each worker, and (number, worker) of each task that was not
+    /// delivered. None while another thread is in `next`.
+    fn progress(&self) -> Option<Counters> {
+        let progress = self.state.try_lock().ok()?.engine.progress();
+        Some((progress.sent, progress.outstanding, progress.loads, progress.undelivered))
+    }
+
+    /// Batches handed out so far. Without the turn.
+    #[getter]
+    fn batches(&self) -> u64 {
+        self.handle.meter.get(Count::Batches)
+    }
+
+    /// Tells the workers to leave and wakes a waiting `next`. Without the turn; may be called again. With `exiting` threads
+    /// that wait in `next` stay where they are.
+    #[pyo3(signature = (exiting = false))]
+    fn close(&self, exiting: bool) -> PyResult<()> {
+        if !self.handle.is_ours() {
+            return Ok(());
+        }
+        if exiting {
+            self.handle.exit();
+        }
+        self.handle.close();
+        Ok(())
+    }
+
+    /// True once `close` was called. Without the turn.
+    #[getter]
+    fn closing(&self) -> bool {
+        self.handle.closing()
+    }
+
+    /// False in a forked child. Without the turn.
+    #[getter]
+    fn is_ours(&self) -> bool {
+        self.handle.is_ours()
+    }
+
+    /// Number of workers that run. Without the turn.
+    fn alive(&self) -> usize {
+        self.handle.alive()
+    }
+
+    /// Waits for the workers to end, at most `seconds` and at most one slice. Without the turn and without the GIL.
+    fn wait_gone(&self, py: Python<'_>, seconds: f64) -> PyResult<bool> {
+        let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
+        Ok(py.detach(|| self.handle.wait_gone(limit))?)
+    }
+
+    /// Sends a signal to the workers that run. Without the turn.
+    fn signal_all(&self, signal: i32) {
+        self.handle.signal_all(signal);
+    }
+
+    /// How a worker ended: `("code", n, "")`, `("signal", n, name)`, or None where it cannot be told. Without the turn.
+    fn exit_status(&self, worker: u32) -> Option<(&'static str, i32, String)> {
+        match self.handle.process(worker)?.status()? {
+            ExitStatus::Code(code) => Some(("code", code, String::new())),
+            ExitStatus::Signal(signal) => Some(("signal", signal, signal_name(signal))),
+        }
+    }
+
+    /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. Without the
+    /// turn.
+    fn worker_status<'py>(&self, py: Python<'py>, worker: u32) -> PyResult<Bound<'py, PyDict>> {
+        if worker >= self.handle.arena.geometry().workers {
+            return Err(PyValueError::new_err(format!("there is no worker {worker}")));
+        }
+        status::describe(py, &self.handle.arena.control(worker).status)
+    }
+
+    /// Gives everything back after the workers have ended; while a `next` holds the turn, as soon as it gives that back.
+    fn finish(&self) {
+        // SYNC: finish-wanted (pairs with the Acquire of whoever gives the turn back).
+        self.finish_wanted.store(true, Ordering::Release);
+        if self.turn.try_take() {
+            drop(InTurn { engine: self, state: self.state.try_lock().ok() });
+        }
+    }
+
+    /// Bytes of the arena that have pages, and those of them that somebody holds. Without the turn.
+    fn memory(&self) -> (u64, u64) {
+        let usage = self.handle.arena.usage();
+        (usage.warm, usage.held)
+    }
+
+    /// What is counted of this iterator. Without the turn.
+    #[getter]
+    fn meter(&self) -> PyMeter {
+        PyMeter::of(&self.handle)
+    }
+}
+
+/// Number of batches that engines of this process have delivered.
+#[pyfunction]
+pub fn engine_batches() -> u64 {
+    BATCHES.load(Ordering::Relaxed)
+}
+
+/// Lets go of the arenas that wait for the next iterator; says how many there were.
+#[pyfunction]
+pub fn _trim_pool(py: Python<'_>) -> usize {
+    py.detach(crate::shm::pool::clear)
+}
+
+/// The forks of this thread from here to `end_forks` are the workers of one iterator.
+#[pyfunction]
+pub fn begin_forks() {
+    forks::begin_group();
+}
+
+/// Ends what `begin_forks` began.
+#[pyfunction]
+pub fn end_forks() {
+    forks::end_group();
+}

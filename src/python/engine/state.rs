@@ -1,0 +1,93 @@
+//! What the turn protects.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, TryLockError};
+
+use pyo3::prelude::*;
+
+use super::PyEngine;
+use crate::engine::{Ending, Engine};
+use crate::error::Error;
+use crate::python::pin::Ready;
+
+/// The engine, and what is kept beside it between two calls.
+pub(super) struct State {
+    pub(super) engine: Engine<Py<PyAny>, Ready>,
+    /// Errors of the sampler that are to be raised by the next calls.
+    pub(super) held_back: VecDeque<PyErr>,
+    /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
+    pub(super) owed: u32,
+    /// An index batch for which there was no memory: it is sent before the sampler is asked again.
+    pub(super) unsent: Option<Py<PyAny>>,
+    /// A result whose unpickling was interrupted at first.
+    pub(super) unread: Option<(u8, Py<PyAny>)>,
+    /// Reused for each message.
+    pub(super) buffer: Vec<u8>,
+    /// Reused for each index batch.
+    pub(super) payload: Vec<u8>,
+}
+
+impl State {
+    pub(super) fn new(engine: Engine<Py<PyAny>, Ready>) -> Self {
+        Self {
+            engine,
+            held_back: VecDeque::new(),
+            owed: 0,
+            unsent: None,
+            unread: None,
+            buffer: Vec::new(),
+            payload: Vec::new(),
+        }
+    }
+}
+
+/// The turn and what may be used with it. Given back when it is dropped, also by an error.
+pub(super) struct InTurn<'a> {
+    pub(super) engine: &'a PyEngine,
+    pub(super) state: Option<MutexGuard<'a, State>>,
+}
+
+impl InTurn<'_> {
+    pub(super) fn state(&mut self) -> &mut State {
+        match &mut self.state {
+            Some(state) => state,
+            None => unreachable!("a turn without its state is only ever dropped"),
+        }
+    }
+}
+
+impl Drop for InTurn<'_> {
+    fn drop(&mut self) {
+        let mut ending = Ending::Nothing;
+        if let Some(state) = &mut self.state {
+            state.engine.interrupted();
+            // SYNC: finish-wanted (pairs with the Release in `finish`).
+            if self.engine.finish_wanted.load(Ordering::Acquire) {
+                ending = state.engine.finish();
+            }
+        }
+        self.state = None;
+        self.engine.turn.give_back();
+        if !matches!(ending, Ending::Nothing) {
+            Python::attach(|py| py.detach(|| ending.carry_out()));
+        }
+    }
+}
+
+impl PyEngine {
+    /// Takes the turn; waits for it without the GIL.
+    pub(super) fn enter(&self, py: Python<'_>) -> PyResult<InTurn<'_>> {
+        self.turn.take(py, &self.handle)?;
+        match self.state.try_lock() {
+            Ok(state) => Ok(InTurn { engine: self, state: Some(state) }),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                Ok(InTurn { engine: self, state: Some(poisoned.into_inner()) })
+            }
+            Err(TryLockError::WouldBlock) => {
+                self.turn.give_back();
+                Err(Error::usage("the engine was used without the turn").into())
+            }
+        }
+    }
+}

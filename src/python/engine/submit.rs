@@ -1,0 +1,76 @@
+//! Indices: out of the sampler, to the workers.
+
+use pyo3::exceptions::{PyException, PyStopIteration};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyIterator};
+
+use super::PyEngine;
+use super::state::State;
+use crate::error::Error;
+use crate::python::codec;
+use crate::shm::alloc::settle;
+use crate::wire::TaskKind;
+
+/// Keeps an exception for the next call; what is none of the sampler's (an interrupt) is raised at once.
+pub(super) fn hold_back(py: Python<'_>, state: &mut State, error: PyErr) -> PyResult<()> {
+    if !error.is_instance_of::<PyException>(py) {
+        return Err(error);
+    }
+    state.held_back.push_back(error);
+    Ok(())
+}
+
+/// The sampler's next index; `None` at its end. `next_index` is an iterator, or a function to be called.
+fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if let Ok(iterator) = next_index.cast::<PyIterator>() {
+        return iterator.clone().next().transpose();
+    }
+    match next_index.call0() {
+        Ok(index) => Ok(Some(index)),
+        Err(error) if error.is_instance_of::<PyStopIteration>(next_index.py()) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl PyEngine {
+    /// Takes one more index of the sampler, if there is one, and sends it.
+    #[inline]
+    pub(super) fn refill(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        next_index: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let index = match state.unsent.take() {
+            Some(index) => Some(index.into_bound(py)),
+            None => draw(next_index)?,
+        };
+        match index {
+            Some(index) => self.submit(py, state, index),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
+    #[inline]
+    fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
+        let State { engine, payload, unsent, .. } = state;
+        payload.clear();
+        let pause = |time| py.detach(|| std::thread::sleep(time));
+        let mut send =
+            |kind, bytes: &[u8]| settle(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
+        let sent = if codec::encode_indices(py, &index, payload) {
+            send(TaskKind::Plain, payload)
+        } else {
+            let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
+            let pickle = pickle.cast::<PyBytes>()?;
+            send(TaskKind::Pickle, pickle.as_bytes())
+        };
+        if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
+            *unsent = Some(index.unbind());
+        }
+        codec::shrink(payload);
+        sent?;
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! What a broken worker writes over shared memory is damage, and called so.
+
+use std::sync::Arc;
+
+use rustloader::engine::completions::{Completions, Incoming, Message};
+use rustloader::engine::{Engine, Step};
+use rustloader::error::Error;
+use rustloader::scheduler::Settings;
+use rustloader::shm::arena::Arena;
+use rustloader::sys::event::EventFd;
+use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Keep, Port, Received};
+
+/// A result as it comes out of the ring: a message with two leaves, which lie in the same block if `twice`.
+fn sent(kind: ResultKind, twice: bool) -> (Arc<Arena>, Incoming) {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let doorbell = EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
+    let port = Port::open(arena.clone(), 0, doorbell).unwrap();
+    let first = port.allocate(20_000).unwrap().0;
+    let second = if twice { first } else { port.allocate(20_000).unwrap().0 };
+    let leaves = [first, second].map(|block| (Leaf { block, len: 20_000 }, Keep::No));
+    port.send(0, kind, &leaves, b"payload", Timings::default()).unwrap();
+    let (_, incoming) = Completions::new(&arena).next(&arena).unwrap().unwrap();
+    (arena, incoming)
+}
+
+#[test]
+fn a_pickle_that_has_changed_on_its_way_is_not_opened() {
+    for kind in [ResultKind::Pickle, ResultKind::Tied, ResultKind::Error] {
+        for damaged in [false, true] {
+            let (arena, incoming) = sent(kind, false);
+            let (block, len) = (incoming.entry.block.unwrap(), incoming.entry.len);
+            let memory = arena.block_memory(0, block, len).unwrap().as_ptr();
+            // SAFETY: the message's last byte; nobody else looks at it now.
+            unsafe { *memory.add(len as usize - 1) ^= u8::from(damaged) };
+            match Message::open(&arena, &incoming, Vec::new()) {
+                Ok(message) => assert!(!damaged && message.payload() == b"payload"),
+                Err(error) => assert!(damaged && matches!(error, Error::Corrupt { .. }), "{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_block_that_two_leaves_name_is_leased_once() {
+    let (arena, incoming) = sent(ResultKind::Plain, false);
+    let mut leaves = Message::open(&arena, &incoming, Vec::new()).unwrap().leaves;
+    let both = (leaves.take(0), leaves.take(1));
+    assert!(both.0.is_ok() && both.1.is_ok());
+
+    let (arena, incoming) = sent(ResultKind::Plain, true);
+    let mut leaves = Message::open(&arena, &incoming, Vec::new()).unwrap().leaves;
+    let _first = leaves.take(0).unwrap();
+    assert!(matches!(leaves.take(1), Err(Error::Corrupt { .. })));
+}
+
+/// Found by `tests/python/test_damage.py`: the error said that the library had used itself wrongly.
+#[test]
+fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
+    use std::sync::atomic::Ordering::Relaxed;
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let settings =
+        Settings { workers: 1, prefetch_factor: 4, in_order: true, persistent: false, timeout: None };
+    let mut engine = Engine::<u64, Vec<u8>>::over(arena.clone(), settings).unwrap();
+    let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
+    let port = Port::open(arena.clone(), 0, doorbell).unwrap();
+    for tag in 0..4 {
+        engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
+    }
+    for tag in 4..1000 {
+        let Received::Task(entry) = port.receive().unwrap() else { panic!("no task") };
+        // Nothing of the ring is free, if this is true.
+        let ring = &arena.control(0).tasks;
+        ring.head.0.store(ring.tail.0.load(Relaxed).wrapping_sub(arena.geometry().ring_slots), Relaxed);
+        port.send(entry.task, ResultKind::Plain, &[], b"x", Timings::default()).unwrap();
+        loop {
+            match engine.step().unwrap() {
+                Step::Submit => match engine.submit(tag, TaskKind::Plain, &[0; 8]) {
+                    Err(Error::Corrupt { .. }) => return,
+                    other => drop(other.unwrap()),
+                },
+                Step::Deliver { .. } => break,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    panic!("the ring was never full");
+}

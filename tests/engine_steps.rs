@@ -1,0 +1,170 @@
+//! What the engine answers when nothing can be handed out yet, when a worker's process ends, and at the ends of epochs; and
+//! what workers see of it.
+
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustloader::engine::completions::Message;
+use rustloader::engine::{Engine, Step};
+use rustloader::scheduler::Settings;
+use rustloader::shm::arena::Arena;
+use rustloader::sys::poll::PollSet;
+use rustloader::wire::{ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+const SETTINGS: Settings =
+    Settings { workers: 2, prefetch_factor: 2, in_order: true, persistent: false, timeout: None };
+
+/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+struct Rig {
+    arena: Arc<Arena>,
+    engine: Engine<u64, ()>,
+    ports: Vec<Port>,
+    processes: Vec<Child>,
+}
+
+impl Rig {
+    fn new(settings: Settings) -> Self {
+        let workers = settings.workers as u32;
+        let arena = Arena::create_sized(1 << 30, workers, 16).unwrap();
+        let mut engine = Engine::over(arena.clone(), settings).unwrap();
+        let doorbell = || engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
+        let open = |worker| Port::open(arena.clone(), worker, doorbell()).unwrap();
+        let ports = (0..workers).map(open).collect();
+        let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
+        let processes: Vec<Child> = (0..workers).map(start).collect();
+        for (worker, process) in (0..).zip(&processes) {
+            engine.started(worker, process.id() as i32).unwrap();
+        }
+        for tag in 0..engine.max_tasks() as u64 {
+            engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
+        }
+        Self { arena, engine, ports, processes }
+    }
+
+    /// A worker answers its next task.
+    fn answer(&self, worker: usize) {
+        let received = self.ports[worker].receive().unwrap();
+        let Received::Task(entry) = received else { panic!("{received:?}") };
+        self.ports[worker].send(entry.task, ResultKind::Plain, &[], b"data", Timings::default()).unwrap();
+    }
+
+    fn kill(&mut self, worker: usize) {
+        self.processes[worker].kill().unwrap();
+        self.processes[worker].wait().unwrap();
+    }
+
+    fn step(&mut self) -> Step<u64> {
+        self.engine.step().unwrap()
+    }
+
+    /// The tag of the batch that comes now; the sampler has ended.
+    fn batch(&mut self) -> u64 {
+        loop {
+            match self.step() {
+                Step::Submit => {}
+                Step::Deliver { tag, .. } => return tag,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        (0..self.processes.len()).for_each(|worker| self.kill(worker));
+    }
+}
+
+#[test]
+fn the_timeout_counts_in_each_next_anew() {
+    let mut rig = Rig::new(Settings { timeout: Some(LIMIT), ..SETTINGS });
+    let Step::Wait(Some(first)) = rig.step() else { panic!("nothing has come") };
+    // As long as `next` waits it has one deadline.
+    assert!(matches!(rig.step(), Step::Wait(Some(same)) if same == first));
+    rig.answer(0);
+    assert_eq!(rig.batch(), 0);
+    assert!(matches!(rig.step(), Step::Wait(Some(second)) if second >= first));
+}
+
+#[test]
+fn a_death_is_seen_although_other_results_never_run_out() {
+    let mut rig = Rig::new(Settings { in_order: false, ..SETTINGS });
+    assert!(matches!(rig.step(), Step::Wait(_)));
+    rig.kill(1);
+    let start = Instant::now();
+    let mut tag = rig.engine.max_tasks() as u64;
+    rig.answer(0);
+    loop {
+        assert!(start.elapsed() < LIMIT, "it is not seen");
+        match rig.step() {
+            Step::Submit => {
+                rig.engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap();
+                tag += 1;
+                rig.answer(0);
+            }
+            Step::Deliver { incoming, .. } => drop(Message::open(&rig.arena, &incoming, Vec::new()).unwrap()),
+            Step::Dead { worker, .. } => return assert_eq!(worker, 1),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn what_a_worker_had_published_comes_before_its_death() {
+    let mut rig = Rig::new(Settings { workers: 1, prefetch_factor: 3, ..SETTINGS });
+    rig.answer(0);
+    rig.answer(0);
+    rig.kill(0);
+    // The first step looks for deaths before it takes anything in.
+    assert_eq!((rig.batch(), rig.batch()), (0, 1));
+    assert!(matches!(rig.step(), Step::Dead { worker: 0, lost: Some(task) } if task.0 == 2));
+}
+
+#[test]
+fn a_new_epoch_gives_back_the_blocks_of_the_old_ones_batches() {
+    let mut rig = Rig::new(Settings { persistent: true, ..SETTINGS });
+    let before = rig.arena.usage().held;
+    rig.answer(1);
+    // It waits for the batch before it.
+    assert!(matches!(rig.step(), Step::Wait(_)));
+    assert!(rig.arena.usage().held > before);
+    rig.engine.reset().unwrap();
+    assert_eq!(rig.arena.usage().held, before);
+    // And this one comes after the reset.
+    rig.answer(0);
+    assert!(rig.arena.usage().held > before);
+    assert!(matches!(rig.step(), Step::Wait(_)) && rig.engine.resuming());
+    assert_eq!(rig.arena.usage().held, before);
+}
+
+#[test]
+fn a_result_rings_the_doorbell_if_the_main_process_sleeps() {
+    let rig = Rig::new(SETTINGS);
+    let mut poll = PollSet::new();
+    poll.add(rig.engine.handle().doorbell.as_fd().as_raw_fd(), 0).unwrap();
+    let mut has_rung = || {
+        let mut ready = Vec::new();
+        poll.wait(Some(Duration::ZERO), &mut ready).unwrap();
+        !ready.is_empty()
+    };
+    rig.answer(0);
+    assert!(!has_rung());
+    rig.arena.header().doorbell.0.announce();
+    rig.answer(1);
+    assert!(has_rung());
+}
+
+#[test]
+fn close_tells_workers_to_leave_before_their_next_task() {
+    let rig = Rig::new(SETTINGS);
+    rig.answer(0);
+    rig.engine.handle().close();
+    for port in &rig.ports {
+        assert!(port.stopping() && matches!(port.receive().unwrap(), Received::Stop));
+    }
+}

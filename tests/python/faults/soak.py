@@ -1,0 +1,409 @@
+"""Endurance: loaders of random kinds with faults mixed in, for as long as you like: `make soak ARGS='--minutes 20'`.
+
+One main process makes one loader after the other. Each batch is compared by its hash with that of torch's loader, up to
+a fault and behind it. Some batches are kept over many epochs and looked at again. A line a minute says what the
+process holds; the exit status is 1 if a batch was wrong, a fault had another end than it should, or the figures have
+grown.
+"""
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sample_data import worker_id
+from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
+from torch.utils.data import Dataset, IterableDataset
+
+METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
+KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "many")
+# What happens in an epoch. Half of them run undisturbed.
+FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread")
+LIMIT = 120.0  # seconds in which an epoch has to end
+KEPT = 30  # batches that are kept, the oldest one leaves
+
+
+class Spec(NamedTuple):
+    """A dataset and how it is batched: what torch's loader gives for it is known once."""
+
+    kind: str
+    stream: bool
+    length: int
+    batch_size: int | None
+    workers: int  # only streams depend on it
+
+
+class Fault(NamedTuple):
+    """What a worker does at a sample, once."""
+
+    name: str
+    index: int
+    marker: str
+
+
+class Expected(Exception):
+    """The error of the dataset."""
+
+
+def sample(kind, i):
+    """Sample i, in each of its bytes."""
+    match kind:
+        case "numbers":
+            return i
+        case "floats":
+            return torch.full((8,), float(i))
+        case "tree":
+            return {"x": torch.full((16, 16), i), "name": f"sample {i}", "more": (float(i), [i, np.int64(i)])}
+        case "image":
+            return torch.full((3, 96, 96), i % 251, dtype=torch.uint8), i
+        case "array":
+            return np.full((64, 64), i, np.float32)
+        case "pickled":
+            return {"set": {i}, "tensor": torch.full((5000,), float(i))}
+        case "ragged":
+            return torch.arange(1 + (i * 7919) % 200_000)
+        case "many":
+            return [torch.full((10,), i) for _ in range(40)]
+    raise ValueError(kind)
+
+
+def act(fault, i):
+    """The fault, if it is to happen here and has not yet."""
+    if fault is None or i != fault.index:
+        return None
+    try:
+        os.close(os.open(fault.marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return None
+    match fault.name:
+        case "error":
+            raise Expected(f"sample {i}")
+        case "unpicklable":
+            return lambda: i
+        case "segv":
+            signal.raise_signal(signal.SIGSEGV)
+        case "exit":
+            os._exit(3)
+        case "late":
+            time.sleep(1.5)
+    return None
+
+
+class Samples(Dataset):
+    def __init__(self, spec, fault=None):
+        self.spec, self.fault = spec, fault
+
+    def __len__(self):
+        return self.spec.length
+
+    def __getitem__(self, i):
+        return act(self.fault, i) or sample(self.spec.kind, i)
+
+
+class Streams(IterableDataset):
+    def __init__(self, spec, fault=None):
+        self.spec, self.fault = spec, fault
+
+    def __iter__(self):
+        workers = max(1, self.spec.workers)
+        for i in range(worker_id() or 0, self.spec.length, workers):
+            yield act(self.fault, i) or sample(self.spec.kind, i)
+
+
+def as_it_is(batch):
+    return batch
+
+
+def loader_of(cls, spec, fault=None, **kw):
+    ragged = spec.kind in ("ragged", "pickled")
+    return cls(
+        (Streams if spec.stream else Samples)(spec, fault),
+        batch_size=spec.batch_size,
+        collate_fn=as_it_is if ragged or spec.batch_size is None else None,
+        **kw,
+    )
+
+
+def hash_of(batch):
+    """Types, dtypes, shapes and bytes of a batch."""
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(value):
+        found.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            value = value.numpy()
+        if isinstance(value, np.ndarray):
+            found.update(f"{value.dtype}{value.shape}".encode())
+            found.update(np.ascontiguousarray(value).data)
+        elif isinstance(value, dict):
+            for item in itertools.chain.from_iterable(value.items()):
+                add(item)
+        elif isinstance(value, list | tuple):
+            found.update(f"{len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    add(batch)
+    return found.digest()
+
+
+class Soak:
+    def __init__(self, seed, folder):
+        self.rng, self.folder = random.Random(seed), folder
+        self.known = {}
+        self.kept = collections.deque()
+        self.counts = collections.Counter()
+        self.wrong = []
+
+    def expected(self, spec):
+        """The hashes of torch's batches."""
+        if spec not in self.known:
+            if len(self.known) > 200:
+                self.known.clear()
+            loader = loader_of(TorchDataLoader, spec, num_workers=spec.workers if spec.stream else 0)
+            self.known[spec] = [hash_of(batch) for batch in loader]
+        return self.known[spec]
+
+    def any_spec(self):
+        choose = self.rng.choice
+        stream = self.rng.random() < 0.25
+        return Spec(
+            kind=choose(KINDS),
+            stream=stream,
+            length=choose([7, 40, 160]),
+            batch_size=choose([None, 1, 3, 8]),
+            workers=self.rng.randint(1, 4),
+        )
+
+    def any_fault(self, spec):
+        if self.rng.random() < 0.5:
+            return None
+        name = self.rng.choice(FAULTS)
+        return Fault(name, self.rng.randrange(spec.length), os.path.join(self.folder, "happened"))
+
+    def epoch(self):
+        """One loader with or without a fault; one to three epochs of it."""
+        spec, rng = self.any_spec(), self.rng
+        fault = self.any_fault(spec)
+        expected = self.expected(spec)
+        options = {
+            "num_workers": spec.workers,
+            "prefetch_factor": rng.randint(1, 4),
+            "persistent_workers": rng.random() < 0.4,
+            "in_order": rng.random() < 0.7,
+            "multiprocessing_context": rng.choice(METHODS),
+            "pin_memory": rng.random() < 0.25,
+        }
+        if fault is not None and fault.name == "late":
+            options["timeout"] = 0.3 if options["multiprocessing_context"] == "fork" else 0
+        about = f"{spec} {fault} {options}"
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.forget, fault)
+            if options["pin_memory"]:
+                from pinning_support import pinning
+
+                stack.enter_context(pinning())
+            loader = loader_of(DataLoader, spec, fault, **options)
+            for number in range(rng.randint(1, 3)):
+                self.one(loader, spec, fault if number == 0 else None, expected, options, about)
+
+    @staticmethod
+    def forget(fault):
+        if fault is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fault.marker)
+
+    def one(self, loader, spec, fault, expected, options, about):
+        body = lambda: self.iterate(loader, fault, expected, options)  # noqa: E731
+        try:
+            with within(LIMIT):
+                wrong = in_a_thread(body) if fault is not None and fault.name == "thread" else body()
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        self.counts["epochs"] += 1
+        self.counts["faults"] += fault is not None
+        if wrong:
+            self.wrong.append(f"{wrong}\n    {about}")
+            print(f"WRONG {self.wrong[-1]}", flush=True)
+
+    def iterate(self, loader, fault, expected, options):
+        """What is wrong with an epoch, in words; None if nothing is."""
+        name = None if fault is None else fault.name
+        if name is None and options.get("timeout"):
+            name = "late"  # a busy machine, or what is left of the epoch before
+        moment = self.rng.randrange(max(1, len(expected)))
+        iterator, got, errors = begun(loader), [], []
+        for number in itertools.count():
+            if name is not None and number == moment and self.disturb(name, iterator) == "break":
+                # The iterator goes, with batches under way.
+                break
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                errors.append(error)
+                if len(errors) > 1 or is_final(error):
+                    break
+                continue
+            got.append(hash_of(batch))
+            self.counts["batches"] += 1
+            if not options["pin_memory"] and self.rng.random() < 0.02:
+                self.keep(batch, got[-1])
+        del iterator
+        return self.judge(name, expected, got, errors, options["in_order"])
+
+    def disturb(self, name, iterator):
+        """What the main process does to itself or to a worker."""
+        pid = self.rng.choice([worker.pid for worker in iterator._workers])
+        match name:
+            case "break":
+                return "break"
+            case "kill":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            case "stop":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    threading.Timer(0.05, lambda: go_on(pid)).start()
+            case "fork":
+                child = os.fork()
+                if child == 0:
+                    os._exit(sum(hash_of(batch) != before for batch, before in self.kept))
+                if os.waitpid(child, 0)[1]:
+                    self.wrong.append("a forked child saw other batches than were kept")
+        return None
+
+    def judge(self, name, expected, got, errors, in_order):
+        texts = [str(error) for error in errors]
+        if in_order:
+            # One batch may be missing, in whose place an error came.
+            rest = iter(expected)
+            if not all(any(one == other for other in rest) for one in got):
+                return f"{len(got)} batches are no part of torch's, in its order"
+        elif collections.Counter(got) - collections.Counter(expected):
+            return "batches that torch's loader does not give"
+        missing = len(expected) - len(got)
+        match name:
+            case None | "stop" | "fork" | "thread":
+                fine = not errors and missing == 0
+            case "break":
+                fine = not errors
+            case "error":
+                fine = missing >= 0 and len(errors) <= 1 and all("sample" in text for text in texts)
+            case "unpicklable":
+                fine = len(errors) <= 1 and (missing <= 1 or in_order)
+            case "segv" | "exit" | "kill":
+                fine = all("DataLoader worker" in text and "pid" in text for text in texts)
+                fine = fine and (bool(errors) or missing == 0)
+            case "late":
+                fine = all("timed out" in text for text in texts) and (bool(errors) or missing == 0)
+        return None if fine else f"{name}: {missing} batches missing, errors {texts}"
+
+    def keep(self, batch, before):
+        self.kept.append((batch, before))
+        if len(self.kept) > KEPT:
+            batch, before = self.kept.popleft()
+            if hash_of(batch) != before:
+                self.wrong.append("a batch that was kept has changed")
+                print(f"WRONG {self.wrong[-1]}", flush=True)
+
+
+def begun(loader):
+    """A new epoch. With a timeout the workers of a persistent loader may still be at the one before."""
+    while True:
+        try:
+            return iter(loader)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+
+
+def is_final(error):
+    text = str(error)
+    return "exited unexpectedly" in text or "is killed by signal" in text or "timed out" in text
+
+
+def go_on(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def in_a_thread(body):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(body()))
+    thread.start()
+    thread.join()
+    return result[0] if result else "the thread has ended by an error"
+
+
+def held():
+    """What this process holds."""
+    trim_pool()
+    with open("/proc/self/status") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return {
+        "anonymous_mib": int(sizes["RssAnon"].split()[0]) >> 10,
+        "arena_mib": arena_bytes() >> 20,
+        "descriptors": len(open_files()),
+        "mappings": len(mappings()),
+        "threads": int(sizes["Threads"]),
+    }
+
+
+def grown(lines):
+    """Which figures are larger in the last third of the minutes than in the second one, in words."""
+    third = len(lines) // 3
+    if third < 2:
+        return []
+    middle, last = lines[third : 2 * third], lines[-third:]
+    allowed = {"anonymous_mib": 64, "arena_mib": 64, "descriptors": 8, "mappings": 8, "threads": 2}
+    found = []
+    for name, slack in allowed.items():
+        before, after = (sorted(line[name] for line in part)[len(part) // 2] for part in (middle, last))
+        if after > before + slack:
+            found.append(f"{name} has grown from {before} to {after}")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=20, help="how long (%(default)s)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of loaders and faults (the time)")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        soak, lines, start = Soak(args.seed, folder), [], time.monotonic()
+        while (spent := time.monotonic() - start) < args.minutes * 60:
+            soak.epoch()
+            if time.monotonic() - start >= 60 * (len(lines) + 1):
+                lines.append(held())
+                counts = ", ".join(f"{n} {name}" for name, n in soak.counts.items())
+                print(f"{spent / 60:4.1f} min: {counts}, {len(soak.wrong)} wrong; {lines[-1]}", flush=True)
+        soak.kept.clear()
+    last = held()
+    print(f"at the end: {dict(soak.counts)}, {len(soak.wrong)} wrong; {last}")
+    problems = soak.wrong + grown(lines)
+    for problem in problems:
+        print(problem)
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,545 @@
+"""The command line: `python -m rustloader` and its commands, in this process where that can be."""
+
+import errno
+import json
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+import types
+
+import numpy as np
+import pytest
+import torch
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader import _cli
+    from rustloader._cli import doctor, factory
+    from rustloader._cli.leaves import difference, summary
+
+# Liveness of a script in a process of its own, on a machine that does much else; one that imports torch needs longer.
+SHORT, LONG = 120.0, 400.0
+
+
+def ours(*arguments):
+    return "-m", "rustloader", "run", *arguments
+
+
+def python(*arguments, cwd, seconds=SHORT, **environment):
+    """A run of Python: (exit status, stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to be in; modules that are imported out of it are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(path, source):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+
+
+# run: no script of these imports torch, and so neither do we
+
+
+FACTS = """
+    import beside, inspect, multiprocessing, os, sys
+    class Note:
+        pass
+    def show(*things):
+        print(*things, flush=True)
+    def child(note):
+        main = sys.modules["__main__"]
+        show("child", __name__, main.__name__, type(note).__name__, sys.argv, sys.path[0], main.__file__)
+    def fail():
+        raise KeyError("on purpose")
+    if __name__ == "__main__":
+        main = sys.modules["__main__"]
+        show(sys.argv, sys.path[0], __name__, __file__, __package__, getattr(__spec__, "name", None))
+        show(type(__loader__).__name__, __builtins__ is not None, main.Note is Note, "torch" in sys.modules)
+        show(inspect.getsource(fail), sorted(globals()), sys.flags.safe_path)
+        for method in ("spawn", "forkserver"):
+            process = multiprocessing.get_context(method).Process(target=child, args=(Note(),))
+            process.start()
+            process.join()
+            show(process.exitcode)
+        fail()
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    write(tmp_path / "package" / "script.py", FACTS)
+    write(tmp_path / "package" / "beside.py", "")
+    write(tmp_path / "package" / "__init__.py", "")
+    return tmp_path
+
+
+@pytest.mark.timeout(4 * SHORT)
+def test_a_script_sees_what_it_sees_without_us(scripts):
+    os.symlink(scripts / "package" / "script.py", scripts / "link.py")
+    for script in ("package/script.py", "link.py"):
+        arguments = (script, "--epochs", "3", "--help", "-m", "")
+        plain = python(*arguments, cwd=scripts)
+        assert plain[0] == 1 and plain[1].count("child __mp_main__") == 2, plain
+        assert plain[2].startswith("Traceback") and "KeyError: 'on purpose'" in plain[2]
+        assert python(*ours(*arguments), cwd=scripts) == plain
+
+
+@pytest.mark.timeout(4 * SHORT)
+def test_a_module_sees_what_it_sees_without_us(scripts):
+    arguments = ("-m", "package.script", "--epochs", "3")
+    path = {"PYTHONPATH": os.pathsep.join([str(scripts / "package"), os.environ.get("PYTHONPATH", "")])}
+    plain = python(*arguments, cwd=scripts, **path)
+    assert plain[0] == 1 and "KeyError" in plain[2] and plain[1].count("child __mp_main__") == 2, plain
+    status, out, err = python(*ours(*arguments), cwd=scripts, **path)
+    assert (status, out) == plain[:2]
+    # Without us it begins with frames of Python's own runner.
+    assert err.splitlines() == [line for line in plain[2].splitlines() if "<frozen runpy>" not in line]
+
+
+@pytest.mark.timeout(6 * SHORT)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('a text')",
+        "raise SystemExit",
+        "def broken(:\n    pass",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('second') from e",
+        "import atexit; kept = [1]; atexit.register(lambda: print('bye', kept, len))",
+        "import sys; sys.excepthook = lambda kind, error, trace: print(kind.__name__, 'seen'); 1 / 0",
+    ],
+)
+def test_a_script_ends_as_it_ends_without_us(source, tmp_path):
+    write(tmp_path / "script.py", source)
+    assert python(*ours("script.py"), cwd=tmp_path) == python("script.py", cwd=tmp_path)
+
+
+@pytest.mark.timeout(4 * SHORT)
+def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments, text in [
+        (["gone.py"], "cannot open gone.py: No such file or directory"),
+        (["."], ". is a directory; name a script, or -m and a module"),
+        (["-m", "no_such_module"], "cannot run module no_such_module: No module named no_such_module"),
+    ]:
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        assert _cli.main(["run", *arguments, "--help"]) == 2
+        assert capsys.readouterr().err == f"rustloader run: {text}\n"
+
+
+TRAINING = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    class Numbers(Dataset):
+        def __len__(self): return 6
+        def __getitem__(self, i): return torch.tensor(i)
+    if __name__ == "__main__":
+        import rustloader, sys
+        for method in ("fork", "spawn"):
+            before = rustloader.engine_batches()
+            loader = DataLoader(Numbers(), batch_size=None, num_workers=1, multiprocessing_context=method)
+            iterator = iter(loader)
+            got = [x.item() for x in iterator]
+            print(method, got, rustloader.engine_batches() - before, iterator._prefetch_factor)
+        print(sys.argv)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG + 60)
+def test_a_training_script_gets_the_engine(tmp_path):
+    write(tmp_path / "train.py", TRAINING)
+    arguments = ours("--prefetch-factor", "4", "train.py", "--prefetch-factor", "9")
+    # The package has followed the variable when `run` comes with more.
+    status, out, err = python(*arguments, cwd=tmp_path, seconds=LONG, RUSTLOADER_INSTALL="in_order=1")
+    got = "[0, 1, 2, 3, 4, 5] 6 4"
+    assert (status, out) == (0, f"fork {got}\nspawn {got}\n['train.py', '--prefetch-factor', '9']\n"), err
+
+
+RANK = """
+    import os, sys
+    import torch
+    from torch.utils.data import DataLoader
+    import rustloader
+    loader = DataLoader(torch.arange(3), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    got = [x.item() for x in loader]
+    with open(f"rank-{os.environ['RANK']}", "w") as file:
+        print(got, rustloader.engine_batches(), sys.argv, file=file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG + 60)
+def test_torchrun_gives_every_rank_the_engine(tmp_path):
+    write(tmp_path / "train.py", RANK)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, _, err = python(*torchrun, *ours("train.py", "--epochs", "3"), cwd=tmp_path, seconds=LONG)
+    assert status == 0, err
+    for rank in "01":
+        assert (tmp_path / f"rank-{rank}").read_text() == "[0, 1, 2] 3 ['train.py', '--epochs', '3']\n"
+
+
+def test_the_console_script_is_this_command_line():
+    with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        entry = tomllib.load(file)["project"]["scripts"]["rustloader"]
+    assert pkgutil.resolve_name(entry) is _cli.main
+
+
+def test_what_is_ours_and_what_is_the_scripts():
+    for given, own in [
+        (["run", "train.py", "--x", "-m"], 2),
+        (["run", "-m", "pkg.train", "--prefetch-factor", "3"], 3),
+        (["run", "--prefetch-factor", "3", "--out-of-order", "train.py", "-h"], 5),
+        (["run", "--prefetch-factor=3", "train.py", "train.py"], 3),
+        (["run", "--help"], 2),
+        (["run"], 1),
+    ]:
+        assert _cli._before_script(given) == (given[:own], given[own:])
+
+
+def test_options_of_run_become_the_variable(monkeypatch):
+    from rustloader._cli.run import _setting
+    from rustloader._environment import _parsed
+
+    def setting(*arguments):
+        return _setting(_cli._parser().parse_args(["run", *arguments, "train.py"]))
+
+    monkeypatch.delenv("RUSTLOADER_INSTALL", raising=False)
+    assert setting() == "1"
+    text = setting(
+        "--out-of-order", "--persistent-workers", "--prefetch-factor", "3", "--multiprocessing-context", "spawn"
+    )
+    assert _parsed(text) == {
+        "in_order": False,
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+        "multiprocessing_context": "spawn",
+    }
+    monkeypatch.setenv("RUSTLOADER_INSTALL", "prefetch_factor=7")
+    assert (setting(), setting("--out-of-order")) == ("prefetch_factor=7", "prefetch_factor=7,in_order=0")
+    monkeypatch.setenv("RUSTLOADER_INSTALL", "0")
+    assert setting() == "1"
+
+
+# help and mistakes
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["doctor"], ["check"]])
+def test_help_says_what_and_how(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main([*arguments, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "usage: " in out
+    if arguments != ["doctor"]:
+        assert "examples:\n  python -m rustloader" in out
+
+
+def test_no_command_shows_the_help(capsys):
+    assert _cli.main([]) == 2
+    assert "run a script on the Rust engine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["check"], ["run", "--prefetch-factor", "0", "x.py"]])
+def test_mistakes_are_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(arguments)
+    assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
+
+
+def test_versions(capsys):
+    assert _cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")
+
+
+# doctor
+
+
+def test_the_doctor_finds_the_engine_at_work(capsys):
+    assert _cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("The engine works here.\n") and "8 batches by the Rust engine" in out
+    assert "BAD" not in out and "cannot be looked at" not in out
+    for subject in (
+        "kernel Python torch rustloader memfd_create seals pidfd_open open_files address_space file_size processes "
+        "memory /dev/shm huge_pages_for_shmem start_method cores"
+    ).split():
+        assert subject.replace("_", " ") in out.replace("_", " ")
+
+
+def test_the_doctor_speaks_json(capsys):
+    assert _cli.main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["works"] is True
+    assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in said["findings"]
+
+
+def refused(number):
+    def call(*args, **kw):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.handover
+def test_the_doctor_names_what_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(os, "memfd_create", refused(errno.EPERM))
+    monkeypatch.setattr(os, "pidfd_open", refused(errno.ENOSYS))
+    monkeypatch.setattr(rustloader._handover, "Engine", refused(errno.EPERM))
+    assert _cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "BAD   memfd_create           Operation not permitted\n" in out and "Docker's default profile" in out
+    assert "note  pidfd_open             Function not implemented\n" in out
+    assert "BAD   trial, 2 workers" in out and "no shared memory can be had" in out
+    assert out.endswith("loaders run on torch's iterator.\n")
+
+
+@pytest.mark.parametrize(
+    "look, place, name, value, state, words",
+    [
+        ("_system", "platform", "release", lambda: "4.18.0-x", "note", "pidfds"),
+        ("_system", "platform", "release", lambda: "2.6.32", "bad", "memfd_create"),
+        ("_system", "sys", "platform", "darwin", "bad", "Linux"),
+        ("_versions", "metadata", "version", lambda name: "2.5.1+cu124", "bad", "2.6 or newer"),
+        ("_versions", "metadata", "version", lambda name: "3.0.0", "note", "tested up to 2.15"),
+        ("_limits", "resource", "getrlimit", lambda what: (512, -1), "note", "ulimit -n"),
+        ("_limits", "resource", "getrlimit", lambda what: (1 << 29, -1), "bad", "ulimit -v"),
+        ("_shared_memory", "os", "statvfs", refused(errno.ENOENT), "note", "does not use it"),
+        ("_cores", "os", "sched_getaffinity", lambda pid: {0}, "note", "one core"),
+    ],
+)
+def test_the_doctor_says_what_to_do(look, place, name, value, state, words, monkeypatch):
+    fake = types.SimpleNamespace(**vars(getattr(doctor, place)) | {name: value})
+    monkeypatch.setattr(doctor, place, fake)
+    found = list(getattr(doctor, look)())
+    assert any(finding.state == state and words in finding.advice for finding in found), found
+
+
+def test_what_the_doctor_cannot_look_at_is_no_reason_to_stop(monkeypatch, capsys):
+    def _broken_thing():
+        raise LookupError("nothing there")
+        yield
+
+    monkeypatch.setattr(doctor, "_LOOKS", (_broken_thing, doctor._trial))
+    assert _cli.main(["doctor"]) == 0
+    assert "note  broken thing           LookupError: nothing there\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, cores", [("max 100000", None), ("150000 100000", 1.5)])
+def test_the_cgroups_share_of_cores(text, cores, monkeypatch):
+    monkeypatch.setattr(doctor, "_cgroup", lambda second, first: text)
+    assert doctor._cgroup_cores() == cores
+
+
+# check
+
+
+LOADERS = """
+    import os, random
+    import numpy as np
+    import torch
+    import rustloader
+    from torch.utils.data import DataLoader, Dataset
+
+    class Draws(Dataset):
+        def __len__(self):
+            return 12
+        def __getitem__(self, i):
+            if i == self.fails_at:
+                raise KeyError(f"no sample {i}")
+            return {"i": i, "x": torch.rand(3), "n": np.random.rand(2), "p": random.random()}
+        fails_at = None
+
+    class OnUs(Draws):
+        '''The seventh sample differs with the engine.'''
+        def __getitem__(self, i):
+            sample = super().__getitem__(i)
+            if i == 7 and rustloader._torchs.IterType.stand_in is not None:
+                sample["x"][1] = 5.0
+            return sample
+
+    class FromTheSystem(Draws):
+        def __getitem__(self, i):
+            return {"x": torch.tensor(list(os.urandom(8)))}
+
+    def shuffled():
+        return DataLoader(Draws(), batch_size=4, shuffle=True, num_workers=2)
+    def ours():
+        return rustloader.DataLoader(Draws(), batch_size=4, shuffle=True, num_workers=2)
+    def failing():
+        dataset = Draws()
+        dataset.fails_at = 5
+        return DataLoader(dataset, batch_size=4, num_workers=2)
+    def different():
+        return DataLoader(OnUs(), batch_size=4, num_workers=2)
+    def random_anyhow():
+        return DataLoader(FromTheSystem(), batch_size=4, num_workers=2)
+    def single():
+        return DataLoader(Draws())
+    def several():
+        return shuffled(), shuffled()
+    def forgotten():
+        shuffled()
+    def broken():
+        raise OSError("no such data")
+    nothing = 3
+"""
+
+
+def check(*arguments, capsys):
+    status = _cli.main(["check", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [("shuffled", "3 batches"), ("ours", "3 batches"), ("failing", "2 batches and 1 errors")],
+)
+def test_loaders_that_agree(name, told, folder, capsys):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    status, out, err = check(f"loaders_of_mine:{name}", capsys=capsys)
+    assert (status, err) == (0, "") and f"same: {told}, bit for bit" in out
+    assert "batches came from the Rust engine\n" in out and "\n0 batches came" not in out
+
+
+def test_part_of_an_epoch_out_of_a_file(folder, capsys):
+    write(folder / "sub" / "my-loaders.py", LOADERS)
+    status, out, _ = check("sub/my-loaders.py:shuffled", "--batches", "2", "--seed", "7", capsys=capsys)
+    assert status == 0 and "same: 2 batches" in out
+
+
+def test_a_difference_is_named(folder, capsys):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    status, out, _ = check("loaders_of_mine:different", capsys=capsys)
+    assert status == 1
+    assert "different at call 1 of next(): batch['x'] (torch.Tensor float32 [4, 3]): 1 of 12 elements differ" in out
+    assert "the first at [3, 1]: torch 0." in out and out.endswith("rustloader 5.0\n")
+
+
+def test_a_dataset_that_differs_from_itself_is_told_from_a_fault_of_ours(folder, capsys):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    status, out, _ = check("loaders_of_mine:random_anyhow", capsys=capsys)
+    assert status == 1 and "torch's iterator differs from itself there as well" in out
+
+
+@pytest.mark.handover
+def test_a_loader_that_is_handed_over_is_no_comparison(folder, capsys, monkeypatch):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    monkeypatch.setattr(rustloader._handover, "Engine", refused(errno.EPERM))
+    status, _, err = check("loaders_of_mine:shuffled", capsys=capsys)
+    assert status == 2 and "nothing to compare: a DataLoader runs on torch's own iterator: no shared memory" in err
+
+
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("loaders_of_mine", "'loaders_of_mine' names no function; write module:function or file.py:function"),
+        ("no_such_thing:f", "there is no module 'no_such_thing', neither here"),
+        ("loaders_of_mine.sub:f", "there is no module 'loaders_of_mine.sub'"),
+        ("no_such_file.py:f", "there is no file no_such_file.py"),
+        ("loaders_of_mine:shufled", "loaders_of_mine has no 'shufled'; did you mean shuffled?"),
+        ("loaders_of_mine:nothing", "loaders_of_mine:nothing is a int, not a function that returns a DataLoader"),
+        ("loaders_of_mine:single", "has num_workers=0, which is torch's own loop; give it workers"),
+        (
+            "loaders_of_mine:several",
+            "returned a tuple, not a torch.utils.data.DataLoader; let it return one of its loaders",
+        ),
+        ("loaders_of_mine:forgotten", "returned a NoneType, not a torch.utils.data.DataLoader; is a `return` missing?"),
+        ("loaders_of_mine:broken", "loaders_of_mine:broken failed; it is called without arguments"),
+        ("broken_module:f", "the import of broken_module failed"),
+        ("broken_module.py:f", "the import of broken_module.py failed"),
+        ("json.py:f", "json.py cannot be imported by the name 'json'; give the file another one"),
+    ],
+)
+def test_what_is_no_factory(target, text, folder, capsys):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    write(folder / "broken_module.py", "import a_missing_library")
+    write(folder / "json.py", "")
+    status, _, err = check(target, capsys=capsys)
+    assert status == 2 and err.startswith("rustloader check: ") and text in err
+
+
+def test_a_users_error_has_the_users_traceback(folder):
+    write(folder / "loaders_of_mine.py", LOADERS)
+    write(folder / "broken_module.py", "import a_missing_library")
+    for target, last in [
+        ("loaders_of_mine:broken", "OSError: no such data"),
+        ("broken_module:f", "ModuleNotFoundError: No module named 'a_missing_library'"),
+    ]:
+        with pytest.raises(factory.Unusable) as raised:
+            factory.make(factory.find(target), target)
+        lines = str(raised.value).splitlines()
+        assert lines[0] == "Traceback (most recent call last):" and target.partition(":")[0] + ".py" in lines[1]
+        assert last in lines
+
+
+# the leaves of batches
+
+
+class Held:
+    def __init__(self, x):
+        self.x = x
+
+
+def strided():
+    return torch.arange(6.0).reshape(2, 3).t()
+
+
+@pytest.mark.parametrize(
+    "theirs, other, where",
+    [
+        (torch.zeros(2), torch.zeros(3), "batch: torch torch.Tensor float32 [2], rustloader torch.Tensor float32 [3]"),
+        (torch.zeros(2), torch.zeros(2).double(), "float64"),
+        (strided(), strided().contiguous(), "strides [1, 3]"),
+        (
+            torch.tensor([0.0]),
+            torch.tensor([-0.0]),
+            "1 of 1 elements differ, the first at [0]: torch 0.0, rustloader -0.0",
+        ),
+        ({"a": [1, torch.tensor([1, 2])]}, {"a": [1, torch.tensor([1, 3])]}, "batch['a'][1] (torch.Tensor int64 [2])"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "torch has batch['a'] where rustloader has batch['b']"),
+        ([1, 2], (1, 2), "batch: torch list of 2, rustloader tuple of 2"),
+        ([1], [True], "batch[0]: torch int, rustloader bool"),
+        (1.0, 1.5, "batch (float): torch 1.0, rustloader 1.5"),
+        ("a" * 200, "b" * 200, "..."),
+        (np.zeros(2), np.ones(2), "batch (numpy.ndarray float64 [2], C order)"),
+        (np.zeros((2, 3)), np.asfortranarray(np.zeros((2, 3))), "Fortran order"),
+        (Held(1), Held(2), "batch.__dict__['x']"),
+        (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse(), "sparse_coo"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_batches_that_differ(theirs, other, where):
+    assert summary(theirs) == summary(theirs) and summary(theirs) != summary(other)
+    assert where in difference(theirs, other)
+
+
+def test_a_batch_that_holds_itself_has_an_end():
+    batch = [1]
+    batch.append(batch)
+    assert [path for path, _, _ in summary(batch)] == ["batch", "batch[0]", "batch[1]"]

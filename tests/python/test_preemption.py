@@ -1,0 +1,179 @@
+"""SIGTERM to the whole process group, as when a job is preempted: main reacts, the workers serve on (DESIGN 4)."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from sample_data import Numbers, Slow
+from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids
+
+pytestmark = pytest.mark.ours
+
+KILLED = "is killed by signal: Terminated"
+
+
+@pytest.fixture(autouse=True)
+def handled():
+    """This process has a handler; the signals that it was called with."""
+    numbers = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate(*pids):
+    """SIGTERM from a process that is not main."""
+    subprocess.run(["kill", "-TERM", *map(str, pids)], check=True)
+
+
+def batches(iterator, count):
+    """So many batches: their numbers."""
+    return [int(next(iterator)) for _ in range(count)]
+
+
+def batches_for(iterator, seconds):
+    """Takes batches for so long: their numbers."""
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        found.append(int(next(iterator)))
+        time.sleep(0.02)
+    return found
+
+
+TRAINING = """
+    from sample_data import Numbers
+    # A slow machine is none of this test's business.
+    os.environ["RUSTLOADER_STALL_START_SECONDS"] = "0"
+    times = []
+    signal.signal(signal.SIGTERM, lambda *_: times.append(time.monotonic()))
+    loader = DataLoader(Numbers(10**6), batch_size=None, num_workers=2, multiprocessing_context="METHOD")
+    for count, batch in enumerate(loader):
+        assert batch == count
+        if count == 2:
+            print("ready", flush=True)
+        time.sleep(0.01)
+        if times and time.monotonic() - times[0] > 0.6:
+            break
+    print("saved", len(times))
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_training_loop_can_save_its_checkpoint(method):
+    process = start_script(TRAINING.replace("METHOD", method))
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert finish(process, 240) == (0, "saved 1\n", "")
+
+
+def test_a_signal_to_all_workers_is_survived_and_a_second_one_is_not(handled):
+    iterator = iter(DataLoader(Numbers(10**6), batch_size=None, num_workers=2))
+    pids = worker_pids(iterator)
+    next(iterator)
+    terminate(*pids)
+    found = batches_for(iterator, 0.8)
+    assert found == list(range(1, len(found) + 1))
+    assert not any(map(gone, pids))
+    terminate(pids[1])
+    with within(20), pytest.raises(RuntimeError, match=rf"\(pid {pids[1]}\) {KILLED}"):
+        batches_for(iterator, 40)
+    assert handled == []
+
+
+def test_a_signal_to_one_of_several_is_its_end(handled):
+    iterator = iter(DataLoader(Numbers(10**6), batch_size=None, num_workers=3))
+    pids = worker_pids(iterator)
+    next(iterator)
+    terminate(pids[1])
+    # Far below the 30 s that it would have if all had got one.
+    with within(20), pytest.raises(RuntimeError, match=rf"\(pid {pids[1]}\) {KILLED}"):
+        batches_for(iterator, 40)
+    assert handled == []
+
+
+def test_a_worker_without_others_serves_on_for_a_while():
+    iterator = iter(DataLoader(Numbers(10**6), batch_size=None, num_workers=1))
+    [pid] = worker_pids(iterator)
+    next(iterator)
+    start = time.monotonic()
+    terminate(pid)
+    with within(40), pytest.raises(RuntimeError, match=KILLED):
+        batches_for(iterator, 60)
+    assert time.monotonic() - start > 1.5
+
+
+class EndsItself(Numbers):
+    """At item 1; where it lives on after that it says so in a file."""
+
+    def __init__(self, n, file):
+        super().__init__(n)
+        self.file = file
+
+    def __getitem__(self, i):
+        if i == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.file.touch()
+        return i
+
+
+def test_a_worker_that_ends_itself_is_gone_at_once(tmp_path):
+    iterator = iter(DataLoader(EndsItself(8, tmp_path / "lives"), batch_size=None, num_workers=1))
+    assert int(next(iterator)) == 0
+    with within(20), pytest.raises(RuntimeError, match=KILLED):
+        next(iterator)
+    assert not (tmp_path / "lives").exists()
+
+
+def test_shutdown_ends_workers_as_ever(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    iterator = iter(DataLoader(Slow(4, {0: 60, 1: 60}), batch_size=None, num_workers=2))
+    pids = worker_pids(iterator)
+    assert wait_until(lambda: all(iterator._core.worker_status(worker)["state"] == "fetch" for worker in range(2)))
+    terminate(*pids)
+    with within(10):
+        iterator._shutdown_workers()
+    # Not by SIGKILL.
+    assert [worker.exitcode for worker in iterator._workers] == [0, 0]
+
+
+def test_a_handler_of_the_users_in_a_worker_is_called(tmp_path):
+    def start(_):
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "called").touch())
+
+    iterator = iter(DataLoader(Numbers(10**6), batch_size=None, num_workers=1, worker_init_fn=start))
+    next(iterator)
+    terminate(*worker_pids(iterator))
+    assert wait_until((tmp_path / "called").exists)
+    assert batches(iterator, 20) == list(range(1, 21))
+
+
+class Forking(Numbers):
+    """Item 1 is what became of a forked child that got a SIGTERM."""
+
+    def __getitem__(self, i):
+        if i != 1:
+            return i
+        if (pid := os.fork()) == 0:
+            time.sleep(60)
+        os.kill(pid, signal.SIGTERM)
+        return os.waitpid(pid, 0)[1]
+
+
+def test_a_child_of_a_worker_dies_of_it():
+    loader = DataLoader(Forking(3), batch_size=None, num_workers=1)
+    with within(20):
+        assert list(loader) == [0, signal.SIGTERM, 2]
+
+
+def test_without_a_handler_nothing_changes(handled):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    iterator = iter(DataLoader(Numbers(10**6), batch_size=None, num_workers=2))
+    batches(iterator, 2)
+    terminate(*worker_pids(iterator))
+    # With a handler they would serve on for 30 s.
+    with within(15), pytest.raises(RuntimeError, match=KILLED):
+        batches_for(iterator, 40)

@@ -1,0 +1,353 @@
+"""Workers that are stuck are named once, with what their code is at (DESIGN 4)."""
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from pinning_support import pinning
+from sample_data import Numbers, Slow, worker_id
+from support import DataLoader, gone, values, wait_until, within, worker_pids
+from torch.utils.data import IterableDataset
+
+import rustloader._stall
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.warns,
+    pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
+]
+
+SIGNAL = signal.SIGRTMIN + 13
+LOCK = threading.Lock()
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """The warnings of the loader. Of each batch that is named a file tells."""
+    lines = []
+
+    def warning(text, *args):
+        lines.append(text % args)
+        if named := re.search(r"the batch of index (\d+)\.", lines[-1]):
+            (tmp_path / f"told {named[1]}").touch()
+
+    monkeypatch.setattr(rustloader._stall.logger, "warning", warning)
+    return lines
+
+
+def about(told, index):
+    """The one warning of a batch. A busy machine may have had others named as well, and rightly."""
+    [text] = [text for text in told if f"the batch of index {index}." in text]
+    return text
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets the limits: seconds of a start, of an item."""
+
+    def set_limits(start, item):
+        monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", str(start))
+        monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", str(item))
+
+    return set_limits
+
+
+class Stuck(Numbers):
+    """Some items take until they have been told of, and some more seconds."""
+
+    def __init__(self, n, items, folder, more=0.0):
+        super().__init__(n)
+        self.items, self.folder, self.more = items, folder, more
+
+    def __getitem__(self, i):
+        if i in self.items:
+            wait_until((self.folder / f"told {i}").exists, 60)
+            time.sleep(self.more)
+        return torch.tensor(i)
+
+
+def head(pid):
+    return rf"DataLoader worker 0 \(pid {pid}\) "
+
+
+class WaitsForLock:
+    """A worker_init_fn."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __call__(self, _):
+        self.wait_for_lock()
+
+    def wait_for_lock(self):
+        self.file.touch()
+        LOCK.acquire()
+
+
+def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path):
+    limits(0.3, 0)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    with LOCK:
+        start = WaitsForLock(tmp_path / "started")
+        loader = DataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=start, timeout=1.5)
+        iterator = iter(loader)
+        [pid] = worker_pids(iterator)
+        assert wait_until(start.file.exists, 30)
+        with within(20), pytest.raises(RuntimeError, match="timed out"):
+            next(iterator)
+        iterator._shutdown_workers()
+    assert gone(pid)
+    [text] = told
+    text_of_start = r"has not come to its first batch [\d.]+ s after its start, the batch of index \[0, 1\]\. "
+    assert re.match(head(pid) + text_of_start, text), text
+    assert "A lock that another thread held at the fork" in text and "RUSTLOADER_STALL_START_SECONDS" in text
+    assert re.search(r"Its stack:\n.*most recent call first.*test_stall\.py\", line \d+ in wait_for_lock\n", text, re.S)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
+    limits(0, 0.3)
+    dataset = Stuck(6, [1, 4], tmp_path, more=0.8)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method))
+    [pid] = worker_pids(iterator)
+    assert values(iterator) == list(range(6))
+    for index in (1, 4):
+        text = about(told, index)
+        told_item = rf"has been at one batch for [\d.]+ s \(state: fetch\), the batch of index {index}\. "
+        assert re.match(head(pid) + told_item, text), text
+        assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
+        assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
+
+
+class KeepsTheGil(Numbers):
+    """Item 1 reads from an empty pipe in a C call that does not let go of the GIL."""
+
+    def __init__(self, n, pipe):
+        super().__init__(n)
+        self.pipe = pipe
+
+    def __getitem__(self, i):
+        if i == 1:
+            assert ctypes.PyDLL(None).read(self.pipe, ctypes.create_string_buffer(1), 1) == 1
+        return torch.tensor(i)
+
+
+def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits):
+    limits(0, 0.3)
+    reader, writer = os.pipe()
+    loader = DataLoader(KeepsTheGil(4, reader), batch_size=None, num_workers=1)
+    iterator = iter(loader)
+
+    def release():
+        wait_until(lambda: any("the batch of index 1." in text for text in told))
+        os.write(writer, b"x")
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    assert values(iterator) == list(range(4))
+    thread.join()
+    os.close(reader)
+    os.close(writer)
+    text = about(told, 1)
+    assert re.search(r"the batch of index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
+
+
+def test_zero_is_never(told, limits):
+    limits(0, 0)
+
+    def slow_start(_):
+        time.sleep(0.5)
+
+    loader = DataLoader(Slow(2, {0: 0.7}), batch_size=None, num_workers=1, worker_init_fn=slow_start)
+    assert values(loader) == [0, 1]
+    assert told == []
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_a_limit_that_is_no_number_is_an_error(limits, text):
+    limits(30, text)
+    with pytest.raises(ValueError, match=f"RUSTLOADER_STALL_ITEM_SECONDS is '{text}': set it to a number of seconds"):
+        iter(DataLoader(Numbers(2), num_workers=1))
+
+
+class Epochs(IterableDataset):
+    """The second epoch takes a second to begin."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        if self.epoch == 2:
+            time.sleep(1)
+        return iter(range(3))
+
+
+def test_the_start_of_a_later_epoch_is_named(told, limits):
+    limits(0.3, 0)
+    loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
+    assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
+    # A slow machine may have been too slow for the limit before.
+    [text] = [text for text in told if "in __iter__" in text]
+    assert re.search(r"has not come to its first batch [\d.]+ s .*test_stall\.py\", line \d+ in __iter__\n", text, re.S)
+
+
+def test_a_stuck_worker_is_named_with_pinning_too(told, limits, tmp_path):
+    limits(0, 0.3)
+    with pinning():
+        loader = DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)
+        assert values(loader) == [0, 1, 2, 3]
+    text = about(told, 1)
+    assert re.search(r"the batch of index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
+
+
+class Own(Stuck):
+    """Has a handler of its own from the start, or from before the stuck item; it writes to a file."""
+
+    def __init__(self, when, folder):
+        super().__init__(4, [2], folder)
+        self.when, self.file = when, folder / "file"
+
+    def take(self):
+        signal.signal(SIGNAL, lambda *_: self.file.write_text("called"))
+
+    def __getitem__(self, i):
+        if i == 1 and self.when == "item":
+            self.take()
+            time.sleep(0.06)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("when", ["main", "start", "item"])
+def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
+    limits(0, 0.3)
+    dataset = Own(when, tmp_path)
+    before = signal.getsignal(SIGNAL)
+    try:
+        if when == "main":
+            dataset.take()
+        start = (lambda _: dataset.take()) if when == "start" else None
+        loader = DataLoader(dataset, batch_size=None, num_workers=1, worker_init_fn=start)
+        assert values(loader) == [0, 1, 2, 3]
+    finally:
+        signal.signal(signal.SIGRTMIN + 13, before)
+    text = about(told, 2)
+    assert text.endswith(f"Its stack cannot be had: it has a handler for signal {SIGNAL} (SIGRTMIN+13) of its own.")
+    assert not dataset.file.exists()
+
+
+class TakesLate(Numbers):
+    """Takes the signal in the very item that then hangs, until there is a file."""
+
+    def __init__(self, folder):
+        super().__init__(3)
+        self.go, self.calls = folder / "go", folder / "calls"
+
+    def __getitem__(self, i):
+        if i == 1:
+            signal.signal(SIGNAL, lambda *_: self.calls.open("a").write("x"))
+            end = time.monotonic() + 60
+            while not self.go.exists() and time.monotonic() < end:
+                time.sleep(0.02)
+        return torch.tensor(i)
+
+
+def test_a_handler_that_a_hanging_item_has_taken_is_called_once(limits, monkeypatch, tmp_path):
+    """What docs/reliability.md does not promise: that the handler is another one cannot be seen from outside."""
+    limits(0, 0.3)
+    dataset, lines = TakesLate(tmp_path), []
+
+    def warn(text, *args):
+        lines.append(text % args)
+        dataset.go.touch()
+
+    monkeypatch.setattr(rustloader._stall.logger, "warning", warn)
+    assert values(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
+    # On a busy machine an item that takes no time may be named as well, or the worker be slower than the wait for it.
+    told = [line for line in lines if "the batch of index 1." in line]
+    assert len(told) == 1, lines
+    if "Its stack:\n" in told[0]:
+        assert not dataset.calls.exists(), "it was asked before it had taken the signal"
+    else:
+        assert "Its stack cannot be had: it did not answer within 1 s" in told[0]
+        assert dataset.calls.read_text() == "x"
+
+
+class TakesAway(Stuck):
+    """Takes every handler away in the stuck item itself."""
+
+    def __getitem__(self, i):
+        if i == 1:
+            signal.signal(SIGNAL, signal.SIG_DFL)
+        return super().__getitem__(i)
+
+
+def test_a_worker_whose_handler_is_gone_is_not_killed(told, limits, tmp_path):
+    limits(0, 0.3)
+    assert values(DataLoader(TakesAway(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    text = about(told, 1)
+    assert text.endswith(f"it has taken away the handler for signal {SIGNAL} (SIGRTMIN+13).")
+
+
+class ClosesAll(Stuck):
+    """Closes all descriptors and opens files that get the numbers."""
+
+    def __init__(self, folder):
+        super().__init__(3, [1], folder)
+
+    def __getitem__(self, i):
+        if i == 0:
+            os.closerange(3, 200)
+            self.files = [open(self.folder / f"file {worker_id()}-{n}", "w") for n in range(60)]
+        return super().__getitem__(i)
+
+
+def test_no_stack_is_written_to_a_file_that_got_the_number(told, limits, tmp_path):
+    limits(0, 0.3)
+    assert values(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    text = about(told, 1)
+    assert "its file for it cannot be read" in text and "has another file under the number" in text
+    assert [file.stat().st_size for file in tmp_path.glob("file *")] == [0] * 60
+
+
+def test_a_stopped_worker_is_named_without_a_stack(told, limits, tmp_path):
+    limits(0, 0.3)
+    iterator = iter(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1))
+    assert next(iterator) == 0
+    [pid] = worker_pids(iterator)
+    os.kill(pid, signal.SIGSTOP)
+
+    def go_on():
+        wait_until((tmp_path / "told 1").exists)
+        os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert values(iterator) == [1, 2, 3]
+    thread.join()
+    text = about(told, 1)
+    assert re.match(head(pid) + r"has been at one batch for .*, the batch of index 1\. .*", text)
+    assert "Its stack cannot be had: it did not answer within 1 s: it is stopped" in text
+
+
+def test_waiting_for_the_user_is_no_stall(told, limits):
+    """A worker with nothing to do, and one whose answers lie there, are not stuck."""
+    limits(0.3, 0.3)
+    iterator = iter(DataLoader(Slow(6, {5: 0.1}), batch_size=None, num_workers=2, prefetch_factor=1))
+
+    def done():
+        return sum(iterator._core.worker_status(worker)["tasks_done"] for worker in range(2))
+
+    for i in range(6):
+        assert next(iterator) == i
+        if i == 0:
+            told.clear()  # a busy machine may have started them late
+        # All that they have been given is done: they wait, and not because the machine is busy.
+        given = min(6, i + 3)
+        assert wait_until(lambda given=given: done() == given)
+        time.sleep(0.35)
+    assert told == []

@@ -1,0 +1,509 @@
+"""Statistics of loaders and iterators, and their verdicts on loaders that are built to have each."""
+
+import copy
+import gc
+import json
+import math
+import pickle
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from pinning_support import pinning
+from sample_data import Images, Numbers, as_list
+from support import DataLoader, TorchDataLoader, rustloader, wait_until, worker_pids
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
+
+LONG, SHORT = 0.05, 0.001
+
+
+class Slow(Dataset):
+    """Sample i takes so many seconds, by its worker and its index."""
+
+    def __init__(self, n, seconds):
+        self.n, self.seconds = n, seconds
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        time.sleep(self.seconds(torch.utils.data.get_worker_info().id, i))
+        return torch.tensor(i)
+
+
+def short(worker, i):
+    return SHORT
+
+
+def long(worker, i):
+    return LONG
+
+
+def long_on_worker_0(worker, i):
+    return LONG if worker == 0 else SHORT
+
+
+def long_now_and_then(worker, i):
+    return 6 * LONG if i % 13 == 5 else SHORT
+
+
+class Unpickled:
+    """A batch whose unpickling takes long."""
+
+    def __reduce__(self):
+        return slow_to_make, ()
+
+
+def slow_to_make():
+    time.sleep(LONG)
+    return Unpickled()
+
+
+def hard_to_unpickle(samples):
+    return Unpickled()
+
+
+def slow_collate(samples):
+    time.sleep(LONG)
+    return samples
+
+
+class SlowSampler:
+    def __iter__(self):
+        for i in range(30):
+            time.sleep(LONG)
+            yield i
+
+
+def trained(loader, step=0.0):
+    """The loader, after an epoch with so many seconds of training step."""
+    for _ in loader:
+        time.sleep(step)
+    return loader
+
+
+# Figures
+
+
+def test_the_figures_of_an_epoch():
+    loader = DataLoader(Images(8), batch_size=2, num_workers=2)
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    live = rustloader.stats(iterator)
+    assert (live.batches, live.epochs, live.iterators, live.num_workers) == (1, 1, 1, 2)
+    assert [worker.pid for worker in live.workers] == worker_pids(iterator)
+    assert all(worker.alive and worker.rss_bytes > 1 << 20 for worker in live.workers)
+    size = sum(tensor.nbytes for tensor in batches[0])
+    # The labels travel in the message.
+    assert live.arena.leased_bytes >= batches[0][0].nbytes and live.arena.warm_bytes >= live.arena.leased_bytes
+    assert live.arena.high_water_bytes >= live.arena.warm_bytes and live.arena.blocks > 0
+    batches += list(iterator)
+    for done in (rustloader.stats(iterator), rustloader.stats(loader)):
+        assert (done.batches, done.epochs) == (4, 1)
+        assert 4 * size <= done.bytes < 4 * size + 4096
+        assert sum(worker.tasks for worker in done.workers) == 4
+        assert not any(worker.alive or worker.rss_bytes for worker in done.workers)
+        assert [worker.pid for worker in done.workers] == [worker.pid for worker in live.workers]
+        assert all(worker.fetch_seconds > 0 and worker.pack_seconds > 0 for worker in done.workers)
+        assert done.arena.leased_bytes == done.arena.warm_bytes == 0 < done.arena.high_water_bytes
+        assert done.copies.count == 0 == done.copies.pickled
+        assert len(done.slowest) == 4 and done.slowest[0].seconds >= done.slowest[-1].seconds > 0
+        assert {task.index for task in done.slowest} == {"[0, 1]", "[2, 3]", "[4, 5]", "[6, 7]"}
+
+
+def test_times_lie_where_they_were_spent():
+    loader = DataLoader(Slow(12, long), num_workers=1, collate_fn=slow_collate, persistent_workers=True)
+    start = time.monotonic()
+    trained(loader, step=LONG)
+    took = time.monotonic() - start
+    stats = rustloader.stats(loader)
+    (worker,) = stats.workers
+    assert 11 * LONG <= stats.step_seconds < took and worker.fetch_seconds >= 12 * LONG
+    assert worker.collate_seconds >= 12 * LONG
+    assert stats.waited_seconds + stats.first_seconds + stats.own_seconds == pytest.approx(stats.next_seconds)
+    assert stats.next_seconds + stats.step_seconds <= took
+    assert stats.first_seconds >= 2 * LONG * 0.9 and stats.waited_seconds > 0
+    assert stats.blocked_seconds == 0
+    # Between two epochs nothing is counted, but what the workers do.
+    time.sleep(10 * LONG)
+    trained(loader)
+    later = rustloader.stats(loader)
+    assert later.step_seconds < stats.step_seconds + 5 * LONG
+    assert later.workers[0].idle_seconds >= worker.idle_seconds + 9 * LONG
+    assert (later.epochs, later.batches, later.iterators) == (2, 24, 1)
+
+
+def test_a_loader_has_the_totals_of_all_its_iterators():
+    loader = DataLoader(Numbers(6), num_workers=2)
+    for epochs in range(1, 4):
+        trained(loader)
+        stats = rustloader.stats(loader)
+        assert (stats.batches, stats.epochs, stats.iterators) == (6 * epochs, epochs, epochs)
+        assert sum(worker.tasks for worker in stats.workers) == 6 * epochs
+    first, second = iter(loader), iter(loader)
+    next(first), next(second), next(second)
+    assert rustloader.stats(first).batches == 1 and rustloader.stats(second).batches == 2
+    stats = rustloader.stats(loader)
+    assert (stats.batches, stats.iterators) == (21, 5)
+    # What was under way is no batch.
+    del first
+    gc.collect()
+    assert rustloader.stats(loader).batches == 21
+    second._shutdown_workers()
+
+
+def test_copies_and_pickles_are_told():
+    arrays = DataLoader([np.zeros(40_000, np.uint8)] * 4, batch_size=None, collate_fn=as_it_is, num_workers=1)
+    stats = rustloader.stats(trained(arrays))
+    assert (stats.copies.count, stats.copies.bytes, stats.copies.pickled) == (4, 160_000, 0)
+    others = DataLoader(Numbers(3), num_workers=1, collate_fn=set)
+    assert rustloader.stats(trained(others)).copies.pickled == 3
+
+
+def as_it_is(sample):
+    return sample
+
+
+def test_slow_batches_are_named_shortly():
+    sampler = [list(range(100)), (1, "two"), [None], [torch.tensor(3)], 4, ["x" * 100]]
+    loader = DataLoader(Indifferent(), batch_sampler=None, batch_size=None, sampler=sampler, num_workers=1)
+    named = {task.index for task in rustloader.stats(trained(loader)).slowest}
+    many = "[" + ", ".join(map(str, range(16))) + ", ... 100 in all]"
+    assert named == {many, '(1, "two")', "[None]", "[<Tensor>]", "4", f'["{"x" * 60}"...]'}
+
+
+class Indifferent(Dataset):
+    def __getitem__(self, i):
+        return 0
+
+
+def test_errors_are_tasks_but_no_batches():
+    iterator = iter(DataLoader(Slow(3, fails_at_1), batch_size=None, num_workers=1))
+    next(iterator)
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    assert len(list(iterator)) == 1
+    stats = rustloader.stats(iterator)
+    assert stats.batches == 2 and stats.workers[0].tasks == 3
+
+
+def fails_at_1(worker, i):
+    return 1 / (i - 1) ** 2
+
+
+def test_iterable_datasets():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    stats = rustloader.stats(trained(DataLoader(Stream(), batch_size=5, num_workers=2)))
+    assert stats.batches == 4 and sum(worker.tasks for worker in stats.workers) == 4
+    assert {task.index for task in stats.slowest} == {"[None, None, None, None, None]"}
+
+
+def test_pinned_batches():
+    with pinning():
+        loader = DataLoader(Images(12), batch_size=2, num_workers=1, pin_memory=True)
+        iterator = iter(loader)
+        next(iterator)
+        assert rustloader.stats(loader).pinning.running
+        list(iterator)
+        stats = rustloader.stats(loader)
+    assert not stats.pinning.running and stats.pinning.batches == 6 and stats.pinning.seconds > 0
+
+
+def test_workers_that_died_are_replaced():
+    loader = DataLoader(Numbers(4), num_workers=1, persistent_workers=True)
+    trained(loader)
+    (before,) = rustloader.stats(loader).workers
+    loader._iterator._shutdown_workers()
+    trained(loader)
+    for source in (loader, loader._iterator):
+        (worker,) = rustloader.stats(source).workers
+        assert worker.tasks == 8 and worker.alive and worker.pid != before.pid
+    loader._iterator._shutdown_workers()
+
+
+# Sources
+
+
+def test_without_workers():
+    loader = DataLoader(Numbers(3))
+    iterator = iter(loader)
+    next(iterator)
+    assert rustloader.stats(iterator).batches == 1
+    for source in (loader, iterator):
+        stats = rustloader.stats(source)
+        assert "num_workers=0" in stats.note and stats.verdict().kind == "unknown"
+        assert "num_workers=0" in str(stats)
+
+
+@pytest.mark.handover
+def test_a_loader_that_runs_on_torchs_iterator():
+    loader = DataLoader(IterableWrapper(range(4)), num_workers=1)
+    iterator = iter(loader)
+    for source in (iterator, loader):
+        stats = rustloader.stats(source)
+        assert [(it.reason, it.count) for it in stats.handovers] == [("its dataset is a DataPipe", 1)]
+        assert stats.verdict().kind == "unknown" and "DataPipe" in stats.verdict().reason
+    list(iterator)
+    trained(loader)
+    assert rustloader.stats(loader).handovers[0].count == 2 and rustloader.stats(loader).batches == 0
+
+
+def test_torchs_loader_with_and_without_install():
+    loader = TorchDataLoader(Numbers(4), num_workers=1)
+    assert rustloader.stats(loader).verdict().kind == "unknown"
+    with rustloader.installed():
+        iterator = iter(loader)
+        assert len(list(iterator)) == 4
+    assert rustloader.stats(loader).batches == rustloader.stats(iterator).batches == 4
+    other = iter(loader)
+    next(other)
+    stats = rustloader.stats(other)
+    assert "install" in stats.note and stats.batches == 1
+    other._shutdown_workers()
+
+
+def test_options_of_install_do_not_hide_the_loader():
+    loader = TorchDataLoader(Numbers(4), num_workers=1)
+    with rustloader.installed(prefetch_factor=3):
+        trained(loader)
+    assert rustloader.stats(loader).batches == 4
+
+
+def test_what_is_no_loader():
+    for thing in (3, [1], Numbers(3), DataLoader):
+        with pytest.raises(TypeError, match="takes a DataLoader or its iterator"):
+            rustloader.stats(thing)
+
+
+def test_copies_of_a_loader_begin_at_zero():
+    loader = trained(DataLoader(Numbers(4), num_workers=1))
+    before = set(vars(loader))
+    for twin in (pickle.loads(pickle.dumps(loader)), copy.copy(loader), copy.deepcopy(loader)):
+        assert rustloader.stats(twin).batches == 0
+        assert rustloader.stats(trained(twin)).batches == 4
+        assert set(vars(twin)) == before
+    assert rustloader.stats(loader).batches == 4
+
+
+def test_loaders_that_compare_by_value_are_told_apart():
+    class Equal(DataLoader):
+        def __eq__(self, other):
+            return True
+
+    first, second = trained(Equal(Numbers(3), num_workers=1)), Equal(Numbers(3), num_workers=1)
+    assert (rustloader.stats(first).batches, rustloader.stats(second).batches) == (3, 0)
+
+
+def test_nothing_is_kept_alive_and_nothing_is_left():
+    from rustloader import _ledger
+
+    gc.disable()
+    try:
+        loader = DataLoader(Numbers(40), num_workers=1)
+        entries = len(_ledger._ledgers)
+        iterator = iter(loader)
+        next(iterator)
+        rustloader.stats(iterator), rustloader.stats(loader)
+        dead, gone = weakref.ref(iterator), weakref.ref(loader)
+        del iterator
+        assert dead() is None
+        assert len(_ledger._ledgers) == entries + 1
+        assert _ledger.find(loader).figures()["batches"] == 1
+        del loader
+        assert gone() is None and len(_ledger._ledgers) == entries
+    finally:
+        gc.enable()
+
+
+def test_the_attributes_of_an_iterator_keep_their_compact_form():
+    iterator = iter(DataLoader(Numbers(8), num_workers=1))
+    next(iterator)
+    # CPython's limit; beyond it each access costs more, and the object some kilobytes.
+    assert len(vars(iterator)) < 30
+
+
+def test_many_epochs_leave_one_counter():
+    from rustloader import _ledger
+
+    loader = DataLoader(Numbers(1), num_workers=1)
+    for _ in range(5):
+        trained(loader)
+    assert len(_ledger.find(loader)._meters) == 1
+
+
+def test_stats_can_be_asked_for_while_next_waits():
+    import threading
+
+    loader = DataLoader(Slow(4, long), num_workers=1)
+    seen = []
+    stop = threading.Event()
+
+    def ask():
+        while not stop.wait(0.002):
+            seen.append(rustloader.stats(loader))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    trained(loader)
+    stop.set()
+    thread.join()
+    counts = [stats.batches for stats in seen]
+    assert counts == sorted(counts) and 1 in counts
+    totals = [sum(worker.tasks for worker in stats.workers) for stats in seen]
+    assert totals == sorted(totals)
+
+
+# Forms
+
+
+def test_as_dict_is_plain_and_flat_is_floats():
+    loader = trained(DataLoader(Images(4), batch_size=2, num_workers=2))
+    stats = rustloader.stats(loader)
+    plain = stats.as_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["batches"] == 2 and plain["workers"][1]["id"] == 1 and plain["slowest"][0]["index"]
+    flat = stats.as_dict(flat=True)
+    assert flat["batches"] == 2.0 and flat["workers_1_fetch_seconds"] == stats.workers[1].fetch_seconds
+    assert flat["arena_high_water_bytes"] == stats.arena.high_water_bytes
+    assert all(type(value) is float and math.isfinite(value) and key.isidentifier() for key, value in flat.items())
+
+
+def test_printed():
+    text = str(rustloader.stats(trained(DataLoader(Numbers(3), num_workers=1))))
+    assert text.startswith("3 batches") and "worker 0" in text and "arena" in text
+
+
+# Verdicts
+
+
+def verdict(loader, step=0.0):
+    return rustloader.stats(trained(loader, step)).verdict()
+
+
+def test_the_workers_limit():
+    found = verdict(DataLoader(Slow(40, long), batch_size=None, num_workers=2), step=SHORT)
+    assert found.kind == "workers" and found.workers_needed > 2, found
+
+
+def test_the_training_step_limits():
+    found = verdict(DataLoader(Slow(30, short), batch_size=None, num_workers=2), step=LONG)
+    assert found.kind == "step", found
+
+
+def test_the_sampler_limits():
+    found = verdict(DataLoader(Slow(30, short), batch_size=None, sampler=SlowSampler(), num_workers=2))
+    assert found.kind == "main" and "sampler" in found.sentence, found
+
+
+def test_unpickling_limits():
+    found = verdict(DataLoader(Slow(30, short), num_workers=2, collate_fn=hard_to_unpickle))
+    assert found.kind == "main" and "opening" in found.sentence, found
+
+
+def test_collate_limits():
+    found = verdict(DataLoader(Slow(40, short), num_workers=2, collate_fn=slow_collate))
+    assert found.kind == "collate", found
+
+
+def test_one_slow_worker_limits():
+    found = verdict(DataLoader(Slow(40, long_on_worker_0), batch_size=None, num_workers=2))
+    assert found.kind == "head_of_line" and "worker 0" in found.sentence, found
+
+
+def test_a_few_slow_batches_limit():
+    found = verdict(DataLoader(Slow(52, long_now_and_then), num_workers=2))
+    assert found.kind == "head_of_line", found
+    assert any(f"[{i}] took" in found.sentence for i in (5, 18, 31, 44)), found
+
+
+def test_pinning_limits(monkeypatch):
+    def slow_pin(data, device=None):
+        time.sleep(LONG)
+        return data
+
+    with pinning():
+        monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", slow_pin)
+        found = verdict(DataLoader(Slow(40, short), num_workers=2, pin_memory=True))
+    assert found.kind == "pinning", found
+
+
+def test_the_start_of_each_epoch_limits():
+    def slow_start(worker):
+        time.sleep(10 * LONG)
+
+    loader = DataLoader(Slow(8, short), num_workers=2, worker_init_fn=slow_start)
+    trained(loader), trained(loader)
+    assert verdict(loader).kind == "starting"
+
+
+def test_too_few_batches_to_tell():
+    assert verdict(DataLoader(Slow(4, long), num_workers=2, collate_fn=as_list)).kind == "too_few"
+
+
+# Reports
+
+
+def test_report_calls_back_now_and_then_and_at_the_end():
+    loader = DataLoader(Slow(20, short), batch_size=None, num_workers=1)
+    seen = []
+    with rustloader.report(loader, seen.append, every=LONG):
+        trained(loader, step=LONG)
+        assert wait_until(lambda: len(seen) >= 5)
+        during = len(seen)
+    assert len(seen) == during + 1 and seen[-1].batches == 20
+    counts = [stats.batches for stats in seen]
+    assert counts == sorted(counts) and counts[0] < 20
+    trained(loader)
+    assert len(seen) == during + 1
+
+
+def test_an_error_of_the_callback_loses_no_batch():
+    loader = DataLoader(Numbers(4), batch_size=None, num_workers=1)
+    calls = []
+
+    def fails_once(stats):
+        calls.append(stats)
+        if len(calls) == 1:
+            raise ValueError("of the callback")
+
+    got = []
+    with rustloader.report(loader, fails_once, every=1e-6):
+        iterator = iter(loader)
+        with pytest.raises(ValueError, match="of the callback"):
+            next(iterator)
+        got += [batch.item() for batch in iterator]
+    assert got == [0, 1, 2, 3] and len(calls) > 2
+
+
+def test_workers_report_nothing(tmp_path):
+    class Nested(Numbers):
+        def __getitem__(self, i):
+            from rustloader import _report
+
+            return len(_report._running)
+
+    loader = DataLoader(Nested(4), batch_size=None, num_workers=1)
+    with rustloader.report(loader, lambda stats: None):
+        assert list(loader) == [0] * 4
+
+
+@pytest.mark.parametrize("every", [0, -1, math.nan])
+def test_report_wants_a_time(every):
+    with pytest.raises(ValueError, match="greater than 0"), rustloader.report(DataLoader(Numbers(1)), print, every):
+        pass
+
+
+def test_a_report_on_a_loader_without_workers_comes_at_the_end():
+    seen = []
+    loader = DataLoader(Numbers(3))
+    with rustloader.report(loader, seen.append, every=1e-6):
+        trained(loader)
+    assert len(seen) == 1

@@ -1,0 +1,169 @@
+"""A worker that is stopped (SIGSTOP) at random moments: what it holds is late, nothing else is (P19, S3; DESIGN 4)."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+import refusals
+import torch
+from pinning_support import pinning
+from sample_data import WhoAmI
+from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids
+
+pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
+
+WORKERS, PREFETCH, N = 3, 2, 300
+# Seconds; so many in a row without a batch are taken for its end, where nothing more is to come.
+TIMEOUT, LATE = 0.3, 3
+
+
+class Numbered(WhoAmI):
+    """(i, worker, a tensor that lies in a block of its own). No item takes time: a worker spends its time on
+    publishing and ringing."""
+
+    def __getitem__(self, i):
+        return *super().__getitem__(i), torch.full((5000,), float(i))
+
+
+def loader_of(**kw):
+    settings = dict(batch_size=None, num_workers=WORKERS, prefetch_factor=PREFETCH, timeout=TIMEOUT)
+    return DataLoader(Numbered(N), **settings | kw)
+
+
+def checked(batch):
+    i, worker, tensor = batch
+    assert bool((tensor == i).all()), f"batch {i} is wrong"
+    return i, worker
+
+
+def take(iterator, got, count=N, late=1000):
+    """Takes so many batches, all at the most; gives up when none has come for so many timeouts in a row. A timeout
+    loses nothing, and a busy machine may have one at any time."""
+    end, row = time.monotonic() + 120, 0
+    while count and row < late:
+        assert time.monotonic() < end, "the epoch does not end"
+        try:
+            got.append(checked(next(iterator)))
+            count, row = count - 1, 0
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            assert str(error) == f"DataLoader timed out after {TIMEOUT} seconds"
+            row += 1
+
+
+def stopped_at_random(rng, iterator):
+    """Takes batches, and stops a worker after a while: (its number, what was taken)."""
+    got = []
+    take(iterator, got, rng.randrange(40))
+    victim = rng.randrange(WORKERS)
+    for _ in range(rng.randrange(3000)):  # it publishes and rings meanwhile
+        pass
+    os.kill(worker_pids(iterator)[victim], signal.SIGSTOP)
+    return victim, got
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_others_batches_arrive_and_then_its_own(seed):
+    rng = random.Random(seed)
+    iterator = iter(loader_of(in_order=False))
+    victim, got = stopped_at_random(rng, iterator)
+    take(iterator, got, N - PREFETCH - len(got))
+    take(iterator, got, late=LATE)
+    missing = set(range(N)) - {i for i, _ in got}
+    assert len({i for i, _ in got}) == len(got), "a batch came twice"
+    assert 0 < len(missing) <= PREFETCH, f"only what worker {victim} was given may be missing: {missing}"
+    os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
+    take(iterator, got)
+    assert sorted(i for i, _ in got) == list(range(N))
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_order_the_timeout_works_and_loses_nothing(seed, pinned):
+    rng = random.Random(100 + seed)
+    with pinning() as host:
+        iterator = iter(loader_of(pin_memory=pinned))
+        victim, got = stopped_at_random(rng, iterator)
+        # The next batch may be another worker's for a while, where the machine is busy.
+        end = time.monotonic() + 120
+        while True:
+            take(iterator, got, late=LATE)
+            if len(got) % WORKERS == victim:
+                break
+            assert len(got) < N and time.monotonic() < end, "it is another worker's batch that does not come"
+        assert [i for i, _ in got] == list(range(len(got)))
+        os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
+        take(iterator, got)
+        assert [i for i, _ in got] == list(range(N))
+        del iterator
+        assert wait_until(lambda: not host.live)
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a timeout"])
+@pytest.mark.parametrize("seed", range(3))
+def test_shutdown_ends_it_within_its_deadline(seed, late, pinned, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)
+    rng = random.Random(200 + seed)
+    with pinning() as host:
+        iterator = iter(loader_of(pin_memory=pinned, persistent_workers=True))
+        _, got = stopped_at_random(rng, iterator)
+        if late:
+            take(iterator, got, late=LATE)
+        pids = worker_pids(iterator)
+        # 0.3 s to leave, 0.5 s after SIGTERM, then SIGKILL.
+        with within(20):
+            iterator._shutdown_workers()
+        assert all(map(gone, pids))
+        del iterator
+        assert wait_until(lambda: not host.live)
+
+
+def test_the_interpreter_exits_with_a_stopped_worker():
+    process = start_script("""
+        from sample_data import Numbers
+        iterator = iter(DataLoader(Numbers(100), num_workers=2))
+        next(iterator)
+        os.kill(iterator._workers[1].pid, signal.SIGSTOP)
+        print(*[w.pid for w in iterator._workers], flush=True)
+    """)
+    status, out, err = finish(process)
+    assert (status, err) == (0, "")
+    assert wait_until(lambda: all(gone(int(pid)) for pid in out.split()))
+
+
+# What a worker calls from its start to its first sleep. Between populate and eventfd_write it publishes: it looks
+# whether the doorbell is still its own (fstat), and rings.
+PLACES = [
+    f"{kind}:{nth}" for kind, calls in [("populate", 4), ("fstat", 4), ("eventfd_write", 2)] for nth in range(1, calls)
+]
+PLACES += ["memfd_create:1", "sigaction:2", "thread:1", "ppoll:1", "futex_wait:1", "pidfd_open:1"]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    programs = ["stopped", "stopped_for_good"]
+    cases = [(program, f"{place}:stop", "worker") for program in programs for place in PLACES]
+    return dict(zip(cases, refusals.reports_of(cases), strict=True))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", ["stopped", "stopped_for_good"])
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_a_worker_stands_still_nothing_is_lost_and_a_shutdown_ends_it(reports, place, program):
+    """By a failpoint, so that it is this very call."""
+    report = reports[program, f"{place}:stop", "worker"]
+    assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
+    assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
+    assert re.fullmatch(r"[012] stopped", report["value"][0]) and len(report["value"]) == 1, report
+
+
+def test_workers_have_stood_still(reports):
+    """Which calls a worker makes is a matter of time, but for these."""
+    for (program, points, _), report in reports.items():
+        if points.startswith(("populate:1", "memfd_create", "thread", "sigaction")):
+            assert report["value"] != ["0 stopped"], (program, points)
