@@ -74,7 +74,7 @@ impl Count {
 /// What a worker has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerTotals {
-    /// Its process id; 0 before it has started.
+    /// Its process id; 0 before its process has been started.
     pub pid: u32,
     /// Whether its process runs.
     pub alive: bool,
@@ -85,8 +85,9 @@ pub struct WorkerTotals {
 }
 
 impl WorkerTotals {
-    /// By a status page, at a time in monotonic nanoseconds.
-    fn of(page: &StatusPage, alive: bool, now: u64) -> Self {
+    /// By a status page, at a time in monotonic nanoseconds. The process is what the main process knows of it: a worker writes
+    /// its page only once it has come to life.
+    fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
         // The sums before the begin of the state that is added: a change between the two leaves a little out, until the next look.
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Relaxed));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
@@ -95,8 +96,7 @@ impl WorkerTotals {
             let sum: &mut u64 = &mut spent_ns[state as usize];
             *sum = sum.saturating_add(now.saturating_sub(since));
         }
-        let (pid, tasks) = (page.pid.load(Ordering::Relaxed), page.sent.load(Ordering::Relaxed));
-        Self { pid, alive, tasks, spent_ns }
+        Self { pid, alive, tasks: page.sent.load(Ordering::Relaxed), spent_ns }
     }
 
     /// Adds what a later worker of the same number has done.
@@ -163,10 +163,11 @@ impl Totals {
         }
     }
 
-    /// Adds what an arena tells of its workers and of itself, while they use it.
-    pub fn add_arena(&mut self, arena: &Arena, alive: impl Fn(u32) -> bool) {
+    /// Adds what an arena tells of its workers and of itself, while they use it. `process` gives a worker's process id, and
+    /// whether it runs.
+    pub fn add_arena(&mut self, arena: &Arena, process: impl Fn(u32) -> (u32, bool)) {
         let now = sys::clock::monotonic_ns();
-        let totals = |worker| WorkerTotals::of(&arena.control(worker).status, alive(worker), now);
+        let totals = |worker| WorkerTotals::of(&arena.control(worker).status, process(worker), now);
         let workers: Vec<_> = (0..arena.geometry().workers).map(totals).collect();
         self.add_workers(&workers);
         let usage = arena.usage();
@@ -227,9 +228,9 @@ impl Meter {
     }
 
     /// Keeps what an arena tells of its workers, which have ended: it may go to another iterator now.
-    pub fn keep(&self, arena: &Arena) {
+    pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
         let mut rest = self.rest();
-        rest.add_arena(arena, |_| false);
+        rest.add_arena(arena, |worker| (pid(worker), false));
         rest.usage = Usage::default();
     }
 

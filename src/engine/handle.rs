@@ -168,7 +168,7 @@ impl Handle {
     pub fn part_with_arena(&self) {
         let mut gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *gone, true) {
-            self.meter.keep(&self.arena);
+            self.meter.keep(&self.arena, |worker| self.process(worker).map_or(0, |it| it.pid as u32));
         }
     }
 
@@ -185,8 +185,9 @@ impl Handle {
         let gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
         let mut totals = self.meter.totals();
         if !*gone {
-            let runs = |worker| self.process(worker).is_some_and(|process| !process.has_exited());
-            totals.add_arena(&self.arena, runs);
+            let now =
+                |worker| self.process(worker).map_or((0, false), |it| (it.pid as u32, !it.has_exited()));
+            totals.add_arena(&self.arena, now);
         }
         totals.pin_threads = u32::from(self.pinning().is_some_and(Control::is_alive));
         totals
