@@ -30,6 +30,7 @@ NO_STACK = STUCK + "Its stack cannot be had: "
 BATCHES = {
     "plain": 6,
     "twice": 12,
+    "pinned_persistent": 12,
     "doomed": 7,
     "late": 0,
     "stubborn": 0,
@@ -104,6 +105,8 @@ TABLE = [
     R("eventfd", "EMFILE ENFILE EPERM", program="twice", handover="any", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", calls="1+"),
     R("eventfd_write", "EINTR EAGAIN", calls="1"),
+    # The pin thread's doorbell, also when it is told to end by a finalizer.
+    R("eventfd_write", "EPERM EBADF", program="pinned_persistent", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", "worker"),
     R("eventfd_write", "EINTR EAGAIN", "worker", calls="1 3"),
     R("eventfd_read", "EPERM", error=r"PermissionError: \[Errno 1\] read\(eventfd\) failed: .*closed or replaced.*"),
