@@ -104,6 +104,17 @@ def effects_of(kind, program, where):
     return [e for e in EFFECTS if (e != "EINTR" or kind in INTERRUPTED) and not (e == "errno" and handed_over)]
 
 
+def is_clear(text):
+    return any(re.fullmatch(pattern, text, re.DOTALL) for pattern in CLEAR)
+
+
+def says_why(failure, output):
+    """Whether what was written are tracebacks of workers, each with a named error, that could not be told otherwise:
+    a spawned worker has no arena to send its error through before it has joined it."""
+    ends = [line for line in output.splitlines() if not line.startswith((" ", "Traceback (most recent call last):"))]
+    return failure.program == SLOW and failure.where == "worker" and all(map(is_clear, filter(None, ends)))
+
+
 def tried(failure):
     """Runs a program with a failure: (what is wrong, in words; whether there was such a call; the errors)."""
     from isolation import in_child
@@ -119,7 +130,7 @@ def tried(failure):
         return wrong, True, []
     if "value" not in report:
         return [*wrong, f"status {report['status']}: {report['output']}"], True, []
-    if report["output"]:
+    if report["output"] and not says_why(failure, report["output"]):
         wrong.append(f"it wrote: {report['output']}")
     if report["left"]:
         wrong.append(f"left behind: {report['left']}")
@@ -128,7 +139,7 @@ def tried(failure):
     wrong += [f"logged: {line}" for line in report["log"] if not line.startswith(HANDED_OVER)]
     errors = [text.removeprefix("iter: ") for text in report["value"]]
     for text in errors:
-        if not any(re.fullmatch(pattern, text, re.DOTALL) for pattern in CLEAR):
+        if not is_clear(text):
             wrong.append(f"not clear: {text}")
     # What a worker has counted is lost with it.
     reached = failure.where == "worker" or report["calls"].get(failure.kind, 0) >= failure.nth
