@@ -311,12 +311,15 @@ impl Allocator {
         let entry = &arena.table(self.region)[id as usize];
         let offset = entry.offset.load(Ordering::Relaxed);
         let warm = entry.warm.load(Ordering::Relaxed);
+        if mapped < warm && len >= SLAB {
+            self.arena.map_in(self.region, offset + mapped, offset + warm.min(len))?;
+        }
         if len > warm {
             self.make_room(len - warm);
             self.look(len - warm)?;
         }
-        if len > warm || len >= SLAB {
-            self.populate(offset + mapped, offset + len)?;
+        if len > warm {
+            self.populate(offset + warm.max(mapped), offset + len)?;
         }
         self.mapped[id as usize] = len;
         if len > warm {

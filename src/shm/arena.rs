@@ -298,6 +298,12 @@ impl Arena {
         self.map.populate((start + from) as usize..(start + to) as usize)
     }
 
+    /// Puts the bytes `from..to` of a region's data, which are reserved, into this process's page tables.
+    pub fn map_in(&self, region: u32, from: u64, to: u64) -> Result<()> {
+        let start = self.geometry.data(region);
+        self.map.map_in((start + from) as usize..(start + to) as usize)
+    }
+
     /// Reserves the page of a region's block table that entry `id` begins, if it begins one.
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
         let (row, start) = (size_of::<Block>() as u64, self.geometry.table(region));

@@ -47,6 +47,7 @@ mod seam {
         "mmap",
         "dontdump",
         "populate",
+        "map_in",
         "remove",
         "eventfd",
         "eventfd_write",

@@ -88,8 +88,8 @@ def walk(loader, expected, keep=True):
     return errors, batches
 
 
-def image_batches():
-    return [default_collate([Images(SIZE)[i] for i in range(at, at + BATCH)]) for at in range(0, SIZE, BATCH)]
+def image_batches(size=BATCH):
+    return [default_collate([Images(SIZE)[i] for i in range(at, at + size)]) for at in range(0, SIZE, size)]
 
 
 def plain():
@@ -106,6 +106,12 @@ def twice(**kw):
     if not first and not all(map(same, kept, expected)):
         second.append("a batch that was kept has changed")
     return [*first, *second]
+
+
+def warm():
+    """Two epochs of larger batches, with one worker; the second one's finds the memory of the first."""
+    images, expected = loader(Images(SIZE), workers=1, batch_size=2 * BATCH), image_batches(2 * BATCH)
+    return walk(images, expected, keep=False)[0] + walk(images, expected, keep=False)[0]
 
 
 def persistent(**kw):

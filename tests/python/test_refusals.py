@@ -30,6 +30,7 @@ NO_STACK = STUCK + "Its stack cannot be had: "
 BATCHES = {
     "plain": 6,
     "twice": 12,
+    "warm": 6,
     "pinned_persistent": 12,
     "doomed": 7,
     "late": 0,
@@ -99,6 +100,9 @@ TABLE = [
     R("populate", "ENOMEM", "worker", error=EXITED.replace("3", "1"), calls="1+", says="MemoryError: cannot get"),
     R("populate", "EINVAL EPERM", "worker"),
     R("populate", "EINTR", "worker", calls="1 3"),
+    R("map_in", "ENOMEM EFAULT", "worker", "warm", error=NO_MEMORY, calls="1 3"),
+    R("map_in", "EINVAL EPERM", "worker", "warm", calls="1 1+"),
+    R("map_in", "EINTR", "worker", "warm", calls="1 3"),
     R("remove", "EINVAL EOPNOTSUPP", program="twice"),
     R("remove", "EINVAL EOPNOTSUPP", "worker", "burst"),
     R("remove", "EINTR", "worker", "burst", calls="1"),

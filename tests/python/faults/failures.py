@@ -26,6 +26,7 @@ SPECIAL = {
     "burst": ["remove"],
     "many": ["epoll_create", "epoll_ctl", "epoll_wait"],
     "growing": ["populate"],
+    "warm": ["map_in"],
     "stubborn": ["pidfd_send_signal"],
     "handled": ["timer", "sigaction"],
     "stuck": ["peek"],
@@ -38,6 +39,7 @@ ERRNO = {
     "mmap": "ENOMEM",
     "dontdump": "EINVAL",
     "populate": "ENOMEM",
+    "map_in": "ENOMEM",
     "remove": "EINVAL",
     "eventfd": "EMFILE",
     "pidfd_open": "EMFILE",
@@ -53,7 +55,17 @@ ERRNO = {
 }
 EFFECTS = ["errno", "EINTR", "kill", "exit=3"]
 # Kinds that a signal may interrupt.
-INTERRUPTED = {"ftruncate", "populate", "remove", "eventfd_write", "eventfd_read", "pidfd_poll", "waitid", "futex_wait"}
+INTERRUPTED = {
+    "ftruncate",
+    "populate",
+    "map_in",
+    "remove",
+    "eventfd_write",
+    "eventfd_read",
+    "pidfd_poll",
+    "waitid",
+    "futex_wait",
+}
 INTERRUPTED |= {"ppoll", "epoll_wait"}
 # Kinds whose refusal in main hands a loader over to torch's iterator.
 HANDING_OVER = {"memfd_create", "ftruncate", "seal", "mmap", "populate", "eventfd", "fstat", "atfork"}
