@@ -20,7 +20,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-gpu reliability-figures wheel clean
+	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures wheel clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -136,6 +136,9 @@ compare-memory: build ## The peak memory of both (needs the right to make a cgro
 
 compare-growth: build ## How both grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
 	$(BIN)/python benches/growth.py $(ARGS)
+
+compare-breakdown: build ## Where the time of a batch goes
+	$(BIN)/python benches/breakdown.py $(ARGS)
 
 compare-gpu: build ## The same for pinned batches, with a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)

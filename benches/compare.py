@@ -117,6 +117,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
             started = floors.bare_processes(workers) * 1e6
             result["bare_us"] = started if row.to_first else started / batches
         result["copy_us"] = floors.copy_of(nbytes) * 1e6
+        result["copies_us"] = floors.copies_at_once(nbytes, workers) * 1e6
     sides = (theirs, ours, *others.values())
     result["rounds"] = {side.name: [vars(timing) for timing in side.timings] for side in sides}
     return result

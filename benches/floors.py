@@ -46,3 +46,39 @@ def copy_of(nbytes: int, trials: int = 15) -> float:
         np.copyto(target, source)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
+
+
+def copies_at_once(nbytes: int, processes: int, trials: int = 5) -> float:
+    """Seconds a copy, where so many processes at once copy so many bytes between warm pages, each its own; the median of
+    trials. Below one copy's time as far as the machine can copy faster than one thread of it."""
+    each = max(5, (256 << 20) // max(nbytes, 1))
+    taken = []
+    for _ in range(trials):
+        (begin_reader, begin), (reader, done) = os.pipe(), os.pipe()
+        children = []
+        for _ in range(processes):
+            pid = os.fork()
+            if pid == 0:
+                source, target = np.ones(max(nbytes, 1), np.uint8), np.ones(max(nbytes, 1), np.uint8)
+                os.write(done, b"r")
+                os.read(begin_reader, 1)
+                for _ in range(each):
+                    np.copyto(target, source)
+                os.write(done, b"d")
+                os._exit(0)
+            children.append(pid)
+        _read(reader, processes)
+        start = time.perf_counter()
+        os.write(begin, b"b" * processes)
+        _read(reader, processes)
+        taken.append((time.perf_counter() - start) / (each * processes))
+        for pid in children:
+            os.waitpid(pid, 0)
+        for fd in (begin_reader, begin, reader, done):
+            os.close(fd)
+    return statistics.median(taken)
+
+
+def _read(fd: int, count: int) -> None:
+    while count:
+        count -= len(os.read(fd, count))

@@ -19,6 +19,7 @@ BESIDE = {
     "persistent_us": "persistent",
     "bare_us": "bare fork",
     "copy_us": "memcpy",
+    "copies_us": "memcpy in all workers",
     "torch_main_us": "main, torch",
     "ours_main_us": "main, ours",
 }
