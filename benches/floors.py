@@ -49,7 +49,7 @@ def copy_of(nbytes: int, trials: int = 15) -> float:
 
 
 def copies_at_once(nbytes: int, processes: int, trials: int = 5) -> float:
-    """Seconds a copy, where so many processes at once copy so many bytes between warm pages, each its own; the median of
+    """Seconds a copy, where so many processes at once copy as many bytes between warm pages of their own; the median of
     trials. Below one copy's time as far as the machine can copy faster than one thread of it."""
     each = max(5, (256 << 20) // max(nbytes, 1))
     taken = []
