@@ -18,6 +18,7 @@ __all__ = [
     "TIMED_OUT",
     "UNREADABLE",
     "Engine",
+    "HeldSignals",
     "LeaseBuffer",
     "Meter",
     "Port",
@@ -33,10 +34,8 @@ __all__ = [
     "engine_batches",
     "figures",
     "heap_storage",
-    "hold_signal",
     "is_plain_leaf",
     "observed",
-    "release_signal",
     "set_reporting",
 ]
 
@@ -243,6 +242,18 @@ class TimedCollate:
     def __getattr__(self, name: str) -> Any: ...
 
 @final
+class HeldSignals:
+    """A context in which signals are kept out: the process's handlers take a note, and this thread has them blocked.
+    What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where they
+    have a handler, are kept from the process's other threads."""
+
+    def __new__(cls, signals: list[int]) -> HeldSignals: ...
+    def __enter__(self) -> list[int]:
+        """Those of them that this thread did not have blocked before."""
+
+    def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
+
+@final
 class LeaseBuffer:
     """Memory of a batch, with a writable buffer; given back when nothing looks at it any more."""
 
@@ -278,13 +289,6 @@ def begin_forks() -> None:
 
 def end_forks() -> None:
     """Ends what ``begin_forks`` began."""
-
-def hold_signal(signal: int) -> bool:
-    """Keeps a signal back until ``release_signal``, whatever thread the kernel would give it to. False where there is
-    nothing to keep back: no handler, or a signal that is neither SIGINT nor SIGTERM."""
-
-def release_signal(signal: int) -> None:
-    """Ends what ``hold_signal`` answered true to; a signal that came meanwhile comes again, to this thread."""
 
 def _trim_pool() -> int:
     """Lets go of the arenas that wait for the next iterator; says how many there were."""

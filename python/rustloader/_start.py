@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import signal
 import warnings
-from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
@@ -40,7 +38,10 @@ def start_processes(iterator: Iter, core: Engine) -> None:
     """Starts the workers of an iterator, and notes each with it and with its engine."""
     _start_helpers(iterator._context)
     survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
-    with _blocked({signal.SIGINT, signal.SIGTERM} if survives_sigterm else {signal.SIGINT}) as blocked:
+    # From the workers, so that none is interrupted before it can catch them, and from the hooks of the forks, which lose
+    # what a handler raises.
+    kept_out = [signal.SIGINT, signal.SIGTERM] if survives_sigterm else [signal.SIGINT]
+    with _core.HeldSignals(kept_out) as blocked:
         job = _worker.Job(
             dataset_kind=iterator._dataset_kind,
             auto_collation=iterator._auto_collation,
@@ -85,20 +86,3 @@ def _start_helpers(context: Any) -> None:
         forkserver.ensure_running()
     elif method == "spawn":
         resource_tracker.ensure_running()
-
-
-@contextlib.contextmanager
-def _blocked(signals: set[signal.Signals]) -> Iterator[set[signal.Signals]]:
-    """Keeps signals out while workers are started: from the workers, so that none is interrupted before it can catch
-    them, and from the hooks of the forks, which lose what a handler raises. Says which the workers are to let in."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    held = [number for number in signals if _core.hold_signal(number)]
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        yield signals - before
-    finally:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        finally:
-            for number in held:
-                _core.release_signal(number)

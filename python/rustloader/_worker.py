@@ -83,7 +83,7 @@ class Job:
     # The main process has a handler for SIGTERM: one that goes to the whole process group is for it to react to.
     survives_sigterm: bool
     # Signals that were blocked for the start, so that they find the worker ready for them.
-    unblock: set[signal.Signals]
+    unblock: list[int]
 
 
 class Parcel:

@@ -38,7 +38,7 @@ mod _core {
     #[pymodule_export]
     use super::profiler::{observed, set_reporting};
     #[pymodule_export]
-    use super::signals::{hold_signal, release_signal};
+    use super::signals::HeldSignals;
     #[pymodule_export]
     use super::tensor::is_plain_leaf;
 

@@ -1,17 +1,45 @@
 //! Signals that are kept back while workers are forked.
 
+use std::sync::{Mutex, PoisonError};
+
 use pyo3::prelude::*;
 
-use crate::sys::hold;
+use crate::sys::hold::{self, Held};
+use crate::sys::signal::Mask;
 
-/// Keeps a signal back until `release_signal`, in all threads; false where there is nothing to keep back.
-#[pyfunction]
-pub fn hold_signal(signal: i32) -> bool {
-    hold::hold(signal)
+/// A context in which signals are kept out. One call enters it and one call leaves it, so that a handler of another signal,
+/// which Python may run behind each call, cannot come between what belongs together.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct HeldSignals {
+    signals: Vec<i32>,
+    /// While it is entered: what is held back, and what this thread had blocked before.
+    entered: Mutex<Option<(Held, Mask)>>,
 }
 
-/// Lets a signal in again. One that came meanwhile comes to this thread.
-#[pyfunction]
-pub fn release_signal(signal: i32) {
-    hold::release(signal);
+impl HeldSignals {
+    fn exchange(&self, entered: Option<(Held, Mask)>) -> Option<(Held, Mask)> {
+        std::mem::replace(&mut *self.entered.lock().unwrap_or_else(PoisonError::into_inner), entered)
+    }
+}
+
+#[pymethods]
+impl HeldSignals {
+    #[new]
+    fn new(signals: Vec<i32>) -> Self {
+        Self { signals, entered: Mutex::new(None) }
+    }
+
+    fn __enter__(&self) -> Vec<i32> {
+        let held = hold::hold(&self.signals);
+        let before = Mask::block(&self.signals);
+        self.exchange(Some((held, before)));
+        self.signals.iter().copied().filter(|signal| !before.has(*signal)).collect()
+    }
+
+    fn __exit__(&self, _kind: Py<PyAny>, _error: Py<PyAny>, _traceback: Py<PyAny>) {
+        if let Some((held, before)) = self.exchange(None) {
+            before.restore();
+            held.release();
+        }
+    }
 }

@@ -27,55 +27,27 @@ struct Slot {
 
 static SLOTS: [Slot; 2] = [Slot::new(libc::SIGINT), Slot::new(libc::SIGTERM)];
 
-/// Keeps `signal` back until [`release`]; false where that is not needed or not to be had: it has no handler, it is neither
-/// SIGINT nor SIGTERM, or the system refuses.
-pub fn hold(signal: i32) -> bool {
-    let Some(slot) = slot_of(signal) else { return false };
-    let pid = getpid();
-    if slot.owner.load(Ordering::Relaxed) == pid {
-        slot.holders.fetch_add(1, Ordering::Relaxed);
-        return true;
-    }
-    let Some(mut action) = slot.action() else { return false };
-    if [libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction) {
-        return false;
-    }
-    slot.came.store(false, Ordering::Relaxed);
-    slot.holders.store(1, Ordering::Relaxed);
-    // In a fork out of a process that held it back ours is there already.
-    if action.sa_sigaction != handler as *const () as usize {
-        slot.old.store(action.sa_sigaction, Ordering::Relaxed);
-        slot.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
-        action.sa_sigaction = handler as *const () as usize;
-        action.sa_flags |= libc::SA_SIGINFO;
-        if !slot.set(&action) {
-            return false;
-        }
-    }
-    slot.owner.store(pid, Ordering::SeqCst);
-    true
+/// The signals that one holder keeps back. To be given up by [`Held::release`].
+#[derive(Debug)]
+#[must_use]
+pub struct Held([bool; 2]);
+
+/// Keeps `signals` back until [`Held::release`]; not those where that is not needed or not to be had: there is no handler, it
+/// is neither SIGINT nor SIGTERM, or the system refuses.
+pub fn hold(signals: &[i32]) -> Held {
+    Held(SLOTS.each_ref().map(|slot| signals.contains(&slot.signal) && slot.hold()))
 }
 
-/// Ends what [`hold`] answered true to. When the last one does, a signal that came meanwhile comes again, to this thread.
-pub fn release(signal: i32) {
-    let Some(slot) = slot_of(signal) else { return };
-    if slot.owner.load(Ordering::Relaxed) != getpid() || slot.holders.fetch_sub(1, Ordering::Relaxed) > 1 {
-        return;
-    }
-    slot.owner.store(0, Ordering::SeqCst);
-    // The user may have set another one meanwhile.
-    if let Some(mut action) =
-        slot.action().filter(|action| action.sa_sigaction == handler as *const () as usize)
-    {
-        action.sa_sigaction = slot.old.load(Ordering::Relaxed);
-        if !slot.old_takes_info.load(Ordering::Relaxed) {
-            action.sa_flags &= !libc::SA_SIGINFO;
+impl Held {
+    /// The handlers as they were. What this was the last to keep back, and came meanwhile, comes again, to this thread: only
+    /// now, because what a handler raises ends the work of whoever called this.
+    pub fn release(self) {
+        let mine = || SLOTS.iter().zip(self.0).filter(|(_, held)| *held).map(|(slot, _)| slot);
+        let came: Vec<i32> = mine().filter(|slot| slot.release()).map(|slot| slot.signal).collect();
+        for signal in came {
+            // SAFETY: raise takes a number.
+            unsafe { libc::raise(signal) };
         }
-        slot.set(&action);
-    }
-    if slot.came.swap(false, Ordering::SeqCst) {
-        // SAFETY: raise takes a number.
-        unsafe { libc::raise(signal) };
     }
 }
 
@@ -84,7 +56,7 @@ extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: 
     let pid = getpid();
     if slot.owner.load(Ordering::SeqCst) == pid {
         slot.came.store(true, Ordering::SeqCst);
-        // Unless `release` has gone by meanwhile, it sees the note.
+        // Unless `Slot::release` has gone by meanwhile, it sees the note.
         if slot.owner.load(Ordering::SeqCst) == pid || !slot.came.swap(false, Ordering::SeqCst) {
             return;
         }
@@ -122,6 +94,53 @@ impl Slot {
         }
     }
 
+    /// Says whether it is kept back from now on.
+    fn hold(&self) -> bool {
+        let pid = getpid();
+        if self.owner.load(Ordering::Relaxed) == pid {
+            self.holders.fetch_add(1, Ordering::Relaxed);
+            return true;
+        }
+        let Some(mut action) = self.action() else { return false };
+        if [libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction) {
+            return false;
+        }
+        self.came.store(false, Ordering::Relaxed);
+        self.holders.store(1, Ordering::Relaxed);
+        // In a fork out of a process that held it back ours is there already.
+        if action.sa_sigaction != handler as *const () as usize {
+            self.old.store(action.sa_sigaction, Ordering::Relaxed);
+            self.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
+            action.sa_sigaction = handler as *const () as usize;
+            action.sa_flags |= libc::SA_SIGINFO;
+            if !self.set(&action) {
+                return false;
+            }
+        }
+        self.owner.store(pid, Ordering::SeqCst);
+        true
+    }
+
+    /// Ends one [`Slot::hold`]. When the last one does, the handler is as it was; says whether the signal came meanwhile.
+    fn release(&self) -> bool {
+        if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1
+        {
+            return false;
+        }
+        self.owner.store(0, Ordering::SeqCst);
+        // The user may have set another one meanwhile.
+        if let Some(mut action) =
+            self.action().filter(|action| action.sa_sigaction == handler as *const () as usize)
+        {
+            action.sa_sigaction = self.old.load(Ordering::Relaxed);
+            if !self.old_takes_info.load(Ordering::Relaxed) {
+                action.sa_flags &= !libc::SA_SIGINFO;
+            }
+            self.set(&action);
+        }
+        self.came.swap(false, Ordering::SeqCst)
+    }
+
     /// What the signal does now.
     fn action(&self) -> Option<libc::sigaction> {
         action_of(self.signal)
@@ -138,47 +157,68 @@ mod tests {
     use super::*;
 
     static SEEN: AtomicU32 = AtomicU32::new(0);
+    /// SIGINTs whose handler found SIGTERM held back.
+    static TOO_SOON: AtomicU32 = AtomicU32::new(0);
 
-    extern "C" fn note(_signal: libc::c_int) {
+    extern "C" fn note(signal: libc::c_int) {
         SEEN.fetch_add(1, Ordering::SeqCst);
+        let term = slot_of(libc::SIGTERM).unwrap().owner.load(Ordering::SeqCst);
+        TOO_SOON.fetch_add(u32::from(signal == libc::SIGINT && term != 0), Ordering::SeqCst);
     }
 
-    /// One test: the signal is the process's.
+    fn raise(signal: i32) {
+        // SAFETY: raise takes a number.
+        unsafe { libc::raise(signal) };
+    }
+
+    fn seen() -> u32 {
+        SEEN.load(Ordering::SeqCst)
+    }
+
+    /// One test: the signals are the process's.
     #[test]
     fn a_signal_that_is_held_back_comes_once_and_afterwards() {
-        let signal = libc::SIGTERM;
-        assert!(!hold(libc::SIGUSR1) && !hold(signal), "no handler, nothing to hold back");
+        let (signal, both) = (libc::SIGTERM, [libc::SIGINT, libc::SIGTERM]);
+        assert_eq!(hold(&[libc::SIGUSR1, signal]).0, [false; 2], "no handler, nothing to hold back");
+        let defaults = both.map(|signal| slot_of(signal).unwrap().action().unwrap());
+        for (signal, mut action) in both.into_iter().zip(defaults) {
+            action.sa_sigaction = note as *const () as usize;
+            assert!(slot_of(signal).unwrap().set(&action));
+        }
         let slot = slot_of(signal).unwrap();
-        let mut action = slot.action().unwrap();
-        let default = action;
-        action.sa_sigaction = note as *const () as usize;
-        assert!(slot.set(&action));
-        // SAFETY: raise takes a number.
-        let raise = || unsafe { libc::raise(signal) };
 
-        assert!(hold(signal) && hold(signal));
-        raise();
-        raise();
-        release(signal);
-        assert_eq!(SEEN.load(Ordering::SeqCst), 0, "one still holds it back");
-        release(signal);
-        assert_eq!(SEEN.load(Ordering::SeqCst), 1);
+        let (first, second) = (hold(&[signal]), hold(&[signal]));
+        raise(signal);
+        raise(signal);
+        first.release();
+        assert_eq!(seen(), 0, "one still holds it back");
+        second.release();
+        assert_eq!(seen(), 1);
         assert_eq!(slot.action().unwrap().sa_sigaction, note as *const () as usize);
-        raise();
-        assert_eq!(SEEN.load(Ordering::SeqCst), 2);
-        release(signal);
-        assert_eq!(SEEN.load(Ordering::SeqCst), 2, "nothing to be released");
+        raise(signal);
+        assert_eq!(seen(), 2);
+
+        // Two are let in together: the handler of the one may raise.
+        let held = hold(&both);
+        both.map(raise);
+        assert_eq!(seen(), 2);
+        held.release();
+        assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
 
         // In a fork it has the effect that it had.
-        assert!(hold(signal));
+        let parents = hold(&[signal]);
         slot.owner.store(getpid() + 1, Ordering::SeqCst);
-        raise();
-        assert_eq!(SEEN.load(Ordering::SeqCst), 3);
-        assert!(hold(signal));
-        raise();
-        assert_eq!(SEEN.load(Ordering::SeqCst), 3);
-        release(signal);
-        assert_eq!(SEEN.load(Ordering::SeqCst), 4);
-        assert!(slot.set(&default));
+        raise(signal);
+        assert_eq!(seen(), 5);
+        let mine = hold(&[signal]);
+        raise(signal);
+        assert_eq!(seen(), 5);
+        mine.release();
+        assert_eq!(seen(), 6);
+        parents.release();
+        assert_eq!(seen(), 6, "nothing to be released");
+        for (signal, action) in both.into_iter().zip(defaults) {
+            assert!(slot_of(signal).unwrap().set(&action));
+        }
     }
 }

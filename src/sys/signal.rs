@@ -13,6 +13,46 @@ pub fn block_all_in_this_thread() {
     }
 }
 
+/// The signals that a thread has blocked.
+#[derive(Clone, Copy, Debug)]
+pub struct Mask(libc::sigset_t);
+
+impl Mask {
+    /// Blocks `signals` in the calling thread too; the mask that was there before.
+    pub fn block(signals: &[i32]) -> Self {
+        let (mut more, mut before) = (empty_set(), Self(empty_set()));
+        // SAFETY: sets of ours; a number that is no signal is refused.
+        unsafe {
+            for &signal in signals {
+                libc::sigaddset(&mut more, signal);
+            }
+            libc::pthread_sigmask(libc::SIG_BLOCK, &more, &mut before.0);
+        }
+        before
+    }
+
+    /// Has the calling thread block these and no others.
+    pub fn restore(&self) {
+        // SAFETY: a set of ours; the old one is not asked for.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
+    }
+
+    /// Whether `signal` is among them.
+    pub fn has(&self, signal: i32) -> bool {
+        // SAFETY: a set of ours; a number that is no signal is refused.
+        unsafe { libc::sigismember(&self.0, signal) == 1 }
+    }
+}
+
+fn empty_set() -> libc::sigset_t {
+    let mut set = std::mem::MaybeUninit::uninit();
+    // SAFETY: sigemptyset fills the whole set.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        set.assume_init()
+    }
+}
+
 /// Sends `signal` to the process `pid`; one that is gone already is no error. Prefer
 /// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit a stranger with a recycled number.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
@@ -109,6 +149,19 @@ mod tests {
             for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGCHLD, libc::SIGUSR1] {
                 assert_ne!(mask & 1 << (signal - 1), 0, "signal {signal}");
             }
+        });
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_mask_is_as_it_was_before() {
+        let thread = std::thread::spawn(|| {
+            let before = Mask::block(&[libc::SIGUSR1]);
+            let meanwhile = Mask::block(&[libc::SIGUSR2]);
+            assert!(!before.has(libc::SIGUSR1) && meanwhile.has(libc::SIGUSR1));
+            assert!(!meanwhile.has(libc::SIGUSR2));
+            before.restore();
+            assert!(!Mask::block(&[]).has(libc::SIGUSR1) && !Mask::block(&[]).has(libc::SIGUSR2));
         });
         thread.join().unwrap();
     }

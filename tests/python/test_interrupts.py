@@ -318,3 +318,87 @@ def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
         """
     )
     assert (status, out.splitlines(), err) == (0, ["'it came' 2 True", "[0, 1, 2, 3]"], "")
+
+
+def test_a_sigterm_that_comes_after_a_ctrl_c_during_a_start_is_not_lost():
+    """Both are kept back then, and the handler of the first one raises."""
+    status, out, err = run_script(
+        """
+        from sample_data import Numbers
+        class Terminated(Exception): pass
+        def handler(*_):
+            raise Terminated
+        signal.signal(signal.SIGTERM, handler)
+        armed = True
+        def send():
+            if armed:
+                os.kill(os.getpid(), signal.SIGINT)
+        os.register_at_fork(before=send)
+        loader = DataLoader(Numbers(4), num_workers=2, batch_size=None)
+        try:
+            list(loader)
+        except KeyboardInterrupt:
+            print("interrupted")
+        armed = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except (Terminated, KeyboardInterrupt) as error:
+                print(type(error).__name__)
+        print([int(x) for x in loader], signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        """
+    )
+    said = ["interrupted", "Terminated", "KeyboardInterrupt", "[0, 1, 2, 3] set()"]
+    assert (status, out.splitlines(), err) == (0, said, "")
+
+
+def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
+    status, out, err = run_script(
+        """
+        import multiprocessing.process, random
+        from sample_data import Numbers
+        sys.unraisablehook = lambda *_: None  # some hit a destructor
+        class Alarm(Exception): pass
+        armed = False
+        def handler(*_):
+            if armed:
+                raise Alarm
+        signal.signal(signal.SIGALRM, handler)
+        def start(self):
+            raise ZeroDivisionError
+        multiprocessing.process.BaseProcess.start = start
+        loader = DataLoader(Numbers(4), num_workers=2, batch_size=None)
+        def begin():
+            try:
+                iter(loader)
+            except ZeroDivisionError:
+                pass
+        start = time.monotonic()
+        for _ in range(20):
+            begin()
+        longest = 2 * (time.monotonic() - start) / 20
+        alarms = 0
+        for _ in range(1500):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest))
+                begin()
+                armed = False
+            except Alarm:
+                armed = False
+                alarms += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10):
+                    pass
+                raise AssertionError(f"lost after {alarms} alarms")
+            except KeyboardInterrupt:
+                pass
+        assert alarms > 100, alarms
+        print("all")
+        """
+    )
+    assert (status, out, err) == (0, "all\n", "")
