@@ -244,8 +244,8 @@ class TimedCollate:
 @final
 class HeldSignals:
     """A context in which signals are kept out: the process's handlers take a note, and this thread has them blocked.
-    What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where they
-    have a handler, are kept from the process's other threads."""
+    What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where
+    they have a handler, are kept from the process's other threads."""
 
     def __new__(cls, signals: list[int]) -> HeldSignals: ...
     def __enter__(self) -> list[int]:

@@ -38,8 +38,8 @@ def start_processes(iterator: Iter, core: Engine) -> None:
     """Starts the workers of an iterator, and notes each with it and with its engine."""
     _start_helpers(iterator._context)
     survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
-    # From the workers, so that none is interrupted before it can catch them, and from the hooks of the forks, which lose
-    # what a handler raises.
+    # From the workers, so that none is interrupted before it can catch them, and from the hooks of the forks, which
+    # lose what a handler raises.
     kept_out = [signal.SIGINT, signal.SIGTERM] if survives_sigterm else [signal.SIGINT]
     with _core.HeldSignals(kept_out) as blocked:
         job = _worker.Job(

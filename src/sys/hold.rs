@@ -200,7 +200,7 @@ mod tests {
 
         // Two are let in together: the handler of the one may raise.
         let held = hold(&both);
-        both.map(raise);
+        both.into_iter().for_each(raise);
         assert_eq!(seen(), 2);
         held.release();
         assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
