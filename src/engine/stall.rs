@@ -60,8 +60,8 @@ struct Watched {
     task: Option<TaskId>,
     /// When that was first seen to be its oldest.
     seen: Duration,
-    /// What was told last.
-    told: Option<(Phase, Option<TaskId>)>,
+    /// What was told last, and whether the batch still waited for the worker then.
+    told: Option<(Phase, Option<TaskId>, bool)>,
 }
 
 /// What is known of all workers.
@@ -117,26 +117,29 @@ impl<T, B: Send + 'static> Engine<T, B> {
         let (task, answers) =
             (TaskId(page.task.load(Ordering::Relaxed)), page.tasks_done.load(Ordering::Relaxed));
         let nanos = Duration::from_nanos;
+        let waits = match state {
+            WorkerState::Idle => true,
+            // It has published the batch before, and not come back for the next one.
+            WorkerState::Publish => oldest.is_some_and(|oldest| task < oldest),
+            _ => false,
+        };
         let (phase, task, since) = match state {
             WorkerState::Left => return None,
             WorkerState::Starting if answers == 0 => (Phase::Start, oldest, process.started),
             WorkerState::Starting => (Phase::Start, oldest, nanos(page.since_ns.load(Ordering::Relaxed))),
             // It has answered, and the pin thread has the answer.
             WorkerState::Idle if answers > 0 && oldest.is_some_and(|oldest| task >= oldest) => return None,
-            WorkerState::Idle => (Phase::Item, oldest, watched.seen),
-            // It has published the batch before, and not come back for the next one.
-            WorkerState::Publish if oldest.is_some_and(|oldest| task < oldest) => {
-                (Phase::Item, oldest, watched.seen)
-            }
+            _ if waits => (Phase::Item, oldest, watched.seen),
             _ => (Phase::Item, Some(task), nanos(page.task_since_ns.load(Ordering::Relaxed))),
         };
         // Whatever a broken worker writes there.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.stalls.limits[phase as usize]?;
-        if time < limit || watched.told == Some((phase, task)) || process.has_exited() {
+        // That a batch has waited for its worker says nothing of what keeps the worker at it later.
+        if time < limit || watched.told == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }
-        watched.told = Some((phase, task));
+        watched.told = Some((phase, task, waits));
         Some(Stall { worker, pid: process.pid, phase, state, task, time })
     }
 }

@@ -10,8 +10,10 @@ import pytest
 import refusals
 import torch
 from pinning_support import pinning
-from sample_data import WhoAmI
+from sample_data import Numbers, WhoAmI
 from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids
+
+import rustloader._stall
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
 
@@ -167,3 +169,40 @@ def test_workers_have_stood_still(reports):
     for (program, points, _), report in reports.items():
         if points.startswith(("populate:1", "memfd_create", "thread", "sigaction")):
             assert report["value"] != ["0 stopped"], (program, points)
+
+
+class Waits(Numbers):
+    """Item 1 waits for a file."""
+
+    def __init__(self, n, file):
+        super().__init__(n)
+        self.file = file
+
+    def __getitem__(self, i):
+        if i == 1:
+            wait_until(self.file.exists, 60)
+        return super().__getitem__(i)
+
+
+@pytest.mark.warns
+def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_where_it_hangs(monkeypatch, tmp_path):
+    told = []
+
+    def warning(text, *args):
+        told.append(text % args)
+        if "state: idle" in told[-1]:
+            os.kill(pid, signal.SIGCONT)
+        elif "state: fetch" in told[-1]:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(rustloader._stall.logger, "warning", warning)
+    monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", "0")
+    monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
+    iterator = iter(DataLoader(Waits(3, tmp_path / "told"), batch_size=None, num_workers=1, prefetch_factor=1))
+    [pid] = worker_pids(iterator)
+    assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
+    os.kill(pid, signal.SIGSTOP)
+    assert [x.item() for x in iterator] == [0, 1, 2]
+    idle, fetch = (text for text in told if "the batch of index 1." in text)
+    assert "state: idle" in idle and "state: fetch" in fetch
+    assert re.search(r"test_stopped\.py\", line \d+ in __getitem__\n", fetch), fetch
