@@ -89,7 +89,8 @@ impl WorkerTotals {
     /// its page only once it has come to life.
     fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
         // The sums before the begin of the state that is added: a change between the two leaves a little out, until the next look.
-        let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Relaxed));
+        // SYNC: time-spent (pairs with the Release in `Port::change`).
+        let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
         let since = page.since_ns.load(Ordering::Relaxed);
         if alive && since != 0 {

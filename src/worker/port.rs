@@ -163,9 +163,11 @@ impl Port {
         let status = self.status();
         let before = WorkerState::from_u32(status.state.load(Ordering::Relaxed));
         let spent = now.saturating_sub(status.since_ns.load(Ordering::Relaxed));
-        let sum = &status.spent_ns[before as usize];
-        sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Relaxed);
+        // Before the sum: who finds this stretch in the sum must not find its begin as well, and count it twice.
         status.since_ns.store(now, Ordering::Relaxed);
+        let sum = &status.spent_ns[before as usize];
+        // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
+        sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
         // Read for reports; that the worker has left counts only once its process has ended (`Handle::all_left`).
         status.state.store(state as u32, Ordering::Relaxed);
         spent
@@ -416,12 +418,13 @@ impl Port {
         let full =
             || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
         ends.results.push(&entry.to_words()).map_err(|_| full())?;
-        let status = self.status();
-        status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         doorbell::mark(self.arena.bitmap(), self.worker);
         if self.arena.header().doorbell.0.must_ring() {
             self.ring();
         }
+        // Last: whoever reads it finds the result published.
+        let status = self.status();
+        status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(())
     }
 
