@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from sample_data import Held, Numbers, Shards
+from sample_data import Given, Held, Numbers, Shards, untouched
 from support import DataLoader, outcome, run_script, waits_in_next
 from torch.utils.data import IterableDataset
 
@@ -402,3 +403,38 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
         """
     )
     assert (status, out, err) == (0, "all\n", "")
+
+
+class Token:
+    """It travels by a reducer of the user's, so that it is unpickled as soon as it comes."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+ARMED = []
+
+
+def rebuild_token(number):
+    if number in ARMED:
+        ARMED.remove(number)
+        signal.raise_signal(signal.SIGUSR1)
+    return Token(number)
+
+
+def test_a_handler_that_raises_while_a_batch_is_opened_on_receipt_does_not_lose_it(monkeypatch):
+    def handler(*_):
+        raise Interrupted
+
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Token, lambda token: (rebuild_token, (token.number,)))
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        loader = DataLoader(Given([Token(i) for i in range(8)]), num_workers=2, batch_size=None, collate_fn=untouched)
+        iterator, got = iter(loader), []
+        ARMED.extend([2, 5])
+        while (came := outcome(next, iterator)) != ("end",):
+            got.append(came[1].number if came[0] == "value" else came[1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [it for it in got if it is not Interrupted] == list(range(8))
+    assert got.count(Interrupted) == 2 and not ARMED

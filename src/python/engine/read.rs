@@ -86,16 +86,21 @@ impl PyEngine {
         }
     }
 
-    /// Unpickles a result that asks something of its worker, which may leave afterwards. An error stands in the batch's place; an
-    /// interrupt comes at once, and the batch is read once more, as far as it can be.
+    /// Unpickles a result that asks something of its worker, which may leave afterwards. An error stands in the batch's place;
+    /// what a signal handler has raised comes at once, and the batch is kept.
     pub(super) fn open(&self, py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<()> {
         let mut interrupt = Ok(());
         let opened = match read_message(py, state, incoming) {
             Ok(Read::Batch(object)) => Ok(object),
             Ok(Read::Pickled(pickle)) => match self.load(py, &pickle) {
-                Err(error) if !error.is_instance_of::<PyException>(py) => {
-                    interrupt = Err(error);
-                    self.load(py, &pickle)
+                Err(error) => {
+                    let again = self.load_again(py, &pickle);
+                    if again.is_ok() || !error.is_instance_of::<PyException>(py) {
+                        interrupt = Err(error);
+                        again
+                    } else {
+                        Err(error)
+                    }
                 }
                 loaded => loaded,
             },
@@ -113,7 +118,19 @@ impl PyEngine {
     }
 
     /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but
-    /// does not come again: so it is tried again, and where it then succeeds the batch is kept for the next call.
+    /// does not come again: so it is tried again, and where it then succeeds the batch is kept.
+    fn load_again(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
+        let mut again = self.load(py, pickle);
+        for _ in 1..RELOADS {
+            if again.is_ok() {
+                break;
+            }
+            again = self.load(py, pickle);
+        }
+        again
+    }
+
+    /// Unpickles a result; one that comes at the second try only is for the next call.
     fn read_pickle(
         &self,
         py: Python<'_>,
@@ -126,7 +143,7 @@ impl PyEngine {
             Ok(object) => return self.deliver(answer, code, object),
             Err(error) => error,
         };
-        if let Some(object) = (0..RELOADS).find_map(|_| self.load(py, &pickle).ok()) {
+        if let Ok(object) = self.load_again(py, &pickle) {
             state.unread = Some((code, object));
         }
         Err(error)
