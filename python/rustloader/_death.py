@@ -7,10 +7,10 @@ import multiprocessing.connection
 import signal
 from typing import Any
 
-__all__ = ["describe"]
+__all__ = ["STATUS_AFTER", "describe"]
 
 # Seconds from a worker's end to the fork server's word on how it ended.
-_STATUS_AFTER = 1.0
+STATUS_AFTER = 1.0
 
 
 def describe(process: Any, status: tuple[str, int, str] | None) -> str:
@@ -19,7 +19,7 @@ def describe(process: Any, status: tuple[str, int, str] | None) -> str:
         # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
         # later. Not join(): where somebody has closed all descriptors that would wait without end.
         with contextlib.suppress(OSError, ValueError):
-            multiprocessing.connection.wait([process.sentinel], _STATUS_AFTER)
+            multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
     if status is None and process.exitcode:
         code = process.exitcode
         status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))

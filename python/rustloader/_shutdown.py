@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import _utils
 
+from rustloader._death import STATUS_AFTER
+
 if TYPE_CHECKING:
     from rustloader._iter import _MultiProcessingDataLoaderIter as Iter
 
@@ -83,8 +85,9 @@ def end(iterators: list[Iter], grace: float, kill_after: float) -> None:
         gone(5.0)
         for iterator, core in zip(iterators, cores, strict=True):
             for process in iterator._workers:
-                if core.alive() == 0:
-                    process.join()
+                # Under forkserver to join is to wait for a descriptor, whose number may be another file's by now.
+                if core.alive() == 0 and process.exitcode is None:
+                    process.join(STATUS_AFTER)
                 # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
                 _mp_children.discard(process)
             core.finish()

@@ -178,3 +178,19 @@ def test_a_forked_child_leaves_the_parents_workers_alone():
         print(len(list(loader)))
     """)
     assert (status, out, err) == (0, "30\n", "")
+
+
+def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_servers_word():
+    """multiprocessing would, without a limit."""
+    status, out, err = run_script("""
+        from sample_data import Numbers
+        loader = DataLoader(Numbers(8), num_workers=2, batch_size=None, multiprocessing_context="forkserver")
+        iterator = iter(loader)
+        next(iterator)
+        silent, _ = os.pipe()
+        for worker in iterator._workers:
+            os.dup2(silent, worker.sentinel)
+        iterator._shutdown_workers()
+        print("through")
+    """)
+    assert (status, out, err) == (0, "through\n", "")
