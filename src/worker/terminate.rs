@@ -66,6 +66,8 @@ fn decide(cause: Cause) -> Answer {
     match cause {
         Cause::Sent { by } if by == place.pids.1 => Answer::Leave,
         Cause::Sent { by } if by == place.pids.0 => Answer::Die,
+        // Two signals that are pending at a time are one, and this one may be the main process's as well.
+        Cause::Sent { .. } if place.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
         Cause::Sent { .. } => match page(place.worker).terminated.swap(1, Ordering::Relaxed) {
             0 => Answer::AskAgain(FIRST_LOOK),
             _ => Answer::Die,

@@ -194,3 +194,38 @@ def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_server
         print("through")
     """)
     assert (status, out, err) == (0, "through\n", "")
+
+
+def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hide_that_of_main(tmp_path):
+    """Two that are pending at a time are one, with the sender of the first."""
+    status, out, err = run_script(
+        f"""
+        import pathlib, subprocess, threading
+        from sample_data import Numbers
+        from rustloader import _shutdown
+        folder = pathlib.Path({str(tmp_path)!r})
+        class Busy(Numbers):
+            def __getitem__(self, i):
+                if i == 1:
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+                    (folder / "there").touch()
+                    while not (folder / "go").exists():
+                        time.sleep(0.01)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+                    time.sleep(60)
+                return torch.tensor(i)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        _shutdown.KILL_AFTER = 60
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
+        iterator = iter(DataLoader(Busy(4), num_workers=1, batch_size=None))
+        next(iterator)
+        while not (folder / "there").exists():
+            time.sleep(0.01)
+        [worker] = iterator._workers
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        threading.Timer(2, (folder / "go").touch).start()
+        iterator._shutdown_workers()
+        print(worker.exitcode)
+        """
+    )
+    assert (status, out, err) == (0, "0\n", "")
