@@ -305,6 +305,19 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
 }
 
 #[test]
+fn what_the_thread_has_held_is_gone_when_its_end_is_told() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    for _ in 0..200 {
+        let handle = Arc::new(Handle::new(arena.clone()).unwrap());
+        let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+        handle.stop_pinning();
+        until(|| handle.pinning().unwrap().join(LIMIT));
+        // The handle's own, and the link's.
+        assert_eq!((Arc::strong_count(&handle), Arc::strong_count(&link.control)), (1, 2));
+    }
+}
+
+#[test]
 fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());

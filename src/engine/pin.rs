@@ -67,8 +67,7 @@ pub enum Parcel<B> {
 #[derive(Debug)]
 pub struct Control {
     stop: AtomicBool,
-    ended: Mutex<bool>,
-    has_ended: Condvar,
+    life: Arc<Life>,
     /// The thread, once it runs.
     thread: OnceLock<ThreadId>,
     /// Rung when the thread has handed something on and `next` sleeps.
@@ -77,13 +76,26 @@ pub struct Control {
     pub sleeper: Sleeper,
 }
 
+/// Whether the thread has ended; by itself, so that the thread can let go of all else before it says so.
+#[derive(Debug, Default)]
+struct Life {
+    ended: Mutex<bool>,
+    has_ended: Condvar,
+}
+
+impl Life {
+    fn end(&self) {
+        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.has_ended.notify_all();
+    }
+}
+
 impl Control {
     /// For a thread that has not been started.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
-            ended: Mutex::new(false),
-            has_ended: Condvar::new(),
+            life: Arc::default(),
             thread: OnceLock::new(),
             pickup: sys::event::EventFd::new()?,
             sleeper: Sleeper::default(),
@@ -98,7 +110,7 @@ impl Control {
 
     /// Whether the thread runs.
     pub fn is_alive(&self) -> bool {
-        !*self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        !*self.life.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the caller is the thread: the collector may end an iterator there, which then cannot wait for it.
@@ -106,15 +118,10 @@ impl Control {
         self.thread.get() == Some(&thread::current().id())
     }
 
-    fn end(&self) {
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.has_ended.notify_all();
-    }
-
     /// Waits for the thread's end, at most `limit` and at most one slice; says whether it has ended.
     pub fn join(&self, limit: Duration) -> bool {
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.has_ended.wait_timeout_while(ended, limit.min(SLICE), |ended| !*ended);
+        let ended = self.life.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.life.has_ended.wait_timeout_while(ended, limit.min(SLICE), |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -168,7 +175,7 @@ pub fn start<P: Prepare>(
         parcels,
         drain: to_drain,
     };
-    let failed = control.clone();
+    let (life, failed) = (control.life.clone(), control.life.clone());
     let thread = move || {
         let _ = last_control.thread.set(thread::current().id());
         sys::signal::block_all_in_this_thread();
@@ -182,7 +189,9 @@ pub fn start<P: Prepare>(
         if let Some(cause) = cause {
             hand_on(&last_word, Parcel::Gone(cause), &last_control, &last_hands);
         }
-        last_control.end();
+        // Descriptors and mappings hang on these: who has waited for the end finds them gone.
+        drop((last_word, last_control, last_hands));
+        life.end();
     };
     sys::thread::spawn("rl_pin", STACK, thread).map_err(|error| {
         failed.end();
@@ -212,7 +221,7 @@ fn hand_on<B>(
         }
     }
     if control.sleeper.must_ring() {
-        // A descriptor that somebody has closed: `next` looks again after its slice.
+        // Where somebody has closed it `next` looks again after its slice.
         let _ = control.pickup.ring();
     }
     None
