@@ -18,6 +18,10 @@ use crate::sys;
 /// The longest wait in one go: a signal that came just before it, or that another thread took, is seen after it.
 pub const SLICE: Duration = Duration::from_millis(250);
 
+/// The longest wait where something has to be looked for, because nothing tells of it: a worker without a pidfd, a doorbell
+/// that somebody has closed.
+pub(super) const SHORT_SLICE: Duration = Duration::from_millis(20);
+
 /// The part of an iterator that stops it.
 #[derive(Debug)]
 pub struct Handle {
@@ -25,8 +29,6 @@ pub struct Handle {
     pub arena: Arc<Arena>,
     /// Rung by workers, and by whoever stops the iterator.
     pub doorbell: sys::event::EventFd,
-    /// What tells the doorbell from a file of somebody who has closed all descriptors.
-    identity: Option<sys::identity::FdIdentity>,
     processes: Box<[OnceLock<Process>]>,
     /// The pin thread's, where there is one.
     pinning: OnceLock<Arc<Control>>,
@@ -43,11 +45,9 @@ impl Handle {
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let processes = (0..workers).map(|_| OnceLock::new()).collect();
-        let doorbell = sys::event::EventFd::new()?;
         Ok(Self {
             arena,
-            identity: sys::identity::FdIdentity::of(doorbell.as_fd().as_raw_fd()).ok(),
-            doorbell,
+            doorbell: sys::event::EventFd::new()?,
             processes,
             pinning: OnceLock::new(),
             meter: Arc::default(),
@@ -86,16 +86,7 @@ impl Handle {
     pub fn stop_pinning(&self) {
         if let Some(control) = self.pinning() {
             control.stop();
-            let _ = self.ring();
-        }
-    }
-
-    /// Rings the doorbell, if its number still names it.
-    pub fn ring(&self) -> Result<()> {
-        let fd = self.doorbell.as_fd().as_raw_fd();
-        match self.identity {
-            Some(identity) if !identity.same_inode(fd) => Ok(()),
-            _ => self.doorbell.ring(),
+            let _ = self.doorbell.ring();
         }
     }
 
@@ -147,7 +138,7 @@ impl Handle {
         if let Some(control) = self.pinning() {
             let _ = control.pickup.ring();
         }
-        let _ = self.ring();
+        let _ = self.doorbell.ring();
     }
 
     fn stop_workers(&self) {
@@ -212,7 +203,8 @@ impl Handle {
             if now >= deadline {
                 return Ok(false);
             }
-            let Some(pidfd) = &process.pidfd else {
+            // Another file may have the pidfd's number, and be readable all the time.
+            let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| pidfd.is_intact()) else {
                 std::thread::sleep(Duration::from_millis(2).min(deadline - now));
                 continue;
             };
@@ -239,5 +231,38 @@ impl Handle {
             let state = || self.arena.control(worker).status.state.load(Ordering::Relaxed);
             self.process(worker).is_some_and(Process::has_exited) && state() == WorkerState::Left as u32
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn a_file_with_the_number_of_a_pidfd_does_not_make_the_wait_for_its_process_spin() {
+        let handle = Handle::new(Arena::create_sized(1 << 30, 1, 4).unwrap()).unwrap();
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        handle.started(0, child.id() as i32).unwrap();
+        let number = handle.process(0).unwrap().pidfd.as_ref().unwrap().as_fd().as_raw_fd();
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        // SAFETY: dup2 takes plain numbers; the one that is taken over is the pidfd's.
+        assert!(unsafe { libc::dup2(file.as_raw_fd(), number) } != -1);
+        let before = cpu_time();
+        assert!(!handle.wait_gone(SLICE).unwrap());
+        assert!(cpu_time() - before < SLICE / 4, "it spins");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(handle.wait_gone(SLICE).unwrap());
+    }
+
+    /// What this thread has had of the processor.
+    fn cpu_time() -> Duration {
+        // SAFETY: a timespec of zeroes is a valid one, for the kernel to fill.
+        let mut time: libc::timespec = unsafe { std::mem::zeroed() };
+        // SAFETY: `time` is a struct of ours.
+        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
 }

@@ -101,7 +101,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(Intake::Thread(link)) = &self.intake {
             if link.drain.try_send(worker).is_ok() {
-                return self.handle.ring();
+                return self.handle.doorbell.ring();
             }
             // The thread has ended. What it had handed on came before.
             self.take_parcels()?;

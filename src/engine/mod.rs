@@ -63,6 +63,8 @@ pub struct Engine<T, B: Send + 'static = ()> {
     ready: Vec<u64>,
     /// Workers without a pidfd: looked at in each slice.
     unwatched: Vec<u32>,
+    /// The bell cannot be waited on: results are looked for in each slice.
+    deaf: bool,
     /// A worker has written nonsense: the iterator cannot go on, and says so at each call.
     broken: Option<Error>,
     /// The time, as last looked at: once for all that happens in one step.
@@ -104,6 +106,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
             poll,
             ready: Vec::new(),
             unwatched: Vec::new(),
+            deaf: false,
             broken: None,
             now: Duration::ZERO,
             watch: Watch::default(),

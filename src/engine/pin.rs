@@ -23,8 +23,9 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, bounded};
 
+use super::DOORBELL;
 use super::completions::{self, Completions, Incoming};
-use super::handle::{Handle, SLICE};
+use super::handle::{Handle, SHORT_SLICE, SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
@@ -245,7 +246,7 @@ impl<P: Prepare> Body<P> {
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
         let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
-        poll.add(doorbell, 0).map_err(|error| error.to_string())?;
+        poll.add(doorbell, DOORBELL).map_err(|error| error.to_string())?;
         while !self.stopped() {
             if let Err(error) = self.take_in()? {
                 self.hand_on(Parcel::Broken(error));
@@ -318,15 +319,21 @@ impl<P: Prepare> Body<P> {
 
     /// Sleeps on the doorbell for at most one slice.
     fn sleep(&mut self, poll: &mut sys::poll::PollSet) -> std::result::Result<(), String> {
+        let limit = if poll.is_empty() { SHORT_SLICE } else { SLICE };
+        let mut ready = Vec::new();
         let sleeper = &self.arena.header().doorbell.0;
         sleeper.announce();
         let nothing = !self.completions.marked(&self.arena) && self.drain.is_empty() && !self.stopped();
         let outcome = match nothing {
-            true => poll.wait(Some(SLICE), &mut Vec::new()).map(drop),
+            true => poll.wait(Some(limit), &mut ready).map(drop),
             false => Ok(()),
         };
         sleeper.awake();
-        let drained = outcome.and_then(|()| self.handle.doorbell.drain());
+        let drained = outcome.and_then(|()| match ready.is_empty() || self.handle.doorbell.drain()? {
+            true => Ok(()),
+            // Another file has its number, and may be readable all the time.
+            false => poll.remove(DOORBELL),
+        });
         drained.map_err(|error| format!("it cannot wait for the workers: {error}"))
     }
 }

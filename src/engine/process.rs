@@ -1,6 +1,5 @@
 //! A worker's process: whether and how it has ended, and signals for it.
 
-use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use crate::error::Error;
@@ -14,8 +13,6 @@ pub struct Process {
     pub pid: i32,
     /// Reports its end; `None` where the system refuses pidfds.
     pub pidfd: Option<sys::pidfd::PidFd>,
-    /// What tells the pidfd from a file of somebody who has closed all descriptors.
-    identity: Option<sys::identity::FdIdentity>,
     /// Start time by /proc, which tells it from a later process of the same number; 0 where it could not be read.
     start_time: u64,
     /// When it was noted, by the monotonic clock.
@@ -32,18 +29,14 @@ impl Process {
             Ok(pidfd) => (Some(pidfd), false),
             Err(error) => (None, matches!(error, Error::Os { errno: libc::ESRCH, .. })),
         };
-        let identity =
-            pidfd.as_ref().and_then(|it| sys::identity::FdIdentity::of(it.as_fd().as_raw_fd()).ok());
-        Self { pid, pidfd, identity, start_time, started, was_gone }
+        Self { pid, pidfd, start_time, started, was_gone }
     }
 
     /// Whether it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         match &self.pidfd {
             // Its number may name somebody else's file by now, which is as readable as an ended process.
-            Some(pidfd) if self.identity.is_some_and(|it| !it.same_inode(pidfd.as_fd().as_raw_fd())) => {
-                self.has_exited_by_number()
-            }
+            Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
             Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
             None => self.was_gone || self.has_exited_by_number(),
         }
@@ -111,8 +104,7 @@ mod tests {
         shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
         shell.wait().unwrap();
         let started = Duration::ZERO;
-        let unknown =
-            |pid| Process { pid, pidfd: None, identity: None, start_time: 0, started, was_gone: false };
+        let unknown = |pid| Process { pid, pidfd: None, start_time: 0, started, was_gone: false };
         let stranger = number.trim().parse().unwrap();
         let watch = PidFd::open(stranger).unwrap();
         unknown(stranger).signal(libc::SIGKILL);

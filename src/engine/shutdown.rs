@@ -85,7 +85,7 @@ impl<T, B: Send + 'static> Drop for Engine<T, B> {
         }
         if let Some(control) = self.handle.pinning() {
             control.stop();
-            let _ = self.handle.ring();
+            let _ = self.handle.doorbell.ring();
         }
         if !self.finished {
             // The workers, if there are any, have been told to leave; their results are nobody's.

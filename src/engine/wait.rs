@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::handle::SLICE;
+use super::handle::{SHORT_SLICE, SLICE};
 use super::intake::Intake;
 use super::process::Process;
 use super::{DOORBELL, Engine};
@@ -57,7 +57,8 @@ impl<T, B: Send + 'static> Engine<T, B> {
             return Ok(());
         }
         let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
-        let limit = if self.unwatched.is_empty() { limit } else { limit.min(Duration::from_millis(20)) };
+        let blind = self.deaf || !self.unwatched.is_empty();
+        let limit = if blind { limit.min(SHORT_SLICE) } else { limit };
         let outcome = self.poll.wait(Some(limit), &mut self.ready);
         sleeper.awake();
         match outcome? {
@@ -81,9 +82,14 @@ impl<T, B: Send + 'static> Engine<T, B> {
         let ready = std::mem::take(&mut self.ready);
         for &token in &ready {
             if token == DOORBELL {
-                match &self.intake {
-                    Some(Intake::Thread(link)) => link.control.pickup.drain()?,
-                    _ => self.handle.doorbell.drain()?,
+                let bell = match &self.intake {
+                    Some(Intake::Thread(link)) => &link.control.pickup,
+                    _ => &self.handle.doorbell,
+                };
+                if !bell.drain()? {
+                    // Another file has its number, and may be readable all the time.
+                    self.poll.remove(DOORBELL)?;
+                    self.deaf = true;
                 }
             } else {
                 let worker = token as u32;

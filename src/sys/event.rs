@@ -3,13 +3,15 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
-use super::owned::HomeFd;
+use super::owned::KnownFd;
 use super::{descriptor_hint, errno, retry};
 use crate::error::{Error, Result};
 
 /// A counter in the kernel that is readable while it is not zero. Neither end ever blocks on it.
+///
+/// Where its number names another file by now, ringing and draining do nothing: whoever waits looks by himself now and then.
 #[derive(Debug)]
-pub struct EventFd(HomeFd);
+pub struct EventFd(KnownFd);
 
 impl EventFd {
     /// A new one, at zero, closed on exec.
@@ -21,16 +23,19 @@ impl EventFd {
             return Err(Error::last_os("eventfd", descriptor_hint(errno())));
         }
         // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-        Ok(Self(HomeFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
+        Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
     /// One that came from another process. It must have been made by [`EventFd::new`], which makes it non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
-        Self(HomeFd::new(fd))
+        Self(KnownFd::new(fd))
     }
 
     /// Makes it readable.
     pub fn ring(&self) -> Result<()> {
+        if !self.0.is_intact() {
+            return Ok(());
+        }
         let one = 1_u64.to_ne_bytes();
         // SAFETY: `one` has the 8 bytes that are read from it.
         let call = || unsafe { libc::write(self.0.as_fd().as_raw_fd(), one.as_ptr().cast(), one.len()) };
@@ -44,8 +49,12 @@ impl EventFd {
         Ok(())
     }
 
-    /// Makes it unreadable until the next ring. To be called before looking at what the rings were for.
-    pub fn drain(&self) -> Result<()> {
+    /// Makes it unreadable until the next ring; false where its number names another file. To be called before looking at
+    /// what the rings were for.
+    pub fn drain(&self) -> Result<bool> {
+        if !self.0.is_intact() {
+            return Ok(false);
+        }
         let mut count = [0_u8; 8];
         // SAFETY: `count` has room for the 8 bytes that are written to it.
         let call =
@@ -57,7 +66,7 @@ impl EventFd {
                 "the descriptor was closed or replaced by somebody else",
             ));
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Its descriptor, to wait on.
@@ -68,6 +77,8 @@ impl EventFd {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     fn readable(event: &EventFd) -> bool {
@@ -84,9 +95,9 @@ mod tests {
             event.ring().unwrap();
         }
         assert!(readable(&event));
-        event.drain().unwrap();
+        assert!(event.drain().unwrap());
         assert!(!readable(&event));
-        event.drain().unwrap();
+        assert!(event.drain().unwrap());
     }
 
     #[test]
@@ -99,6 +110,21 @@ mod tests {
         assert_eq!(wrote, 8);
         event.ring().unwrap();
         assert!(readable(&event));
+    }
+
+    #[test]
+    fn a_file_that_has_got_its_number_is_neither_written_nor_read() {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        writer.write_all(b"somebody else's").unwrap();
+        for other in [reader.as_raw_fd(), writer.as_raw_fd()] {
+            let event = EventFd::new().unwrap();
+            // SAFETY: dup2 takes plain numbers; the one that is taken over is `event`'s.
+            assert!(unsafe { libc::dup2(other, event.as_fd().as_raw_fd()) } != -1);
+            event.ring().unwrap();
+            assert!(!event.drain().unwrap());
+        }
+        drop(writer);
+        assert_eq!(std::io::read_to_string(reader).unwrap(), "somebody else's");
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Descriptors that belong to the process that got them.
 
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use super::fork::generation;
+use super::identity::FdIdentity;
 
 /// A descriptor that a forked child forgets instead of closing it: by then its number may name a file of the child's.
 #[derive(Debug)]
@@ -32,5 +33,33 @@ impl Drop for HomeFd {
             // SAFETY: dropped here alone, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.fd) }
         }
+    }
+}
+
+/// A [`HomeFd`] that knows what it names: somebody may close all descriptors of the process, and its number then names a file
+/// of theirs, in which nothing of ours is to be written or read.
+#[derive(Debug)]
+pub struct KnownFd {
+    fd: HomeFd,
+    /// `None` where the system does not tell.
+    identity: Option<FdIdentity>,
+}
+
+impl KnownFd {
+    /// Takes a descriptor into the calling process's care.
+    pub fn new(fd: OwnedFd) -> Self {
+        let identity = FdIdentity::of(fd.as_raw_fd()).ok();
+        Self { fd: HomeFd::new(fd), identity }
+    }
+
+    /// Whether its number surely names the same file still, as far as [`FdIdentity`] can tell.
+    pub fn is_intact(&self) -> bool {
+        self.identity.is_some_and(|identity| identity.same_inode(self.fd.as_fd().as_raw_fd()))
+    }
+}
+
+impl AsFd for KnownFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::failpoint::failpoint;
-use super::owned::HomeFd;
+use super::owned::KnownFd;
 use super::{descriptor_hint, errno, read_file, retry};
 use crate::error::{Error, Result};
 
@@ -40,7 +40,7 @@ pub enum ExitStatus {
 
 /// A process, named so that its number cannot be recycled under us.
 #[derive(Debug)]
-pub struct PidFd(HomeFd);
+pub struct PidFd(KnownFd);
 
 impl PidFd {
     /// The process `pid`, alive or not yet reaped. The descriptor is closed on exec.
@@ -57,7 +57,12 @@ impl PidFd {
             return Err(Error::last_os_with("pidfd_open", hint));
         }
         // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-        Ok(Self(HomeFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
+        Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
+    }
+
+    /// Whether its number still names it.
+    pub fn is_intact(&self) -> bool {
+        self.0.is_intact()
     }
 
     /// Whether the process has ended, reaped or not. Never blocks.

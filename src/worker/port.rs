@@ -47,14 +47,6 @@ struct Ends {
     head: Vec<u8>,
 }
 
-/// The doorbell: an eventfd whose number a dataset may have closed, and given to one of its files, long since.
-#[derive(Debug)]
-struct Doorbell {
-    event: sys::event::EventFd,
-    /// `None` where it cannot be told; then it is not rung, and the main process looks every 250 ms.
-    identity: Option<sys::identity::FdIdentity>,
-}
-
 /// A worker's connection to the main process.
 #[derive(Debug)]
 pub struct Port {
@@ -62,7 +54,9 @@ pub struct Port {
     worker: u32,
     ends: Mutex<Ends>,
     allocator: Mutex<Allocator>,
-    doorbell: Doorbell,
+    /// Its number a dataset may have closed, and given to one of its files, long since. It is not rung then: the bell's count
+    /// alone is raised, and the main process looks at the rings every 250 ms.
+    doorbell: sys::event::EventFd,
     /// A block that is kept for the message that says that there is no memory.
     reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
@@ -84,7 +78,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Port {
     /// The port of worker `worker` in an arena that the main process has made.
     pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
-        let identity = sys::identity::FdIdentity::of(doorbell.as_raw_fd()).ok();
+        let doorbell = sys::event::EventFd::from_owned_fd(doorbell);
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
             results: Producer::new(arena.result_ring(worker)),
@@ -103,7 +97,7 @@ impl Port {
             ends: Mutex::new(ends),
             allocator: Mutex::new(allocator),
             reserve: Mutex::new(reserve),
-            doorbell: Doorbell { event: sys::event::EventFd::from_owned_fd(doorbell), identity },
+            doorbell,
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
@@ -420,21 +414,12 @@ impl Port {
         ends.results.push(&entry.to_words()).map_err(|_| full())?;
         doorbell::mark(self.arena.bitmap(), self.worker);
         if self.arena.header().doorbell.0.must_ring() {
-            self.ring();
+            let _ = self.doorbell.ring();
         }
         // Last: whoever reads it finds the result published.
         let status = self.status();
         status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// Where the descriptor is not the doorbell any more the bell's count alone has been raised: the main process looks at
-    /// the rings every 250 ms.
-    fn ring(&self) {
-        let fd = self.doorbell.event.as_fd().as_raw_fd();
-        if self.doorbell.identity.is_some_and(|identity| identity.same_inode(fd)) {
-            let _ = self.doorbell.event.ring();
-        }
     }
 
     /// The worker's last word: from here on it touches the arena no more.

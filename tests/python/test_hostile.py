@@ -221,6 +221,47 @@ def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
     assert (status, out) == (0, "through\n"), err
 
 
+@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
+@pytest.mark.parametrize("kind", ["a file", "a pipe", "an empty pipe", "the pipe's other end"])
+def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned):
+    """Nothing is written to it, nothing is read from it, and nobody waits for it."""
+    status, out, err = run_script(f"""
+        import contextlib, fcntl, struct, termios
+        from pinning_support import pinning
+        from support import threads_named, wait_until
+        from test_hostile import Numbers, outcome
+        kind, pinned = {kind!r}, {pinned}
+        if kind == "a file":
+            mine = os.open(f"/proc/self/fd/{{os.memfd_create('mine')}}", os.O_RDWR)
+            os.pwrite(mine, b"mine" * 16, 0)
+            def look():
+                return os.lseek(mine, 0, os.SEEK_CUR), os.pread(mine, 100, 0)
+        else:
+            reader, writer = os.pipe()
+            if kind == "a pipe":
+                os.write(writer, b"mine" * 16)
+            mine = writer if kind == "the pipe's other end" else reader
+            def look():
+                return fcntl.ioctl(reader, termios.FIONREAD, bytes(4))
+        ours = set(os.listdir("/proc/self/fd"))
+        with pinning() if pinned else contextlib.nullcontext():
+            iterator = iter(DataLoader(Numbers(12), num_workers=2, batch_size=None, pin_memory=pinned))
+            got = [outcome(next, iterator)]
+            before = look()
+            for number in set(os.listdir("/proc/self/fd")) - ours:
+                with contextlib.suppress(OSError):
+                    os.fstat(int(number))
+                    os.dup2(mine, int(number))
+            got += [outcome(next, iterator) for _ in range(12)]
+            iterator._shutdown_workers()
+            assert look() == before, (before, look())
+            assert got == [("value", i) for i in range(12)] + [("end",)], got
+            assert wait_until(lambda: threads_named("rl_pin") == 0, 5), "the pin thread waits for a user's file"
+        print("through")
+    """)
+    assert (status, out) == (0, "through\n"), err
+
+
 class Given(Sampler):
     """Yields what it is given; calls what can be called."""
 
