@@ -247,7 +247,7 @@ class HeldSignals:
     What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where
     they have a handler, are kept from the process's other threads."""
 
-    def __new__(cls, signals: list[int]) -> HeldSignals: ...
+    def __new__(cls, signals: Sequence[int]) -> HeldSignals: ...
     def __enter__(self) -> list[int]:
         """Those of them that this thread did not have blocked before."""
 
