@@ -80,8 +80,8 @@ class Job:
     base_seed: int
     init_fn: Any
     num_workers: int
-    # Where the main process has a handler for SIGTERM, one that goes to the whole process group is for it to react to: one
-    # that no other worker has got within so many seconds was meant for this one. None: it has no handler.
+    # Where the main process has a handler for SIGTERM, one that goes to the whole process group is for it to react to;
+    # one that no other worker has got within so many seconds was meant for this one. None: it has no handler.
     sigterm_seconds: float | None
     # Signals that were blocked for the start, so that they find the worker ready for them.
     unblock: set[signal.Signals]

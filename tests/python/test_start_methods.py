@@ -9,7 +9,7 @@ import pytest
 import torch
 from orders import FLOATS, Does, Meeting, MeetsWhenUnpickled, Shares, collate
 from sample_data import Dying, Epochs, Index, Pair, Record, Shards
-from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, outcome, outcomes, values, worker_pids
+from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
 PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
