@@ -65,7 +65,7 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     iterator = told(iter(loader))
     next(iterator)
     if where == "next":
-        while_next_waits(print, "ready", flush=True)
+        while_next_waits(lambda: print("ready", flush=True))
         list(iterator)
     else:
         print("ready", flush=True)

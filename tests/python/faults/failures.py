@@ -190,14 +190,14 @@ def some(count, seed):
         for kind, number in made(program, where).items()
     ]
 
-    def chance(program, where, kind, number):
-        """Of each place by itself: how many calls there are, and of which kinds, is not the same in each run."""
-        return random.Random(f"{seed} {program} {where} {kind}")
+    def chance(what, place):
+        """By the place alone: how many calls there are, and of which kinds, is not the same in each run."""
+        return random.Random(f"{seed} {what} {place[:3]}")
 
     chosen = []
-    for place in sorted(places, key=lambda place: chance(*place).random())[:count]:
+    for place in sorted(places, key=lambda place: chance("order", place).random())[:count]:
         program, where, kind, number = place
-        rng = chance(*place)
+        rng = chance("call", place)
         effect = rng.choice(effects_of(kind, program, where))
         chosen.append(Failure(program, where, kind, 1 + int(rng.random() * min(number, MOST)), effect))
     return chosen
