@@ -103,7 +103,9 @@ fn the_heirs_are_gone_when_the_last_child_is_whatever_it_has_closed() {
         libc::waitpid(pid, std::ptr::null_mut(), 0);
     }
     // Another test's child may have been forked between, and is an heir for a moment.
+    let end = std::time::Instant::now() + Duration::from_secs(60);
     while !heirs.are_gone() {
+        assert!(std::time::Instant::now() < end, "somebody is an heir for ever");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

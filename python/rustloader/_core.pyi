@@ -72,7 +72,7 @@ class Engine:
         in_order: bool,
         persistent: bool,
         timeout: float,
-        stalls: tuple[float, float],
+        stalls: tuple[float, float, float],
     ) -> Engine: ...
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
@@ -146,7 +146,7 @@ class Engine:
         """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """What a worker says of itself: state, pid, task, times, tasks done. Any time."""
+        """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time."""
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the arena that have pages, and those of them that somebody holds. Any time."""
@@ -178,9 +178,9 @@ class Port:
     def watch(self, parent: tuple[int, int]) -> None:
         """Ends this process when the main process (pid, start time) has ended."""
 
-    def survive_group_signal(self, main: int) -> bool:
-        """Has this process work on after a SIGTERM to the whole process group, while the main process reacts. False
-        where the system refuses it."""
+    def survive_group_signal(self, main: int, alone: float) -> bool:
+        """Has this process work on after a SIGTERM to the whole process group, while the main process reacts: after one
+        that no other worker has got within ``alone`` seconds it ends. False where the system refuses it."""
 
     def offer_stack(self) -> None:
         """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""

@@ -1,4 +1,5 @@
-"""Workers that are stuck: after how long they are named, and the warning that names them."""
+"""Workers that are stuck: after how long they are named, and the warning that names them. And the other times that a
+program can set, by its environment."""
 
 from __future__ import annotations
 
@@ -6,21 +7,32 @@ import logging
 import os
 from typing import Any
 
-__all__ = ["index_text", "limits", "tell"]
+__all__ = ["index_text", "limits", "sigterm_seconds", "tell"]
 
 logger = logging.getLogger("rustloader")
 
 _START, _ITEM = "RUSTLOADER_STALL_START_SECONDS", "RUSTLOADER_STALL_ITEM_SECONDS"
+_STACK = "RUSTLOADER_STALL_STACK_SECONDS"
+_SIGTERM = "RUSTLOADER_SIGTERM_SECONDS"
 
 
-def limits() -> tuple[float, float]:
+def limits() -> tuple[float, float, float]:
     """After how many seconds a worker is named that has not come to its first batch, and one that is at one batch;
-    0: never.
+    0: never. And for how many seconds its stack is waited for; 0: it is not asked for.
 
     Raises:
         ValueError: an environment variable that is no such number.
     """
-    return _seconds(_START, 30.0), _seconds(_ITEM, 120.0)
+    return _seconds(_START, 30.0), _seconds(_ITEM, 120.0), _seconds(_STACK, 1.0)
+
+
+def sigterm_seconds() -> float:
+    """After how many seconds a SIGTERM that one worker alone has got, of several, is taken to be meant for it.
+
+    Raises:
+        ValueError: an environment variable that is no such number.
+    """
+    return _seconds(_SIGTERM, 0.5)
 
 
 def _seconds(name: str, usual: float) -> float:
@@ -30,7 +42,7 @@ def _seconds(name: str, usual: float) -> float:
     except ValueError:
         value = -1.0
     if not value >= 0:
-        raise ValueError(f"{name} is {text!r}: set it to a number of seconds, 0 for never, or unset it")
+        raise ValueError(f"{name} is {text!r}: set it to a number of seconds, or unset it")
     return value
 
 

@@ -9,7 +9,7 @@ from multiprocessing import forkserver, resource_tracker
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
-from rustloader import _core, _worker
+from rustloader import _core, _stall, _worker
 from rustloader._core import Engine
 from rustloader._torchs import in_torch
 
@@ -50,7 +50,7 @@ def start_processes(iterator: Iter, core: Engine) -> None:
             base_seed=int(iterator._base_seed),
             init_fn=iterator._worker_init_fn,
             num_workers=iterator._num_workers,
-            survives_sigterm=survives_sigterm,
+            sigterm_seconds=_stall.sigterm_seconds() if survives_sigterm else None,
             unblock=blocked,
         )
         _core.begin_forks()

@@ -80,8 +80,9 @@ class Job:
     base_seed: int
     init_fn: Any
     num_workers: int
-    # The main process has a handler for SIGTERM: one that goes to the whole process group is for it to react to.
-    survives_sigterm: bool
+    # Where the main process has a handler for SIGTERM, one that goes to the whole process group is for it to react to;
+    # one that no other worker has got within so many seconds was meant for this one. None: it has no handler.
+    sigterm_seconds: float | None
     # Signals that were blocked for the start, so that they find the worker ready for them.
     unblock: list[int]
 
@@ -131,8 +132,8 @@ def run(parcel: Parcel) -> None:
     port = connection.open()
     try:
         _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
-        if job.survives_sigterm:
-            port.survive_group_signal(connection.main)
+        if job.sigterm_seconds is not None:
+            port.survive_group_signal(connection.main, job.sigterm_seconds)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
         _Worker(port, parcel.take_dataset(), job, parcel.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):

@@ -18,11 +18,9 @@ use crate::sys;
 
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(100);
-/// For so long a worker's stack is waited for.
-const ANSWER: Duration = Duration::from_secs(1);
 /// Between two looks for it.
 const ANSWER_LOOK: Duration = Duration::from_millis(5);
-/// A stack that has not grown for so many looks is whole.
+/// A stack that has not grown for so many looks is whole, if the signal's handler does not run any more.
 const SETTLED: u32 = 20;
 /// The most that is read of a stack, bytes.
 const STACK_MOST: usize = 64 << 10;
@@ -51,6 +49,8 @@ pub struct Stall {
     pub task: Option<TaskId>,
     /// For how long.
     pub time: Duration,
+    /// For so long its stack is worth waiting for; `None`: it is not asked for.
+    pub patience: Option<Duration>,
 }
 
 /// What is known of one worker.
@@ -69,6 +69,8 @@ struct Watched {
 pub(super) struct Stalls {
     /// After so long in a phase a worker is stuck; `None`: never.
     limits: [Option<Duration>; 2],
+    /// For so long a stack is waited for; `None`: none is asked for.
+    patience: Option<Duration>,
     /// When they were last looked at.
     looked: Duration,
     watched: Box<[Watched]>,
@@ -77,14 +79,15 @@ pub(super) struct Stalls {
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
         let watched = vec![Watched::default(); workers as usize].into();
-        Self { limits: [None; 2], looked: Duration::ZERO, watched }
+        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
     }
 }
 
 impl<T, B: Send + 'static> Engine<T, B> {
-    /// Has workers named that are in their start, or at one batch, for longer than this; `None`: never.
-    pub fn name_stalls(&mut self, start: Option<Duration>, item: Option<Duration>) {
-        self.stalls.limits = [start, item];
+    /// Has workers named that are in their start, or at one batch, for longer than `limits`; `None`: never. For so long
+    /// as `patience` their stacks are waited for; `None`: they are not asked for.
+    pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
+        (self.stalls.limits, self.stalls.patience) = (limits, patience);
     }
 
     /// A worker that is stuck and has not been named for it. To be asked after each [`Engine::after_wait`], until there is none.
@@ -140,14 +143,16 @@ impl<T, B: Send + 'static> Engine<T, B> {
             return None;
         }
         watched.told = Some((phase, task, waits));
-        Some(Stall { worker, pid: process.pid, phase, state, task, time })
+        Some(Stall { worker, pid: process.pid, phase, state, task, time, patience: self.stalls.patience })
     }
 }
 
 impl Handle {
-    /// What a worker's threads are at, in Python's words; or why that cannot be had. Waits, for [`ANSWER`] at the most: to be
-    /// called without the GIL.
-    pub fn stack_of(&self, worker: u32) -> std::result::Result<String, String> {
+    /// What a stuck worker's threads are at, in Python's words; or why that cannot be had. Waits, for [`Stall::patience`]
+    /// at the most: to be called without the GIL.
+    pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
+        let worker = stall.worker;
+        let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;
         let process = self.process(worker).ok_or("it was not started")?;
         let page = &self.arena.control(worker).status;
         // SYNC: stack-file
@@ -165,7 +170,7 @@ impl Handle {
         // Before the signal is sent: faulthandler writes to the number, whatever file that is by now.
         let file = sys::peek::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
-        ask(process, file.as_fd())
+        ask(process, file.as_fd(), patience)
     }
 }
 
@@ -174,7 +179,11 @@ fn handler() -> String {
 }
 
 /// Sends the signal and waits for the answer.
-fn ask(process: &Process, file: std::os::fd::BorrowedFd<'_>) -> std::result::Result<String, String> {
+fn ask(
+    process: &Process,
+    file: std::os::fd::BorrowedFd<'_>,
+    patience: Duration,
+) -> std::result::Result<String, String> {
     let signal = sys::signal::stack_signal();
     // Without a handler the signal would end the process.
     if !sys::signal::catches(process.pid, signal) {
@@ -182,9 +191,11 @@ fn ask(process: &Process, file: std::os::fd::BorrowedFd<'_>) -> std::result::Res
     }
     let start = sys::peek::len(file);
     process.signal(signal);
-    let deadline = sys::clock::monotonic() + ANSWER;
+    let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
-    while unchanged < SETTLED && sys::clock::monotonic() < deadline {
+    // On a busy machine the handler may have to wait in the middle of its work. While it runs its signal is blocked.
+    let whole = |unchanged| unchanged >= SETTLED && !sys::signal::blocks(process.pid, signal);
+    while !whole(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(ANSWER_LOOK);
         let now = sys::peek::len(file);
         unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
@@ -194,5 +205,5 @@ fn ask(process: &Process, file: std::os::fd::BorrowedFd<'_>) -> std::result::Res
         return Ok(String::from_utf8_lossy(&sys::peek::read(file, start, STACK_MOST)).into_owned());
     }
     let ways = format!("it is stopped, the kernel keeps it, or {}", handler());
-    Err(format!("it did not answer within {} s: {ways} of its own", ANSWER.as_secs_f64()))
+    Err(format!("it did not answer within {} s: {ways} of its own", patience.as_secs_f64()))
 }

@@ -286,8 +286,9 @@ impl PyPort {
 
     /// Has this worker work on after a SIGTERM to the whole process group, for as long as the main process `main` may take to
     /// react. False where the system refuses that: SIGTERM does what it did before.
-    fn survive_group_signal(&self, main: i32) -> bool {
-        terminate::survive_group_signal(&self.port, main).is_ok()
+    fn survive_group_signal(&self, main: i32, alone: f64) -> bool {
+        let alone = std::time::Duration::try_from_secs_f64(alone).unwrap_or(std::time::Duration::MAX);
+        terminate::survive_group_signal(&self.port, main, alone).is_ok()
     }
 
     /// Has Python's faulthandler dump the stacks of this process into a file of its own whenever the main process asks for

@@ -112,8 +112,31 @@ pub struct StatusPage {
     pub stack_inode: AtomicU64,
     /// A `StackFile`; stored after its device and inode.
     pub stack: AtomicU32,
-    /// 1 once the worker has got a SIGTERM that it means to survive: see `worker/terminate.rs`.
+    /// A [`Terminated`].
     pub terminated: AtomicU32,
+}
+
+/// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Terminated {
+    /// It has got none.
+    No = 0,
+    /// It has got one, and for all it knows alone.
+    Alone = 1,
+    /// All workers have got it.
+    Group = 2,
+}
+
+impl Terminated {
+    /// What stands on a status page, as a name for reports; a number that is none counts as `No`.
+    pub fn name_of(value: u32) -> &'static str {
+        match value {
+            1 => "alone",
+            2 => "group",
+            _ => "no",
+        }
+    }
 }
 
 /// What a worker says of the file into which it dumps its stack when the main process asks for it by a signal.

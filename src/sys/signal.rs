@@ -111,8 +111,18 @@ pub fn ignore(signal: i32) {
 
 /// Whether the process `pid` has a handler for `signal`, by /proc; false where that does not say.
 pub fn catches(pid: i32, signal: i32) -> bool {
+    is_in_mask(pid, b"SigCgt:", signal)
+}
+
+/// Whether the main thread of the process `pid` has `signal` blocked, as it has while the handler for it runs there, by
+/// /proc; false where that does not say.
+pub fn blocks(pid: i32, signal: i32) -> bool {
+    is_in_mask(pid, b"SigBlk:", signal)
+}
+
+fn is_in_mask(pid: i32, name: &[u8], signal: i32) -> bool {
     let Ok(status) = super::read_file(format!("/proc/{pid}/status").as_ref()) else { return false };
-    let mask = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"SigCgt:"));
+    let mask = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name));
     let mask = mask.and_then(|mask| u64::from_str_radix(std::str::from_utf8(mask).ok()?.trim(), 16).ok());
     mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
@@ -174,6 +184,31 @@ mod tests {
         assert_eq!(handler_of(stack_signal()), Some(DEFAULT));
         assert!(handler_of(libc::SIGSEGV).is_some_and(|handler| handler != DEFAULT));
         assert_eq!(handler_of(-1), None);
+    }
+
+    #[test]
+    fn what_the_main_thread_blocks_is_told() {
+        let me = std::process::id() as i32;
+        // A test runs in a thread of its own: only a child's main thread is this test's to set.
+        assert!(!blocks(me, stack_signal()) && !blocks(i32::MAX, stack_signal()));
+        // SAFETY: the child calls nothing but the kernel, and ends by the signal that it then gets.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            block_all_in_this_thread();
+            loop {
+                // SAFETY: pause has no precondition.
+                unsafe { libc::pause() };
+            }
+        }
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let mut seen = false;
+        while !seen && std::time::Instant::now() < end {
+            seen = blocks(child, stack_signal());
+        }
+        kill(child, libc::SIGKILL).unwrap();
+        // SAFETY: the child is ours to wait for.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert!(seen);
     }
 
     #[test]

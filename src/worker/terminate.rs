@@ -7,8 +7,8 @@
 //! | who has | what it was | the worker |
 //! |---|---|---|
 //! | all workers | a signal to the group | works on, for [`SERVE`] at the most |
-//! | some of them | maybe a group whose others have not run yet | looks again, [`LOOKS`] times |
-//! | no other one after [`QUIET_LOOKS`] looks | meant for this worker | dies of it, and the main process names it |
+//! | some of them | maybe a group whose others have not run yet | looks again, for a while |
+//! | no other one, half that while | meant for this worker | dies of it, and the main process names it |
 //! | there is no other one | cannot be told | works on until [`ALONE`] has passed |
 //!
 //! A second SIGTERM ends it at once, and so does one that it sends itself; the main process's own, which belongs to a
@@ -21,15 +21,11 @@ use std::time::Duration;
 use super::port::Port;
 use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Answer, Cause};
 
 /// From the signal to the first look at the other workers, and from look to look.
 const FIRST_LOOK: Duration = Duration::from_millis(100);
-/// As many looks at most.
-const LOOKS: u32 = 10;
-/// As many where no other worker has got it: on a busy machine a process may wait for its turn that long.
-const QUIET_LOOKS: u32 = 5;
 /// What the main process has to react, from there on.
 const SERVE: Duration = Duration::from_secs(30);
 /// For so long a worker without others works on.
@@ -41,6 +37,8 @@ struct Place {
     worker: u32,
     /// This process, and the main process.
     pids: (i32, i32),
+    /// As many looks are taken where no other worker has got the signal; twice as many where some have.
+    looks: u32,
 }
 
 static PLACE: OnceLock<Place> = OnceLock::new();
@@ -49,13 +47,14 @@ static LOOKED: AtomicU32 = AtomicU32::new(0);
 /// [`LOOKED`] once the last look was taken: the next time is the last.
 const DECIDED: u32 = u32::MAX;
 
-/// Has this worker survive a SIGTERM to the whole group. `main` is the main process's number.
+/// Has this worker survive a SIGTERM to the whole group. `main` is the main process's number; where no other worker has
+/// got the signal within `alone`, it was meant for this worker: on a busy machine a process may wait for its turn that long.
 ///
 /// # Errors
 /// The system refuses it; SIGTERM then does what it did before.
-pub fn survive_group_signal(port: &Port, main: i32) -> Result<()> {
+pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
-    let place = Place { arena: port.arena().clone(), worker: port.worker(), pids };
+    let place = Place { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
     PLACE.set(place).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
     sigterm::install(decide)
 }
@@ -68,10 +67,12 @@ fn decide(cause: Cause) -> Answer {
         Cause::Sent { by } if by == place.pids.0 => Answer::Die,
         // Two signals that are pending at a time are one, and this one may be the main process's as well.
         Cause::Sent { .. } if place.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
-        Cause::Sent { .. } => match page(place.worker).terminated.swap(1, Ordering::Relaxed) {
-            0 => Answer::AskAgain(FIRST_LOOK),
-            _ => Answer::Die,
-        },
+        Cause::Sent { .. } => {
+            match page(place.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
+                0 => Answer::AskAgain(FIRST_LOOK),
+                _ => Answer::Die,
+            }
+        }
         Cause::Time => {
             let workers = 0..place.arena.geometry().workers;
             let others =
@@ -81,8 +82,11 @@ fn decide(cause: Cause) -> Answer {
                 count += 1;
                 flagged += page.terminated.load(Ordering::Relaxed).min(1);
             }
-            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), count, flagged);
+            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), place.looks, count, flagged);
             LOOKED.store(looked, Ordering::Relaxed);
+            if answer == Answer::AskAgain(SERVE) {
+                page(place.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
+            }
             answer
         }
     }
@@ -94,10 +98,16 @@ fn works(page: &StatusPage) -> bool {
     page.pid.load(Ordering::Relaxed) != 0 && !left
 }
 
-/// What a look at `others` workers, of whom `flagged` have got the signal, leads to after `looked` looks; and how many there
-/// have been then.
-fn next(looked: u32, others: u32, flagged: u32) -> (Answer, u32) {
-    let most = if flagged > 0 { LOOKS } else { QUIET_LOOKS };
+/// Looks that fit into a time, at least one.
+fn looks_in(time: Duration) -> u32 {
+    let looks = time.as_millis() / FIRST_LOOK.as_millis();
+    u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
+}
+
+/// What a look at `others` workers, of whom `flagged` have got the signal, leads to after `looked` of `looks` looks; and how
+/// many there have been then.
+fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
+    let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {
         DECIDED => (Answer::Die, DECIDED),
         _ if others == 0 => (Answer::AskAgain(ALONE - FIRST_LOOK), DECIDED),
@@ -113,32 +123,41 @@ mod tests {
 
     #[test]
     fn a_signal_to_all_is_survived_for_a_while() {
-        assert_eq!(next(0, 3, 3), (Answer::AskAgain(SERVE), DECIDED));
-        assert_eq!(next(DECIDED, 3, 3).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 3), (Answer::AskAgain(SERVE), DECIDED));
+        assert_eq!(next(DECIDED, 5, 3, 3).0, Answer::Die);
     }
 
     #[test]
     fn a_signal_to_one_of_several_ends_it() {
-        assert_eq!(next(0, 3, 0), (Answer::AskAgain(FIRST_LOOK), 1));
-        assert_eq!(next(QUIET_LOOKS - 1, 3, 0).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 0), (Answer::AskAgain(FIRST_LOOK), 1));
+        assert_eq!(next(3, 5, 3, 0).0, Answer::AskAgain(FIRST_LOOK));
+        assert_eq!(next(4, 5, 3, 0).0, Answer::Die);
+    }
+
+    #[test]
+    fn a_time_is_some_looks_whatever_it_is() {
+        let looks = |seconds| looks_in(Duration::from_secs_f64(seconds));
+        assert_eq!((looks(0.5), looks(0.0), looks(60.0)), (5, 1, 600));
+        let most = looks(1e12);
+        assert_eq!(next(2 * most - 1, most, 3, 1).0, Answer::Die);
     }
 
     #[test]
     fn others_may_get_it_a_little_later_but_not_much() {
         let mut looked = 0;
-        for _ in 1..LOOKS {
-            let (answer, now) = next(looked, 3, 2);
+        for _ in 1..10 {
+            let (answer, now) = next(looked, 5, 3, 2);
             assert_eq!((answer, now), (Answer::AskAgain(FIRST_LOOK), looked + 1));
             looked = now;
         }
-        assert_eq!(next(looked, 3, 3).0, Answer::AskAgain(SERVE));
-        assert_eq!(next(looked, 3, 2).0, Answer::Die);
+        assert_eq!(next(looked, 5, 3, 3).0, Answer::AskAgain(SERVE));
+        assert_eq!(next(looked, 5, 3, 2).0, Answer::Die);
     }
 
     #[test]
     fn a_worker_without_others_waits_once() {
-        let (answer, looked) = next(0, 0, 0);
+        let (answer, looked) = next(0, 5, 0, 0);
         assert_eq!(answer, Answer::AskAgain(ALONE - FIRST_LOOK));
-        assert_eq!(next(looked, 0, 0).0, Answer::Die);
+        assert_eq!(next(looked, 5, 0, 0).0, Answer::Die);
     }
 }

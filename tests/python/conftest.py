@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 from pinning_support import pinning
-from support import TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
+from support import STARTED_PIDS, TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
 
 # A pool of intra-op threads would start at some test or other, and stay.
 torch.set_num_threads(1)
@@ -25,6 +25,8 @@ multiprocessing.set_forkserver_preload(["torch", "numpy"] if TORCH_MODE else ["t
 gc.freeze()
 # A busy machine may start a worker so slowly that it would be warned of; test_stall.py sets limits of its own.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
+# And one that is asked for its stack may be slow to answer.
+os.environ["RUSTLOADER_STALL_STACK_SECONDS"] = "120"
 # A shell without job control has what it starts in the background ignore Ctrl-C, and programs under test inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +40,8 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(STARTED_PIDS)
     gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
 
 
@@ -74,14 +78,15 @@ def threads():
     return found
 
 
-def foreign(name):
-    """A file in /dev/shm that is none of ours, or belongs to a live process outside this tree."""
-    if "rustloader" in name:
-        return False
-    if not name.startswith("torch_"):
-        return True
-    pid = name.split("_")[1]
-    return pid.isdigit() and os.path.exists(f"/proc/{pid}") and int(pid) not in children() | {os.getpid()}
+def shared_memory_files():
+    """The files in /dev/shm that the tests have made: those of torch's have the pid of their maker in their name."""
+    names = os.listdir("/dev/shm")
+    torchs = [name for name in names if name.startswith("torch_")]
+    ours = set()
+    if torchs:
+        with open(STARTED_PIDS) as file:
+            ours = set(file.read().split())
+    return [name for name in names if "rustloader" in name] + [name for name in torchs if name.split("_")[1] in ours]
 
 
 def state():
@@ -89,7 +94,7 @@ def state():
     found = {
         "children": list(children() - pids),
         "mappings": mappings(),
-        "shared memory files": [f for f in os.listdir("/dev/shm") if not foreign(f)],
+        "shared memory files": shared_memory_files(),
     }
     if not TORCH_MODE:  # torch's loader loses descriptors and keeps a thread when indices are tensors
         found["threads"] = threads()

@@ -14,7 +14,7 @@ import types
 import torch
 from pinning_support import pinning
 from sample_data import Dying, Held, Images, Numbers
-from support import DataLoader, gone, same, wait_until
+from support import DataLoader, gone, same, state_of, wait_until, workers_say
 from torch.utils.data import _utils, default_collate
 
 import rustloader
@@ -178,16 +178,10 @@ def stubborn():
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
-    if not wait_until(lambda: all(iterator._core.worker_status(worker)["state"] == "fetch" for worker in range(2))):
+    if not workers_say(iterator, state="fetch"):
         return ["a worker does not begin"]
     iterator._shutdown_workers()
     return [] if wait_until(lambda: all(map(gone, pids))) else ["a worker has survived"]
-
-
-def state_of(pid):
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return "X"
 
 
 def stopped(ends=False):
@@ -245,12 +239,18 @@ def stuck():
             lines.append(re.sub(r"pid \d+", "pid N", line))
             open(told, "w").close()
 
+    def patiently(iterator):
+        """Asks for the item when the worker is in it: before, a slow one would be named where it waits for its turn."""
+        yield next(iterator)
+        assert wait_until(lambda: os.path.exists(f"{told}.reached"))
+        yield from iterator
+
     os.environ["RUSTLOADER_STALL_ITEM_SECONDS"] = "0.2"
     _stall.logger = types.SimpleNamespace(warning=warning)
     with tempfile.TemporaryDirectory() as folder:
         told = f"{folder}/told"
         items = loader(Held(3, 1, told), workers=1, batch_size=None)
-        return walk(items, [torch.tensor(i) for i in range(3)])[0] + lines
+        return walk(patiently(iter(items)), [torch.tensor(i) for i in range(3)])[0] + lines
 
 
 def handled():

@@ -76,17 +76,23 @@ class Slow(Numbers):
 
 
 class Held(Numbers):
-    """Sample `at` is not done before there is the file; a minute later it is given up."""
+    """Sample `at` makes a file, FILE.reached, and is not done before there is FILE; minutes later that is an error."""
 
     def __init__(self, n, at, file):
         super().__init__(n)
         self.at, self.file = at, str(file)
 
     def __getitem__(self, i):
-        end = time.monotonic() + 60
-        while i == self.at and not os.path.exists(self.file) and time.monotonic() < end:
-            time.sleep(0.01)
+        if i == self.at:
+            self.wait()
         return torch.tensor(i)
+
+    def wait(self):
+        open(f"{self.file}.reached", "w").close()
+        end = time.monotonic() + 240
+        while not os.path.exists(self.file):
+            assert time.monotonic() < end, "the file does not come"
+            time.sleep(0.01)
 
 
 class Given(Dataset):

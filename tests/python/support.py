@@ -8,12 +8,14 @@ import contextlib
 import dataclasses
 import gc
 import inspect
+import multiprocessing.process
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -44,7 +46,23 @@ BOTH = [TorchDataLoader, DataLoader]
 # 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.
 OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 SCRIPTS = []
+# A file with the pids of all processes that the tests have started, by whatever process of theirs.
+STARTED_PIDS = os.environ.setdefault("RUSTLOADER_TEST_PIDS", os.path.join(tempfile.gettempdir(), f"pids-{os.getpid()}"))
 HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def note_pid(pid):
+    with contextlib.suppress(OSError), open(STARTED_PIDS, "a") as file:
+        file.write(f"{pid}\n")
+
+
+def noting_start(self, start=multiprocessing.process.BaseProcess.start):
+    start(self)
+    note_pid(self.pid)
+
+
+note_pid(os.getpid())
+multiprocessing.process.BaseProcess.start = noting_start
 
 
 # Batches
@@ -190,25 +208,66 @@ def wait_until(condition, seconds=SOON):
     return True
 
 
-def waits_in_next(thread=None):
-    """Waits until a thread, by default the main one, is in next() and has come to where it waits for a batch."""
-    ident = (thread or threading.main_thread()).ident
+# The numbers of the system calls in which a thread waits for descriptors: poll, ppoll, select, pselect6, epoll_wait,
+# epoll_pwait, epoll_pwait2.
+POLLS = {"x86_64": {7, 271, 23, 270, 232, 281, 441}, "aarch64": {73, 72, 22, 441}}[os.uname().machine]
+# In a futex a thread waits for a lock, and at times for the GIL: that is no sign of a wait for a batch, but in torch's
+# loader, where the pin thread's queue has a lock.
+FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
+WAITS = POLLS | {FUTEX} if TORCH_MODE else POLLS
 
-    def place():
-        """Where its innermost Python code is, in next(); None elsewhere."""
-        frame = innermost = sys._current_frames().get(ident)
+
+def waits_in_next(thread=None):
+    """Waits until a thread, by default the main one, is in next() and asleep in the call that waits for a batch."""
+    thread = thread or threading.main_thread()
+
+    def waits():
+        frame = sys._current_frames().get(thread.ident)
         while frame is not None and frame.f_code.co_name != "__next__":
             frame = frame.f_back
-        return None if frame is None else (innermost.f_code, innermost.f_lasti)
+        call = ""
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/syscall") as f:
+            call = f.read().split()[0]
+        return frame is not None and call.isdecimal() and int(call) in WAITS
 
-    def stays():
-        looks = [place()]
+    def keeps_waiting():
         for _ in range(5):
             time.sleep(0.01)
-            looks.append(place())
-        return None not in looks and len(set(looks)) == 1
+            if not waits():
+                return False
+        return True
 
-    return wait_until(stays)
+    return wait_until(keeps_waiting if TORCH_MODE else waits, STARTED)
+
+
+def while_next_waits(fn, *args):
+    """Calls a function as soon as the main thread waits in next(), in a thread of its own."""
+
+    def run():
+        if waits_in_next():
+            fn(*args)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def workers_say(iterator, **words):
+    """Waits until each worker says this of itself."""
+
+    def say():
+        pages = [iterator._core.worker_status(worker) for worker in range(iterator._num_workers)]
+        return all(page[name] == word for page in pages for name, word in words.items())
+
+    return wait_until(say, STARTED)
+
+
+def in_time(fn, *args, seconds=240):
+    """The first outcome of a call that is not a timeout, which a busy machine may have at any time."""
+    end = time.monotonic() + seconds
+    while (got := outcome(fn, *args))[0] == "error" and "DataLoader timed out" in got[2]:
+        assert time.monotonic() < end, "it is late for ever"
+    return got
 
 
 def in_thread(fn, *args, seconds=120.0):
@@ -231,13 +290,16 @@ def in_thread(fn, *args, seconds=120.0):
     return value
 
 
+def state_of(pid):
+    """A process's state as /proc has it, a letter; "X" when it is no more."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as f:
+        return f.read().rpartition(")")[2].split()[0]
+    return "X"
+
+
 def gone(pid):
     """The process is no more, or only its status is left."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return state_of(pid) in "ZX"
 
 
 def children_of(parent):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from support import finish, gone, run_script, start_script, wait_until, within
@@ -11,6 +10,7 @@ pytestmark = pytest.mark.ours
 
 START = """
     from sample_data import Held, Images, Numbers, Slow
+    from support import waits_in_next, while_next_waits, workers_say
     def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
@@ -33,7 +33,7 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
         iterator = told(iter(loader))
         for _ in range(4):
             next(iterator)
-        time.sleep(0.3)
+        assert workers_say(iterator, state="fetch")
         print("inside", flush=True)
         next(iterator)
     """)
@@ -64,14 +64,14 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     loader = DataLoader(Slow(9, {{2: 120, 3: 120}}), num_workers=2, batch_size=None)
     iterator = told(iter(loader))
     next(iterator)
-    print("ready", flush=True)
     if where == "next":
+        while_next_waits(lambda: print("ready", flush=True))
         list(iterator)
     else:
+        print("ready", flush=True)
         time.sleep(120)
     """)
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     with within(60):
         status, _, err = finish(process)
@@ -96,7 +96,7 @@ def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
     print([x.item() for x in loader], flush=True)
     """)
     assert process.stdout.readline() == process.stdout.readline() == "one\n"
-    time.sleep(0.3)
+    assert wait_until((tmp_path / "go.reached").exists)
     os.kill(process.pid, signal.SIGINT)
     status, out, err = finish(process)
     assert (status, out) == (0, "[0, 1, 2, 3, 4, 5]\n"), err
@@ -128,10 +128,10 @@ EXITS = {
     running.wait()""",
     "module": "sys.modules['math'].kept = told(iter(loader)); next(sys.modules['math'].kept)",
     "busy": """loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2)
-    kept = told(iter(loader)); time.sleep(0.2)""",
+    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
     "stubborn": """def ignore(_): signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2, worker_init_fn=ignore)
-    kept = told(iter(loader)); time.sleep(0.5)""",
+    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
 }
 
 

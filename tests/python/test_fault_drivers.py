@@ -23,7 +23,7 @@ def drive(module, *arguments):
 
 def test_s3_a_kill_at_a_random_moment_is_named_and_leaves_nothing():
     # The machine may be busy: `make kill` has a limit of one second.
-    drive("kill", "--epochs", 20, "--seed", 1, "--limit", 5)
+    drive("kill", "--epochs", 20, "--seed", 1, "--limit", 30)
 
 
 def test_an_interrupt_at_a_random_moment_ends_the_process():
@@ -31,7 +31,7 @@ def test_an_interrupt_at_a_random_moment_ends_the_process():
 
 
 def test_whatever_ends_main_its_workers_are_gone():
-    drive("ends", "--limit", 5, "--only", "fork")
+    drive("ends", "--limit", 30, "--only", "fork")
 
 
 def test_an_iterator_may_be_dropped_at_any_moment_in_any_way():

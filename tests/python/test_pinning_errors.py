@@ -142,6 +142,7 @@ def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
     with pytest.raises(RuntimeError) as caught:
         next(iterator)
     assert type(error).__name__ in caught.value.__notes__[0]
+    iterator._pin_memory_thread.join(60)
     assert not iterator._pin_memory_thread.is_alive()
     assert wait_until(lambda: all(map(gone, pids)))
     acts.clear()

@@ -15,7 +15,7 @@ HEAD = """
     import contextlib, gc, json, tempfile, threading, warnings
     from pinning_support import pinning, thread_name
     from sample_data import Given, Images, Numbers
-    from support import gone, wait_until, worker_pids
+    from support import gone, wait_until, waits_in_next, worker_pids
     from torch.utils.data import IterableDataset
 
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -95,7 +95,7 @@ EXITS = (
         iterator = iter(loader_of(Given([Act()] * 4)))
         thread = threading.Thread(target=next, args=(iterator,), daemon=True)
         thread.start()
-        time.sleep(0.2)
+        assert waits_in_next(thread)
         return iterator, thread
 
     def slow_allocator():

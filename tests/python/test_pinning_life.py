@@ -235,6 +235,7 @@ def test_the_arena_of_an_epoch_is_used_by_the_next_and_nothing_grows(host):
         for taken, _ in zip(range(6), loader, strict=False):
             if k == 2 and taken == 3:
                 break  # pinned and not taken
+        assert wait_until(lambda: threads_named(THREAD) == 0), "the thread holds descriptors to its end"
         files.append(len(open_files()))
         arenas.append(len(mappings()))
         memory.append(arena_bytes())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pinning_support import pinning
 from sample_data import Numbers, Slow, worker_id
-from support import DataLoader, gone, values, wait_until, within, worker_pids
+from support import STARTED, DataLoader, gone, state_of, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
 import rustloader._stall
@@ -28,7 +28,7 @@ LOCK = threading.Lock()
 
 @pytest.fixture
 def told(monkeypatch, tmp_path):
-    """The warnings of the loader. Of each batch that is named a file tells."""
+    """The warnings of the loader. Of each batch that a worker is named at a file tells."""
     lines = []
 
     def warning(text, *args):
@@ -46,6 +46,18 @@ def about(told, index):
     return text
 
 
+def taken(loader):
+    """The batches of a loader. One that is stuck is asked for when the worker is in it: before, a slow worker would be
+    named where it waits for its turn."""
+    iterator, got = iter(loader), []
+    for i in range(len(loader.dataset)):
+        if i in loader.dataset.items:
+            loader.dataset.wait_for(i)
+        got.append(int(next(iterator)))
+    assert list(iterator) == []
+    return got
+
+
 @pytest.fixture
 def limits(monkeypatch):
     """Sets the limits: seconds of a start, of an item."""
@@ -58,7 +70,7 @@ def limits(monkeypatch):
 
 
 class Stuck(Numbers):
-    """Some items take until they have been told of, and some more seconds."""
+    """Some items tell in a file that they are begun, and take until they have been told of, and some more seconds."""
 
     def __init__(self, n, items, folder, more=0.0):
         super().__init__(n)
@@ -66,9 +78,16 @@ class Stuck(Numbers):
 
     def __getitem__(self, i):
         if i in self.items:
-            wait_until((self.folder / f"told {i}").exists, 60)
+            self.begins(i)
+            assert wait_until((self.folder / f"told {i}").exists, 240)
             time.sleep(self.more)
         return torch.tensor(i)
+
+    def begins(self, i):
+        (self.folder / f"at {i}").touch()
+
+    def wait_for(self, i):
+        assert wait_until((self.folder / f"at {i}").exists, STARTED)
 
 
 def head(pid):
@@ -113,43 +132,41 @@ def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path)
 def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
     limits(0, 0.3)
     dataset = Stuck(6, [1, 4], tmp_path, more=0.8)
-    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method))
-    [pid] = worker_pids(iterator)
-    assert values(iterator) == list(range(6))
+    assert taken(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
     for index in (1, 4):
         text = about(told, index)
         told_item = rf"has been at one batch for [\d.]+ s \(state: fetch\), the batch of index {index}\. "
-        assert re.match(head(pid) + told_item, text), text
+        assert re.match(head(r"\d+") + told_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
 
 
-class KeepsTheGil(Numbers):
+class KeepsTheGil(Stuck):
     """Item 1 reads from an empty pipe in a C call that does not let go of the GIL."""
 
-    def __init__(self, n, pipe):
-        super().__init__(n)
+    def __init__(self, folder, pipe):
+        super().__init__(4, [1], folder)
         self.pipe = pipe
 
     def __getitem__(self, i):
         if i == 1:
+            self.begins(i)
             assert ctypes.PyDLL(None).read(self.pipe, ctypes.create_string_buffer(1), 1) == 1
         return torch.tensor(i)
 
 
-def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits):
+def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits, tmp_path):
     limits(0, 0.3)
     reader, writer = os.pipe()
-    loader = DataLoader(KeepsTheGil(4, reader), batch_size=None, num_workers=1)
-    iterator = iter(loader)
+    loader = DataLoader(KeepsTheGil(tmp_path, reader), batch_size=None, num_workers=1)
 
     def release():
-        wait_until(lambda: any("the batch of index 1." in text for text in told))
+        wait_until(lambda: any("the batch of index 1." in text for text in told), 240)
         os.write(writer, b"x")
 
     thread = threading.Thread(target=release)
     thread.start()
-    assert values(iterator) == list(range(4))
+    assert taken(loader) == list(range(4))
     thread.join()
     os.close(reader)
     os.close(writer)
@@ -176,31 +193,44 @@ def test_a_limit_that_is_no_number_is_an_error(limits, text):
 
 
 class Epochs(IterableDataset):
-    """The second epoch takes a second to begin."""
+    """The second epoch does not begin before it has been told of."""
 
     epoch = 0
+
+    def __init__(self, folder):
+        self.folder = folder
 
     def __iter__(self):
         self.epoch += 1
         if self.epoch == 2:
-            time.sleep(1)
+            (self.folder / "begins").touch()
+            assert wait_until((self.folder / "told").exists, 240)
         return iter(range(3))
 
 
-def test_the_start_of_a_later_epoch_is_named(told, limits):
+def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
     limits(0.3, 0)
-    loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
+    told = []
+
+    def warning(text, *args):
+        # A slow machine may have been too slow for the limit before.
+        if "in __iter__" in (line := text % args):
+            told.append(line)
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(rustloader._stall.logger, "warning", warning)
+    loader = DataLoader(Epochs(tmp_path), batch_size=None, num_workers=1, persistent_workers=True)
     assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
-    # A slow machine may have been too slow for the limit before.
-    [text] = [text for text in told if "in __iter__" in text]
+    [text] = told
     assert re.search(r"has not come to its first batch [\d.]+ s .*test_stall\.py\", line \d+ in __iter__\n", text, re.S)
 
 
 def test_a_stuck_worker_is_named_with_pinning_too(told, limits, tmp_path):
     limits(0, 0.3)
     with pinning():
-        loader = DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)
-        assert values(loader) == [0, 1, 2, 3]
+        assert taken(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)) == [
+            *range(4)
+        ]
     text = about(told, 1)
     assert re.search(r"the batch of index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
@@ -231,8 +261,11 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
         if when == "main":
             dataset.take()
         start = (lambda _: dataset.take()) if when == "start" else None
-        loader = DataLoader(dataset, batch_size=None, num_workers=1, worker_init_fn=start)
-        assert values(loader) == [0, 1, 2, 3]
+        loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start)
+        iterator = iter(loader)
+        # Nobody looks for stuck workers before the item is reached: at item 1 the handler may be called still.
+        dataset.wait_for(2)
+        assert values(iterator) == [0, 1, 2, 3]
     finally:
         signal.signal(signal.SIGRTMIN + 13, before)
     text = about(told, 2)
@@ -240,41 +273,29 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
     assert not dataset.file.exists()
 
 
-class TakesLate(Numbers):
-    """Takes the signal in the very item that then hangs, until there is a file."""
+class TakesLate(Stuck):
+    """Takes the signal in the very item that then hangs, until it has been told of and the handler been called."""
 
     def __init__(self, folder):
-        super().__init__(3)
-        self.go, self.calls = folder / "go", folder / "calls"
+        super().__init__(3, [1], folder)
+        self.calls = folder / "calls"
 
     def __getitem__(self, i):
         if i == 1:
             signal.signal(SIGNAL, lambda *_: self.calls.open("a").write("x"))
-            end = time.monotonic() + 60
-            while not self.go.exists() and time.monotonic() < end:
-                time.sleep(0.02)
-        return torch.tensor(i)
+            self.begins(i)
+            assert wait_until(self.calls.exists, 240)
+        return super().__getitem__(i)
 
 
-def test_a_handler_that_a_hanging_item_has_taken_is_called_once(limits, monkeypatch, tmp_path):
+def test_a_handler_that_a_hanging_item_has_taken_is_called_once(told, limits, monkeypatch, tmp_path):
     """What docs/reliability.md does not promise: that the handler is another one cannot be seen from outside."""
     limits(0, 0.3)
-    dataset, lines = TakesLate(tmp_path), []
-
-    def warn(text, *args):
-        lines.append(text % args)
-        dataset.go.touch()
-
-    monkeypatch.setattr(rustloader._stall.logger, "warning", warn)
-    assert values(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
-    # On a busy machine an item that takes no time may be named as well, or the worker be slower than the wait for it.
-    told = [line for line in lines if "the batch of index 1." in line]
-    assert len(told) == 1, lines
-    if "Its stack:\n" in told[0]:
-        assert not dataset.calls.exists(), "it was asked before it had taken the signal"
-    else:
-        assert "Its stack cannot be had: it did not answer within 1 s" in told[0]
-        assert dataset.calls.read_text() == "x"
+    monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
+    dataset = TakesLate(tmp_path)
+    assert taken(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
+    assert "Its stack cannot be had: it did not answer within 1 s" in about(told, 1)
+    assert dataset.calls.read_text() == "x"
 
 
 class TakesAway(Stuck):
@@ -288,7 +309,7 @@ class TakesAway(Stuck):
 
 def test_a_worker_whose_handler_is_gone_is_not_killed(told, limits, tmp_path):
     limits(0, 0.3)
-    assert values(DataLoader(TakesAway(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    assert taken(DataLoader(TakesAway(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
     text = about(told, 1)
     assert text.endswith(f"it has taken away the handler for signal {SIGNAL} (SIGRTMIN+13).")
 
@@ -308,21 +329,25 @@ class ClosesAll(Stuck):
 
 def test_no_stack_is_written_to_a_file_that_got_the_number(told, limits, tmp_path):
     limits(0, 0.3)
-    assert values(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    assert taken(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
     text = about(told, 1)
     assert "its file for it cannot be read" in text and "has another file under the number" in text
     assert [file.stat().st_size for file in tmp_path.glob("file *")] == [0] * 60
 
 
-def test_a_stopped_worker_is_named_without_a_stack(told, limits, tmp_path):
+def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tmp_path):
     limits(0, 0.3)
-    iterator = iter(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1))
+    monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
+    dataset = Stuck(4, [1], tmp_path)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1))
     assert next(iterator) == 0
     [pid] = worker_pids(iterator)
+    dataset.wait_for(1)
     os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: state_of(pid) == "T")
 
     def go_on():
-        wait_until((tmp_path / "told 1").exists)
+        wait_until((tmp_path / "told 1").exists, 240)
         os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=go_on)

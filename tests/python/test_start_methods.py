@@ -9,7 +9,7 @@ import pytest
 import torch
 from orders import FLOATS, Does, Meeting, MeetsWhenUnpickled, Shares, collate
 from sample_data import Dying, Epochs, Index, Pair, Record, Shards
-from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, outcome, outcomes, values, worker_pids
+from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
 PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
@@ -184,23 +184,16 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path)
     iterator = iter(loader)
     late = ("error", RuntimeError, "DataLoader timed out after 1 seconds")
 
-    def in_time():
-        """The first outcome that is not late, as any may be where the machine is busy."""
-        for _ in range(200):
-            if (got := outcome(next, iterator)) != late:
-                return got
-        raise AssertionError("nothing came")
-
-    assert in_time() == ("value", 0)  # the start of the worker may take a few seconds
+    assert in_time(next, iterator) == ("value", 0)  # the start of the worker may take a few seconds
     assert outcome(next, iterator) == late
     (tmp_path / "go").touch()
-    assert in_time() == ("value", 1)
-    assert in_time() == ("value", 2)
+    assert in_time(next, iterator) == ("value", 1)
+    assert in_time(next, iterator) == ("value", 2)
     if TORCH_MODE:
-        assert in_time() == ("end",)
+        assert in_time(next, iterator) == ("end",)
         return
     text = f"DataLoader worker (pid {iterator._workers[0].pid}) is killed by signal: Killed. "
-    assert in_time() == ("error", RuntimeError, text)
+    assert in_time(next, iterator) == ("error", RuntimeError, text)
     assert outcomes(iterator, 2) == [("error", RuntimeError, text)] * 2
 
 

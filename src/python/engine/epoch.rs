@@ -186,7 +186,7 @@ impl PyEngine {
 
     /// Names a worker that is stuck in the log.
     fn tell(&self, py: Python<'_>, engine: &Engine<Py<PyAny>, Ready>, stall: &Stall) -> PyResult<()> {
-        let stack = py.detach(|| self.handle.stack_of(stall.worker));
+        let stack = py.detach(|| self.handle.stack_of(stall));
         let oldest = engine.oldest_task_of(stall.worker);
         let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);
         let (stack, why_not) = (stack.as_ref().ok(), stack.as_ref().err());

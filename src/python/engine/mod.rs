@@ -65,11 +65,11 @@ impl PyEngine {
         in_order: bool,
         persistent: bool,
         timeout: f64,
-        stalls: (f64, f64),
+        stalls: (f64, f64, f64),
     ) -> PyResult<Self> {
         let settings = Settings { workers, prefetch_factor, in_order, persistent, timeout: seconds(timeout) };
         let mut engine = py.detach(|| Engine::new(settings))?;
-        engine.name_stalls(seconds(stalls.0), seconds(stalls.1));
+        engine.name_stalls([seconds(stalls.0), seconds(stalls.1)], seconds(stalls.2));
         let handle = engine.handle().clone();
         Ok(Self {
             state: Mutex::new(State::new(engine)),

@@ -183,18 +183,23 @@ def walk(programs, kinds, report):
 
 def some(count, seed):
     """So many failures, drawn from those that the programs make when nothing fails."""
-    rng = random.Random(seed)
-    found = [(program, where) for program in [*PROGRAMS, *SPECIAL] for where in ("main", "worker")]
-    calls = {(program, where): made(program, where) for program, where in found}
     places = [
-        (program, where, kind, calls[program, where][kind])
-        for program, where in found
-        for kind in calls[program, where]
+        (program, where, kind, number)
+        for program in [*PROGRAMS, *SPECIAL]
+        for where in ("main", "worker")
+        for kind, number in made(program, where).items()
     ]
+
+    def chance(what, place):
+        """By the place alone: how many calls there are, and of which kinds, is not the same in each run."""
+        return random.Random(f"{seed} {what} {place[:3]}")
+
     chosen = []
-    for program, where, kind, number in rng.sample(places, min(count, len(places))):
+    for place in sorted(places, key=lambda place: chance("order", place).random())[:count]:
+        program, where, kind, number = place
+        rng = chance("call", place)
         effect = rng.choice(effects_of(kind, program, where))
-        chosen.append(Failure(program, where, kind, rng.randint(1, min(number, MOST)), effect))
+        chosen.append(Failure(program, where, kind, 1 + int(rng.random() * min(number, MOST)), effect))
     return chosen
 
 
