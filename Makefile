@@ -20,7 +20,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures wheel clean
+	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures wheel dist docs clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -148,6 +148,14 @@ reliability-figures: build ## How fast faults are seen and how long ends take (A
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
+
+dist: ## Build into dist/ what a release has: this machine's wheel, the one for macOS and Windows, the sdist; check them
+	rm -rf dist
+	@$(MAKE) wheel
+	$(BIN)/python scripts/pure_wheel.py dist/*.whl
+	$(BIN)/maturin sdist --out dist
+	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine
+	target/twine/bin/twine check --strict dist/*
 
 clean: ## Remove all that was made here: .venv, builds, caches, the demo's images
 	rm -rf .venv target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data

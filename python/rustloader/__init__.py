@@ -8,13 +8,16 @@ public name of ``torch.utils.data`` is here as well, so that a program needs to 
 Programs whose loaders are built by a framework need one line, or none: ``rustloader.install()``,
 ``python -m rustloader run train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
 
-Nothing of torch is imported before a name is used.
+Nothing of torch is imported before a name is used. On systems other than Linux there is no engine: all names are
+there, and loaders run on torch's own iterator.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +46,15 @@ _OURS = {
     "uninstall": "rustloader._install",
     "__version__": "rustloader._core",
 }
+if not sys.platform.startswith("linux"):
+    _OURS |= dict.fromkeys(_OURS.keys() - {"DataLoader", "Stats", "Verdict"}, "rustloader._elsewhere")
+elif importlib.util.find_spec("rustloader._core") is None:
+    raise ImportError(
+        f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
+        "broken. Install it again; in a source tree, build it: make build",
+        name="rustloader._core",
+    )
+
 # Modules that a program reaches as attributes: `data.distributed.DistributedSampler`.
 _TORCHS_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
 _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCHS_MODULES}

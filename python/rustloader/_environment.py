@@ -71,7 +71,7 @@ def _parsed(setting: str) -> dict[str, Any] | None:
 
 def _install(options: dict[str, Any]) -> None:
     try:
-        importlib.import_module("rustloader._install").install(**options)
+        importlib.import_module("rustloader").install(**options)
     except RuntimeError as error:
         logger.warning("RUSTLOADER_INSTALL has no effect: %s", error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -20,8 +19,6 @@ logger = logging.getLogger("rustloader")
 def why_not(cls: type, ours: type, loader: Any) -> str | None:
     """Why the engine cannot do a loader's work; None when it can. The list is closed. ``cls`` is the iterator's class,
     ``ours`` or a subclass of it."""
-    if not sys.platform.startswith("linux"):
-        return f"the engine needs Linux, and this is {sys.platform}"
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     return _internals.replaced_part(TorchIter) or _internals.foreign_part(cls, ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,9 +10,12 @@ from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import _handover, _internals, _ledger
-from rustloader._iter import _MultiProcessingDataLoaderIter
-from rustloader._torchs import TorchIter, in_torch
+if sys.platform.startswith("linux"):
+    from rustloader import _handover, _internals, _ledger
+    from rustloader._iter import _MultiProcessingDataLoaderIter
+    from rustloader._torchs import TorchIter, in_torch
+else:
+    from rustloader import _elsewhere
 
 __all__ = ["DataLoader"]
 
@@ -29,8 +33,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
     """Takes the place of :class:`torch.utils.data.DataLoader`.
 
     Arguments, attributes, batches, their order, seeds, warnings and errors are those of the torch that is installed;
-    its documentation applies. With ``num_workers=0`` the iterator is torch's own. With workers, batches
-    come through a shared-memory arena that is reused from batch to batch:
+    its documentation applies. With ``num_workers=0``, and on systems other than Linux, the iterator is torch's own.
+    With workers, batches come through a shared-memory arena that is reused from batch to batch:
 
     * A batch stays untouched for as long as anything of it is kept (a tensor, a view, a ``.numpy()`` array), also after
       the loader and its workers have ended; each tensor of 16 KiB or more holds its own memory alone.
@@ -43,6 +47,9 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
+            return super()._get_iterator()
+        if not sys.platform.startswith("linux"):
+            _elsewhere.tell()
             return super()._get_iterator()
         other = _other_iterator(super()._get_iterator)
         if other is not None:

@@ -1,0 +1,65 @@
+"""Makes the wheel for macOS and Windows out of one for Linux: the same files without the compiled extension.
+
+    python scripts/pure_wheel.py dist/rustloader-*-manylinux_*_x86_64.whl
+
+It is tagged for these two systems and no other. Were it for any, pip would take it on a Linux for which there is no
+compiled wheel, instead of building one from the sdist.
+"""
+
+import base64
+import hashlib
+import pathlib
+import re
+import sys
+import zipfile
+
+TAGS = ("py3-none-macosx_10_9_universal2", "py3-none-win32", "py3-none-win_amd64", "py3-none-win_arm64")
+PLATFORMS = ".".join(tag.rpartition("-")[2] for tag in TAGS)
+
+
+def pure(linux: pathlib.Path) -> pathlib.Path:
+    """Writes the pure wheel beside that of Linux: its path.
+
+    Raises:
+        ValueError: the wheel has no extension to leave out.
+    """
+    name, version = linux.name.split("-")[:2]
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(linux) as wheel:
+        contents = {item: wheel.read(item) for item in wheel.namelist() if not item.endswith("/")}
+    # The bill of materials lists the crates that the extension is made of.
+    dropped = [item for item in contents if re.search(r"/_core\.[^/]*so$", item) or item.startswith(f"{info}/sboms/")]
+    if not any(item.endswith(".so") for item in dropped):
+        raise ValueError(f"{linux} has no compiled extension")
+    for item in [*dropped, f"{info}/RECORD"]:
+        del contents[item]
+    contents[f"{info}/WHEEL"] = _wheel_file(contents[f"{info}/WHEEL"].decode()).encode()
+    contents[f"{info}/RECORD"] = _record(contents, f"{info}/RECORD").encode()
+    path = linux.with_name(f"{name}-{version}-py3-none-{PLATFORMS}.whl")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for item, content in contents.items():
+            # A fixed date: the same sources give the same bytes.
+            entry = zipfile.ZipInfo(item, (1980, 1, 1, 0, 0, 0))
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            wheel.writestr(entry, content)
+    return path
+
+
+def _wheel_file(text: str) -> str:
+    kept = [line for line in text.splitlines() if line and not line.startswith(("Tag:", "Root-Is-Purelib:"))]
+    return "\n".join([*kept, "Root-Is-Purelib: true", *(f"Tag: {tag}" for tag in TAGS)]) + "\n"
+
+
+def _record(contents: dict[str, bytes], itself: str) -> str:
+    lines = []
+    for item, content in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{item},sha256={digest},{len(content)}\n")
+    return "".join(lines) + f"{itself},,\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} WHEEL")
+    print(pure(pathlib.Path(sys.argv[1])))
