@@ -157,6 +157,17 @@ dist: ## Build into dist/ what a release has: this machine's wheel, the one for 
 	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine
 	target/twine/bin/twine check --strict dist/*
 
+# Built from sources alone: an environment of its own, without torch.
+DOCS := target/docs
+docs: $(DOCS)/.made ## Build the documentation's site into target/site; a dead link or anchor is an error
+	$(DOCS)/bin/mkdocs build --quiet --strict $(ARGS)
+
+$(DOCS)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check install --quiet $$($(PYTHON) -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 clean: ## Remove all that was made here: .venv, builds, caches, the demo's images
 	rm -rf .venv target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data
 	rm -f python/rustloader/*.so
