@@ -160,7 +160,7 @@ dist: ## Build into dist/ what a release has: this machine's wheel, the one for 
 # Built from sources alone: an environment of its own, without torch.
 DOCS := target/docs
 docs: $(DOCS)/.made ## Build the documentation's site into target/site; a dead link or anchor is an error
-	$(DOCS)/bin/mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
 $(DOCS)/.made: pyproject.toml
 	$(PYTHON) -m venv --clear $(DOCS)

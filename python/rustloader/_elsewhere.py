@@ -73,7 +73,7 @@ def installed(
     persistent_workers: bool | None = None,
     multiprocessing_context: str | BaseContext | None = None,
 ) -> Iterator[None]:
-    """:func:`install` for the body of a ``with`` statement."""
+    """``install()`` for the body of a ``with`` statement."""
     tell()
     yield
 
@@ -93,7 +93,7 @@ def stats(source: Any) -> Stats:
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls ``callback`` with :func:`stats` once, at the end of the body of a ``with`` statement.
+    """Calls ``callback`` with ``stats(source)`` once, at the end of the body of a ``with`` statement.
 
     Raises:
         ValueError: ``every`` is not greater than 0.

@@ -47,7 +47,7 @@ def install(
     engine has no place for is handed to it; the log ``rustloader`` says so at WARNING.
 
     The arguments are options that frameworks drop when they build a loader anew. Each holds for all loaders that have
-    torch's default for it, until :func:`uninstall`; a further call adds to those of earlier ones.
+    torch's default for it, until ``uninstall()``; a further call adds to those of earlier ones.
 
     Args:
         in_order: False delivers batches as they are ready.
@@ -78,7 +78,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Takes back what :func:`install` did, its options among it. Iterators that are at work go on. Does nothing where
+    """Takes back what ``install()`` did, its options among it. Iterators that are at work go on. Does nothing where
     nothing is installed."""
     with _lock:
         _options.replace({})
@@ -110,7 +110,7 @@ def installed(
     persistent_workers: bool | None = None,
     multiprocessing_context: str | BaseContext | None = None,
 ) -> Iterator[None]:
-    """:func:`install` for the body of a ``with`` statement, in all threads; then things are as they were before."""
+    """``install()`` for the body of a ``with`` statement, in all threads; then things are as they were before."""
     before = _options.current()
     was_installed = IterType.stand_in is not None
     install(

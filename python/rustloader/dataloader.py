@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
-    """Takes the place of :class:`torch.utils.data.DataLoader`.
+    """Takes the place of ``torch.utils.data.DataLoader``.
 
     Arguments, attributes, batches, their order, seeds, warnings and errors are those of the torch that is installed;
     its documentation applies. With ``num_workers=0``, and on systems other than Linux, the iterator is torch's own.

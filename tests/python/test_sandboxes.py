@@ -17,7 +17,7 @@ import torch
 from isolation import in_child, watched
 from programs import FOR_GOOD, doomed, late, loader, plain, stubborn, twice, walk
 from sample_data import Numbers, Slow
-from support import OLD_TORCH
+from support import OLD_TORCH, engine_batches
 
 pytestmark = pytest.mark.ours
 
@@ -48,6 +48,11 @@ def mount(source, target, kind, flags=0, options=None):
 
 def one_megabyte():
     mount("shm", "/dev/shm", "tmpfs", 0, "size=1m")
+
+
+def dockers():
+    """What Docker makes it by default."""
+    mount("shm", "/dev/shm", "tmpfs", 0, "size=64m")
 
 
 def read_only():
@@ -136,6 +141,31 @@ def test_dev_shm_does_not_matter(change):
         return
     assert (len(errors), batches) == (refused, 6 - refused)
     assert all(error.startswith("RuntimeError: unable to ") and re.search(words, error) for error in errors)
+
+
+class Images(Numbers):
+    """A batch of 32 has 96 MiB."""
+
+    def __getitem__(self, i):
+        return torch.full((3, 512, 512), float(i))
+
+
+def larger_than_dev_shm():
+    """What cannot be put there, and how many batches, all kept, came through the engine and are right."""
+    with open("/dev/shm/file", "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, 96 << 20)
+            refused = None
+        except OSError as error:
+            refused = errno.errorcode[error.errno]
+    before = engine_batches()
+    batches = list(loader(Images(96), batch_size=32, prefetch_factor=1))
+    right = all(bool((batch[k] == 32 * n + k).all()) for n, batch in enumerate(batches) for k in range(32))
+    return [refused, len(batches), right, engine_batches() - before, os.listdir("/dev/shm")]
+
+
+def test_batches_larger_than_dockers_dev_shm():
+    assert in_own_mounts(dockers, larger_than_dev_shm)["value"] == ["ENOSPC", 3, True, 3, ["file"]]
 
 
 def no_proc():
