@@ -152,7 +152,8 @@ def check_command(words):
             check_launcher(name, rest[: at[0]])
             check_ours(rest[at[0] + 2 :])
         else:
-            assert name == "python" and (rest[0] in READERS or (ROOT / rest[0]).is_file()), words
+            assert name == "python" and is_there(rest[0]), words
+            check_script(rest)
     else:
         raise AssertionError(f"nobody knows how to check {words}")
 
@@ -196,10 +197,24 @@ def check_ours(words):
     ours, scripts = _cli._before_script(words) if command == "run" else (words, [])
     options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
     assert options <= known_options("rustloader", command) | {"-m"}, words
-    # All else than what the reader has is a value of an option.
-    named = [word for word in rest if word in READERS]
-    assert named or command == "doctor" or "--help" in words, f"{words}: name one of {sorted(READERS)}"
-    assert not scripts or command == "run"
+    if command == "doctor" or "--help" in words:
+        return
+    # All else than a name of a file is a value of an option.
+    assert any(map(is_there, rest)), f"{words}: name a file, or one of {sorted(READERS)}"
+    if command == "run":
+        check_script([ours[-1], *scripts])
+
+
+def is_there(name):
+    return name in READERS or (ROOT / name).is_file()
+
+
+def check_script(words):
+    """A script of ours names the options that it is given."""
+    script, *rest = words
+    if script not in READERS:
+        source = (ROOT / script).read_text()
+        assert all(word.partition("=")[0] in source for word in rest if word.startswith("-")), words
 
 
 @functools.cache
@@ -228,6 +243,8 @@ def known_variables():
         "torchrun --no-such-option 2 -m rustloader run train.py",
         "RUSTLOADER_NO_SUCH=1 python -m rustloader run train.py",
         "python examples/no_such_file.py",
+        "python examples/train_digits.py --no-such-option",
+        "python -m rustloader run examples/train_digits.py --no-such-option",
         "no-such-command",
     ],
 )
