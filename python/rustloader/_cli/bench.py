@@ -95,7 +95,7 @@ class _Bench:
             where = "" if count is None else f"{count} workers: "
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(Probe(self._order(name, count))) for name in names]
-            self._about = [probe.answer() for probe in probes][0]
+            self._about, *_ = [probe.answer() for probe in probes]
             sides = {probe.engine: Side() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
@@ -126,15 +126,16 @@ class _Bench:
             count = max(point.workers for point in points)
         if count == 0:
             return {}
-        ahead = count * (self._about["prefetch_factor"] or 2)
-        limits = self._limits._replace(batches=min(ahead + _SHOWN, self._limits.batches or ahead + _SHOWN))
+        # What was under way at the start, and as much again.
+        skipped = 2 * count * (self._about["prefetch_factor"] or 2)
+        limits = self._limits._replace(batches=skipped + _SHOWN)
         found = {}
         for name in ("torch", "rustloader"):
             progress.say(f"the picture: {name}")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with Probe(self._order(name, count, folder)) as probe:
                     probe.answer()
-                    found[name] = {"workers": count, "ahead": ahead, **probe.ask("watch", limits)}
+                    found[name] = {"workers": count, "skipped": skipped, **probe.ask("watch", limits)}
             progress.step()
         return found
 
@@ -168,7 +169,8 @@ class _Bench:
         if swept:
             yield f"workers {start} ({about['start_method']})\n"
             yield sweep_table(points, chosen["rustloader"])
-            yield f"\nRecommended: num_workers={chosen['rustloader']} with rustloader, {chosen['torch']} with torch: {_RULE}."
+            ours, theirs = chosen["rustloader"], chosen["torch"]
+            yield f"\nRecommended: num_workers={ours} with rustloader, {theirs} with torch: {_RULE}."
             yield f"\nWith num_workers={point.workers}:\n"
         else:
             prefetch = about["prefetch_factor"]
@@ -202,6 +204,6 @@ def _notes(point: Point) -> Iterator[str]:
     if all(one.steady for side in sides for one in side.passes):
         yield "Rates and CPU are those after the start of the workers; CPU and memory are of all processes together."
     else:
-        yield "Too few batches for rates without the start of the workers (more: --seconds, --batches); CPU and memory are "
-        yield "of all processes together."
+        yield "Too few batches for rates that leave out the start of the workers (--seconds, --batches allow more)."
+        yield "CPU and memory are of all processes together."
     yield "Memory is what came on top of that before iter(), at the most. A ratio above 1 is better."

@@ -1,6 +1,7 @@
 """The process of ``bench`` that has one loader on one engine, and measures what it is asked for.
 
-Each side has a process of its own, so that neither finds the memory, the imports or the threads that the other has left.
+Each side has a process of its own, so that neither finds the memory, the imports or the threads that the other has
+left.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def serve(descriptor: int) -> None:
     """Answers requests, each ("name", arguments...), with ("name", value), until the other end is closed."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
+    engine = "?"
     # A shell may have it ignored in what it runs in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         order: Order = connection.recv()
+        engine = order.engine
         _end_with(order.parent)
         with _Side(order) as side:
             connection.send(("ready", side.about()))
@@ -68,13 +71,24 @@ def serve(descriptor: int) -> None:
         _tell(connection, str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except Exception:
-        _tell(connection, f"{traceback.format_exc()}\n{order.engine}'s iterator failed")
+    except Exception as error:
+        _tell(connection, f"{_told(error)}\n{engine}'s iterator failed")
 
 
 def _tell(connection: Connection, text: str) -> None:
     with contextlib.suppress(OSError):
         connection.send(("unusable", text))
+
+
+def _told(error: Exception) -> str:
+    """What a loader raised. An error in a worker brings the worker's traceback; else it begins where we end."""
+    text = "".join(traceback.format_exception_only(error))
+    if "Original Traceback" in text:
+        return text
+    trace = error.__traceback__
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _end_with(parent: int) -> None:
@@ -108,7 +122,7 @@ class _Side:
         return self
 
     def __exit__(self, *error: object) -> None:
-        iterator = getattr(self._loader, "_iterator", None)  # of persistent workers
+        iterator: Any = getattr(self._loader, "_iterator", None)  # of persistent workers
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 

@@ -37,8 +37,8 @@ class Peak:
 
 
 def used(group: int) -> int | None:
-    """Bytes of a process group: pages that several processes map count once, and so does shared memory that is under way, open
-    but not mapped. None where the system does not say."""
+    """Bytes of a process group. Pages that several processes map count once, and so does shared memory that is under
+    way, open but not mapped. None where the system does not say."""
     proportional, mapped, files = 0, set(), dict[tuple[int, int], int]()
     found = False
     for pid in members(group):

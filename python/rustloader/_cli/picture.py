@@ -18,7 +18,7 @@ _WORDS = {
     "fetch": "worker: fetch",
     "collate": "worker: collate",
     "send": "worker: send",
-    "wait": "main: waits in next()",
+    "wait": "main: in next()",
     "step": "main: training step",
 }
 _ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
@@ -33,7 +33,8 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any]
         title: the loader's name.
         points: what was measured.
         chosen: the number of workers that is recommended.
-        timelines: by engine, as ``_Side.watch`` gives them, with "workers" and "ahead".
+        timelines: by engine, as ``watch`` of a process that measures gives them, with "workers", and how many batches
+            of the beginning to leave out, "skipped".
         step: seconds of the training step.
     """
     swept = len(points) > 1
@@ -41,12 +42,12 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any]
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13, color=_INK)
-    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0] if heights else []
+    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     if timelines:
         _draw_timelines(panels[: len(timelines)], timelines, step)
         figure.legend(
             handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _kinds(timelines, step)],
-            loc="outside lower center" if not swept else "outside lower center",
+            loc="outside upper center",
             ncols=len(_COLOURS),
             frameon=False,
             fontsize=9,
@@ -64,25 +65,29 @@ def _kinds(timelines: dict[str, Any], step: float) -> list[str]:
 def _draw_timelines(panels: Any, timelines: dict[str, Any], step: float) -> None:
     # The same batches on both sides: after those that were under way at the start.
     count = min(len(one["got"]) for one in timelines.values())
-    first = min(next(iter(timelines.values()))["ahead"], max(0, count // 2))
-    windows = {name: (one["got"][first - 1] if first else one["asked"][0], one["got"][count - 1]) for name, one in timelines.items()}
+    first = min(next(iter(timelines.values()))["skipped"], count // 2)
+    windows = {name: _window(one, first, count) for name, one in timelines.items()}
     longest = max(end - begin for begin, end in windows.values())
     for panel, (name, one) in zip(panels, timelines.items(), strict=True):
         begin, end = windows[name]
         _draw_timeline(panel, one, begin, end, step)
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
-        panel.set_title(
-            f"{name}: {count - first} batches in {(end - begin) * 1e3:,.3g} ms", loc="left", fontsize=11, color=_ENGINES[name]
-        )
+        text = f"{name}, {one['workers']} workers: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
     panels[-1].set_xlabel("ms", color=_INK)
 
 
+def _window(one: dict[str, Any], first: int, count: int) -> tuple[float, float]:
+    """From when to when the batches from the ``first`` to the last one of ``count`` came."""
+    return one["got"][first - 1] if first else one["asked"][0], one["got"][count - 1]
+
+
 def _draw_timeline(panel: Axes, one: dict[str, Any], begin: float, end: float, step: float) -> None:
-    def bars(lane: int, spans: list[tuple[float, float]], kind: str, height: float = 0.8) -> None:
+    def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
-        panel.broken_barh(ranges, (lane - height / 2, height), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.3)
+        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.3)
 
     asked, got = one["asked"], one["got"]
     bars(0, list(zip(asked, got, strict=False)), "wait")
@@ -115,7 +120,8 @@ def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
-    panel.set_title(f"rates: num_workers={chosen} will do (dotted: {WITHIN:.0%} below the best)", loc="left", fontsize=11, color=_INK)
+    text = f"num_workers={chosen} will do (dotted: {WITHIN:.0%} below the best)"
+    panel.set_title(text, loc="left", fontsize=11, color=_INK)
     panel.legend(frameon=False, fontsize=9)
     _plain(panel)
 

@@ -15,8 +15,8 @@ __all__ = ["Recorder", "watch"]
 class Recorder:
     """Takes the place of a loader's ``worker_init_fn``, in a process that does nothing else.
 
-    In the worker it has each fetch and each collation timed, on either engine, and with rustloader's the sending as well (in
-    torch's a thread of multiprocessing's does that). A line goes to the worker's file as each ends.
+    In the worker it has each fetch and each collation timed, on either engine, and with rustloader's the sending as
+    well (in torch's a thread of multiprocessing's does that). A line goes to the worker's file as each ends.
     """
 
     def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
@@ -74,14 +74,15 @@ class Recorder:
             with self._timed("send"):
                 ours(worker, task, data)
 
-        _Worker.send = send  # type: ignore[method-assign]
+        _Worker.send = send  # type: ignore[assignment,method-assign]
 
 
 def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
     """A pass over a loader: when each batch was asked for, and when it was there."""
     from rustloader._cli.passes import end_iterator
 
-    asked, got = [], []
+    asked: list[float] = []
+    got: list[float] = []
     iterator = iter(loader)
     deadline: float | None = None
     try:
