@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from rustloader._cli.factory import Unusable
-from rustloader._cli.machine import machine
 from rustloader._cli.measure import Order
 from rustloader._cli.memory import Peak, used
 from rustloader._cli.passes import Limits, Pass
@@ -189,10 +188,10 @@ class _Bench:
     def _as_dict(self, points: list[Point], chosen: dict[str, int]) -> dict[str, Any]:
         options = self._options
         asked = {name: getattr(options, name) for name in ("epochs", "batches", "seconds", "step")}
-        about = {name: value for name, value in self._about.items() if name != "num_workers"}
+        about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
         return {
             "factory": options.factory,
-            "machine": machine(),
+            "machine": self._about["machine"],
             "settings": asked | {"loader": about},
             "results": [point.as_dict() for point in points],
             "recommendation": chosen | {"rule": _RULE} if options.workers is not None else None,

@@ -8,7 +8,6 @@ import platform
 import resource
 import time
 from collections.abc import Iterable
-from importlib import metadata
 from typing import Any
 
 __all__ = ["cpu_seconds", "machine"]
@@ -18,6 +17,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory, kernel, versions."""
+    import torch
+
     from rustloader import __version__
 
     model = platform.processor() or platform.machine()
@@ -29,7 +30,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": metadata.version("torch"),
+        "torch": torch.__version__,
         "rustloader": __version__,
     }
 

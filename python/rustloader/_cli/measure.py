@@ -22,6 +22,7 @@ from typing import Any
 
 from rustloader._cli.factory import Unusable, find, make
 from rustloader._cli.log import warnings as logged_warnings
+from rustloader._cli.machine import machine
 from rustloader._cli.passes import run_pass
 from rustloader._cli.timeline import Recorder, watch
 
@@ -50,12 +51,26 @@ class Order:
 
 
 def serve(descriptor: int) -> None:
-    """Answers requests, each ("name", arguments...), with ("name", value), until the other end is closed."""
+    """Answers requests, each ("name", arguments...), with ("name", value), until the other end is closed, or SIGINT
+    comes."""
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        _serve(Connection(descriptor))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _interrupt(*_: object) -> None:
+    """Once: a second time would disturb the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _serve(connection: Connection) -> None:
     engine = "?"
-    # A shell may have it ignored in what it runs in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         order: Order = connection.recv()
         engine = order.engine
@@ -69,8 +84,6 @@ def serve(descriptor: int) -> None:
         pass
     except Unusable as error:
         _tell(connection, str(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         _tell(connection, f"{_told(error)}\n{engine}'s iterator failed")
 
@@ -103,6 +116,7 @@ class _Side:
     """A loader on an engine. Its methods are what may be asked for."""
 
     def __init__(self, order: Order) -> None:
+        factory = find(order.target)  # before torch is imported: a wrong name is told at once
         import rustloader
         from rustloader._cli.engines import ENGINES
 
@@ -110,7 +124,7 @@ class _Side:
         if order.workers is not None:  # more workers than cores is a fair question
             warnings.filterwarnings("ignore", "This DataLoader will create")
         self._order = order
-        self._loader = make(find(order.target), order.target, order.workers)
+        self._loader = make(factory, order.target, order.workers)
         self._recorder: Recorder | None = None
         if order.records is not None:
             self._recorder = Recorder(order.records, self._loader.worker_init_fn)
@@ -127,10 +141,11 @@ class _Side:
             iterator._shutdown_workers()
 
     def about(self) -> dict[str, Any]:
-        """What is said of the loader beside its figures."""
+        """What is said of machine and loader beside the figures."""
         loader = self._loader
         context = loader.multiprocessing_context or multiprocessing
         return {
+            "machine": machine(),
             "num_workers": loader.num_workers,
             "prefetch_factor": loader.prefetch_factor,
             "batch_size": loader.batch_size,

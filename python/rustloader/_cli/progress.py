@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 __all__ = ["Progress"]
@@ -16,13 +17,14 @@ class Progress:
 
     def __init__(self, total: int) -> None:
         self._bar: Any = None
+        if not sys.stderr.isatty():
+            return
         try:
             from tqdm import tqdm
         except ImportError:
             return
         form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}  {desc}"
-        # None: not where stderr is no terminal.
-        self._bar = tqdm(total=total, disable=None, leave=False, bar_format=form, dynamic_ncols=True)
+        self._bar = tqdm(total=total, leave=False, bar_format=form, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
         """Tells what begins."""
