@@ -137,12 +137,13 @@ def test_a_sweep_as_json(folder, capsys):
     assert (alone["workers"], two["workers"]) == (0, 2)
     assert alone["rustloader"] == alone["torch"] and alone["verdict"] is None
     assert two["verdict"]["kind"] in ("workers", "transport", "main", "step", "collate", "head_of_line")
-    # One epoch to warm up, and two that are measured.
-    assert two["verdict"]["stats"]["batches"] == 60
+    # One to five epochs to warm up, and two that are measured.
+    assert two["verdict"]["stats"]["batches"] in range(60, 141, 20)
     for side in (alone["torch"], two["torch"], two["rustloader"]):
         assert [(epoch["batches"], epoch["complete"]) for epoch in side["epochs"]] == [(20, False)] * 2
         assert side["batch_bytes"] == 4 * 8 * 8
-        rates = [epoch["batches_per_second"] for epoch in side["epochs"]]
+        kind = "steady_" if side["steady"] else ""
+        rates = [epoch[f"{kind}batches_per_second"] for epoch in side["epochs"]]
         assert side["batches_per_second"] == pytest.approx(sum(rates) / 2) and min(rates) > 0
         assert side["megabytes_per_second"] == pytest.approx(side["batches_per_second"] * 256 / 1e6)
         assert side["cpu_seconds_per_batch"] > 0 and side["first_batch_seconds"] > 0 and side["memory_bytes"] >= 0
@@ -156,11 +157,14 @@ def test_a_sweep_as_json(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG)
-def test_a_plot(folder, capsys):
+def test_a_plot(folder):
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    arguments = ("--workers", "1,2", "--epochs", "1", "--plot", "bench.png")
-    status, out, err = run("loaders.py:torchs", *arguments, capsys=capsys)
-    assert status == 0, err
+    # In a process of its own, because matplotlib keeps files open.
+    arguments = ("loaders.py:torchs", "--workers", "1,2", "--epochs", "1", "--plot", "bench.png")
+    done = subprocess.run([sys.executable, "-m", "rustloader", "bench", *arguments], capture_output=True, text=True)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "the user's own words" in done.stderr and "the user's own words" not in out
     assert out.endswith("The picture is in bench.png.\n") and "Recommended: num_workers=" in out and "<-" in out
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -307,7 +311,7 @@ def test_a_pass_ends_where_it_should(engine, options):
     assert (whole.batches, whole.complete, whole.batch_bytes) == (6, True, 2 * (8 + 3))
     assert (part.batches, part.complete, part.batch_bytes) == (3, False, 0)
     assert (short.batches, short.complete) == (2, False)  # the time begins with the first one
-    assert not whole.steady and whole.batches_per_second == pytest.approx(6 / whole.seconds)
+    assert whole.batches_per_second == pytest.approx(6 / whole.seconds)
     assert whole.seconds >= whole.first_batch_seconds > 0 and whole.cpu_seconds_per_batch > 0
     if persistent:
         loader._iterator._shutdown_workers()
@@ -316,17 +320,16 @@ def test_a_pass_ends_where_it_should(engine, options):
 def test_a_long_pass_has_a_steady_rate():
     loader = rustloader.DataLoader(Numbers(60, 0.004), batch_size=1, num_workers=2, collate_fn=len)
     result = passes.run_pass(loader, passes.Limits(None, 60.0))
-    assert result.steady and result.complete and result.batches == 60
-    assert 0 < result.batches_per_second <= 2 / 0.004 * 1.5
+    assert result.complete and result.batches == 60
+    assert result.steady_batches_per_second > 0 and result.steady_cpu_seconds_per_batch > 0
 
 
 def test_between_which_marks_the_rate_is_taken():
-    begin, end = passes.Mark(0, 0.0, 0.0), passes.Mark(40, 9.0, 9.0)
     early, late = passes.Mark(8, 2.0, 1.0), passes.Mark(32, 7.0, 5.0)
-    assert passes.steady(begin, [early, passes.Mark(20, 3.0, 3.0), late], end) == (early, late)
-    assert passes.steady(begin, [early], end) == (begin, end)
-    assert passes.steady(begin, [], end) == (begin, end)
-    assert passes.steady(begin, [passes.Mark(24, 5.0, 4.0), late], end) == (begin, end)
+    assert passes.steady([early, passes.Mark(20, 3.0, 3.0), late], 40) == (early, late)
+    assert passes.steady([early], 40) is None
+    assert passes.steady([], 40) is None
+    assert passes.steady([passes.Mark(24, 5.0, 4.0), late], 40) is None
 
 
 # Memory
@@ -426,7 +429,8 @@ def a_pass(rate, **kw):
     figures = {
         "batches": 100,
         "complete": True,
-        "steady": True,
+        "steady_batches_per_second": 2 * rate,
+        "steady_cpu_seconds_per_batch": 0.001,
         "seconds": 100 / rate,
         "first_batch_seconds": 0.5,
         "batches_per_second": rate,
@@ -440,6 +444,15 @@ def a_point(workers, theirs, ours, **kw):
         return results.Side([a_pass(rate) for rate in rates], 1e6, 50_000_000)
 
     return results.Point(workers, side(theirs), side(ours), **kw)
+
+
+def test_only_rates_of_one_kind_are_compared():
+    one, other = a_point(1, (10,), (20,)), a_point(2, (10,), (20,))
+    results.settle([one, other])
+    assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [20, 40, 0.001]
+    other.torch.passes.append(a_pass(10, steady_batches_per_second=None))
+    results.settle([one, other])
+    assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [10, 20, 0.002]
 
 
 def test_the_fewest_workers_that_will_do():
@@ -501,7 +514,7 @@ def test_the_picture(step):
     assert theirs.get_xlim() == ours.get_xlim() == (0, pytest.approx(1040))
     lanes = [label.get_text() for label in ours.get_yticklabels()]
     assert lanes == ["main", *(f"worker {k} of 20" for k in range(16))]
-    words = {text.get_text() for text in figure.legends[0].get_texts()}
+    words = {text.get_text() for text in theirs.get_legend().get_texts()}
     assert {"worker: fetch", "worker: send", "main: in next()"} <= words
     assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
     assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}

@@ -18,7 +18,7 @@ from rustloader._cli.memory import Peak, used
 from rustloader._cli.passes import Limits, Pass
 from rustloader._cli.probe import Probe
 from rustloader._cli.progress import Progress
-from rustloader._cli.results import WITHIN, Point, Side, best, headline, sweep_table, table
+from rustloader._cli.results import WITHIN, Point, Side, best, headline, settle, sweep_table, table
 
 __all__ = ["main"]
 
@@ -71,6 +71,7 @@ class _Bench:
             print(f"{self._options.factory}: {self._plan()}", flush=True)
         with Progress(self._steps()) as progress:
             points = [self._point(count, progress) for count in self._counts]
+            settle(points)
             chosen = self._choice(points)
             timelines = self._timelines(chosen["rustloader"], points, progress) if self._options.plot else {}
         if self._options.json:
@@ -199,10 +200,9 @@ class _Bench:
 
 
 def _notes(point: Point) -> Iterator[str]:
-    sides = (point.torch, point.rustloader)
-    if all(one.steady for side in sides for one in side.passes):
+    if point.rustloader.steady:
         yield "Rates and CPU are those after the start of the workers; CPU and memory are of all processes together."
     else:
-        yield "Too few batches for rates that leave out the start of the workers (--seconds, --batches allow more)."
+        yield "Too few batches for rates that leave out the start of workers; it counts (--seconds, --batches allow more)."
         yield "CPU and memory are of all processes together."
     yield "Memory is what came on top of that before iter(), at the most. A ratio above 1 is better."

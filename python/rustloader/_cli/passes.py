@@ -44,21 +44,23 @@ class Pass:
     Attributes:
         batches: batches taken.
         complete: whether the epoch came to its end.
-        steady: whether the rates leave out the start of the workers, see ``steady()``.
         seconds: from ``iter()`` to the last batch.
         first_batch_seconds: from ``iter()`` to the first one.
-        batches_per_second: the rate.
+        batches_per_second: the rate of all of it.
         cpu_seconds_per_batch: processor time of all processes.
+        steady_batches_per_second, steady_cpu_seconds_per_batch: the same without the start of the workers, see
+            ``steady()``; None where there are too few batches for that.
         batch_bytes: bytes of tensors, arrays and bytes objects of a batch, on average; 0 where nobody has looked.
     """
 
     batches: int
     complete: bool
-    steady: bool
     seconds: float
     first_batch_seconds: float
     batches_per_second: float
     cpu_seconds_per_batch: float
+    steady_batches_per_second: float | None = None
+    steady_cpu_seconds_per_batch: float | None = None
     batch_bytes: float = 0.0
 
 
@@ -108,29 +110,36 @@ def run_pass(loader: Any, limits: Limits, weigh: bool = False) -> Pass:
             now = time.perf_counter()
     finally:
         end_iterator(loader, iterator)
-    window = steady(begin, marks, Mark(taken, now, _mark(taken).cpu))
-    batches = window[1].batches - window[0].batches
+    rate, cpu = _rates(begin, Mark(taken, now, _mark(taken).cpu))
+    window = steady(marks, taken)
+    steady_rate, steady_cpu = (None, None) if window is None else _rates(*window)
     return Pass(
         batches=taken,
         complete=complete,
-        steady=window[0] is not begin,
         seconds=now - begin.time,
         first_batch_seconds=first - begin.time,
-        batches_per_second=batches / (window[1].time - window[0].time),
-        cpu_seconds_per_batch=(window[1].cpu - window[0].cpu) / batches,
+        batches_per_second=rate,
+        cpu_seconds_per_batch=cpu,
+        steady_batches_per_second=steady_rate,
+        steady_cpu_seconds_per_batch=steady_cpu,
         batch_bytes=weight / taken,
     )
 
 
-def steady(begin: Mark, marks: list[Mark], end: Mark) -> tuple[Mark, Mark]:
-    """Between which marks the rate is taken.
+def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
+    """Between which marks the rate is taken that leaves out the start of the workers and the batches that they had ready.
 
-    From where the workers are at work to the last mark, if half of the batches lie there: neither the start of the
-    workers counts, nor the batches that they had ready. Else all of it, from ``iter()`` on.
+    From the first to the last one, if half of all batches lie there; else None.
     """
-    if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= end.batches:
+    if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
-    return begin, end
+    return None
+
+
+def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
+    """Batches a second, and processor seconds a batch."""
+    batches = end.batches - begin.batches
+    return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 
 
 def end_iterator(loader: Any, iterator: Any) -> None:

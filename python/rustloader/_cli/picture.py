@@ -45,12 +45,16 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any]
     panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     if timelines:
         _draw_timelines(panels[: len(timelines)], timelines, step)
-        figure.legend(
+        panels[0].legend(
             handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _kinds(timelines, step)],
-            loc="outside upper center",
+            loc="lower right",
+            bbox_to_anchor=(1, 1),  # beside the title
             ncols=len(_COLOURS),
+            handlelength=1,
+            columnspacing=1.2,
+            borderaxespad=0.2,
             frameon=False,
-            fontsize=9,
+            fontsize=8,
         )
     if swept:
         _draw_rates(panels[-1], points, chosen)
@@ -114,8 +118,7 @@ def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
         sides = [getattr(point, name) for point in points]
         panel.plot(workers, [side.rate for side in sides], marker="o", color=colour, label=name, linewidth=1.8)
         for count, side in zip(workers, sides, strict=True):
-            rates = [one.batches_per_second for one in side.passes]
-            panel.plot([count] * len(rates), rates, "o", color=colour, alpha=0.35, markersize=3)
+            panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
     panel.set_xticks(workers)
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)

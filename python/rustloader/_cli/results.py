@@ -9,7 +9,7 @@ from typing import Any
 
 from rustloader._cli.passes import Pass
 
-__all__ = ["WITHIN", "Point", "Side", "best", "headline", "sweep_table", "table"]
+__all__ = ["WITHIN", "Point", "Side", "best", "headline", "settle", "sweep_table", "table"]
 
 # A number of workers will do if its rate is at most this part below the best one.
 WITHIN = 0.05
@@ -22,12 +22,14 @@ class Side:
     passes: list[Pass] = field(default_factory=list)
     # Bytes of a batch.
     batch_bytes: float = 0.0
+    # Rates and processor time without the start of the workers; see ``settle()``.
+    steady: bool = False
     # The most memory of all its processes, beyond what there was before iter().
     memory_bytes: int | None = None
 
     def median(self, name: str) -> float:
         """Of a figure of all passes."""
-        return statistics.median(getattr(one, name) for one in self.passes)
+        return statistics.median(self._figures(name))
 
     @property
     def rate(self) -> float:
@@ -35,9 +37,19 @@ class Side:
         return self.median("batches_per_second")
 
     @property
+    def rates(self) -> list[float]:
+        """Of each pass."""
+        return self._figures("batches_per_second")
+
+    def _figures(self, name: str) -> list[float]:
+        if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
+            name = f"steady_{name}"
+        return [getattr(one, name) for one in self.passes]
+
+    @property
     def range(self) -> tuple[float, float]:
         """The lowest and the highest rate of a pass."""
-        rates = [one.batches_per_second for one in self.passes]
+        rates = self.rates
         return min(rates), max(rates)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,6 +64,7 @@ class Side:
             "first_batch_seconds": self.median("first_batch_seconds"),
             "memory_bytes": self.memory_bytes,
             "batch_bytes": self.batch_bytes,
+            "steady": self.steady,
             "epochs": epochs,
         }
 
@@ -94,6 +107,14 @@ class Point:
 def _by(theirs: Side, ours: Side, name: str) -> float | None:
     own = ours.median(name)
     return theirs.median(name) / own if own > 0 else None
+
+
+def settle(points: list[Point]) -> None:
+    """Has all rates be those without the start of the workers, if all passes have them: only the same compares."""
+    sides = [side for point in points for side in (point.torch, point.rustloader)]
+    steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
+    for side in sides:
+        side.steady = steady
 
 
 def best(rates: dict[int, float]) -> int:
