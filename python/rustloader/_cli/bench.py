@@ -203,6 +203,6 @@ def _notes(point: Point) -> Iterator[str]:
     if point.rustloader.steady:
         yield "Rates and CPU are those after the start of the workers; CPU and memory are of all processes together."
     else:
-        yield "Too few batches for rates that leave out the start of workers; it counts (--seconds, --batches allow more)."
+        yield "Too few batches to leave out the start of the workers: it counts (--seconds, --batches allow more)."
         yield "CPU and memory are of all processes together."
     yield "Memory is what came on top of that before iter(), at the most. A ratio above 1 is better."

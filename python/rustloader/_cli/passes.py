@@ -127,9 +127,8 @@ def run_pass(loader: Any, limits: Limits, weigh: bool = False) -> Pass:
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """Between which marks the rate is taken that leaves out the start of the workers and the batches that they had ready.
-
-    From the first to the last one, if half of all batches lie there; else None.
+    """Between which marks the rate is taken that leaves out the start of the workers, and the batches that they had
+    ready: the first and the last one, if half of all batches lie there; else None.
     """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]

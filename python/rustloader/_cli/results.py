@@ -22,10 +22,10 @@ class Side:
     passes: list[Pass] = field(default_factory=list)
     # Bytes of a batch.
     batch_bytes: float = 0.0
-    # Rates and processor time without the start of the workers; see ``settle()``.
-    steady: bool = False
     # The most memory of all its processes, beyond what there was before iter().
     memory_bytes: int | None = None
+    # Rates and processor time without the start of the workers; see ``settle()``.
+    steady: bool = False
 
     def median(self, name: str) -> float:
         """Of a figure of all passes."""
