@@ -14,8 +14,6 @@ have come from the Rust engine. If one of these does not hold, the exit status i
 import argparse
 import itertools
 import json
-import os
-import platform
 import shutil
 import sys
 import warnings
@@ -30,6 +28,8 @@ from epochs import Failure, Side, difference, run_epoch
 from rows import ROWS, Row, Samples
 
 import rustloader
+from rustloader._cli.leaves import nbytes
+from rustloader._cli.machine import machine
 
 EXAMPLES = """\
 examples:
@@ -92,7 +92,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
         found = difference(last["torch"], last["rustloader"])
         if found:
             raise Failure(f"the last batch differs between torch and rustloader: {found}")
-        nbytes = floors.size_of(last.popitem()[1])
+        size = nbytes(last.popitem()[1])
         last.clear()
         for side in others.values():
             timed(side)
@@ -101,7 +101,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
         "what": row.what,
         "batches": batches,
         "persistent": persistent,
-        "bytes": nbytes,
+        "bytes": size,
         "ratio": theirs.median("wall") / ours.median("wall"),
         "cpu_ratio": theirs.median("cpu") / ours.median("cpu"),
         "floor_us": others["floor"].median("wall"),
@@ -116,8 +116,8 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
         if not persistent:
             started = floors.bare_processes(workers) * 1e6
             result["bare_us"] = started if row.to_first else started / batches
-        result["copy_us"] = floors.copy_of(nbytes) * 1e6
-        result["copies_us"] = floors.copies_at_once(nbytes, workers) * 1e6
+        result["copy_us"] = floors.copy_of(size) * 1e6
+        result["copies_us"] = floors.copies_at_once(size, workers) * 1e6
     sides = (theirs, ours, *others.values())
     result["rounds"] = {side.name: [vars(timing) for timing in side.timings] for side in sides}
     return result
@@ -132,22 +132,6 @@ def progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     elif text:
         print(text, file=sys.stderr, flush=True)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    model = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo") as file:
-        model = next((entry.split(":", 1)[1].strip() for entry in file if entry.startswith("model name")), model)
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rustloader": getattr(rustloader, "__version__", "unknown"),
-    }
 
 
 def slower_than(before: dict[str, Any], results: list[dict[str, Any]], percent: float) -> list[str]:

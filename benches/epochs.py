@@ -1,9 +1,6 @@
 """Epochs of a loader, timed and checked."""
 
-import ctypes
 import gc
-import os
-import resource
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -14,6 +11,7 @@ import torch
 import torch.utils.data
 
 import rustloader
+from rustloader._cli import machine
 
 
 class Failure(Exception):
@@ -46,27 +44,10 @@ class Side:
         return statistics.median(getattr(timing, what) for timing in self.timings)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def process_cpu_seconds(pid: int) -> float:
-    """Processor time of all threads, living and ended, of a process that lives."""
-    clock = ctypes.c_int()
-    error = _libc.clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(clock))
-    if error:
-        raise OSError(error, f"clock_getcpuclockid: {os.strerror(error)}", str(pid))
-    return time.clock_gettime(clock.value)
-
-
 def cpu_seconds(loader: torch.utils.data.DataLoader) -> float:
     """Processor time of this process, of the children it has waited for, and of the loader's workers."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    if loader.persistent_workers and loader._iterator is not None:
-        total += sum(process_cpu_seconds(worker.pid) for worker in loader._iterator._workers)
-    return total
+    running = loader.persistent_workers and loader._iterator is not None
+    return machine.cpu_seconds(worker.pid for worker in (loader._iterator._workers if running else ()))
 
 
 def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False) -> tuple[Timing, Any]:

@@ -3,10 +3,8 @@
 import os
 import statistics
 import time
-from typing import Any
 
 import numpy as np
-import torch
 
 
 def bare_processes(count: int, trials: int = 5) -> float:
@@ -24,17 +22,6 @@ def bare_processes(count: int, trials: int = 5) -> float:
             os.waitpid(pid, 0)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def size_of(batch: Any) -> int:
-    """Bytes of the tensors and arrays of a batch."""
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return batch.nbytes
-    if isinstance(batch, dict):
-        return sum(map(size_of, batch.values()))
-    if isinstance(batch, list | tuple):
-        return sum(map(size_of, batch))
-    return 0
 
 
 def copy_of(nbytes: int, trials: int = 15) -> float:

@@ -20,6 +20,7 @@ from epochs import Side, cpu_seconds, run_epoch
 from rows import MB
 
 import rustloader
+from rustloader._cli.leaves import nbytes
 
 
 class Made(torch.utils.data.Dataset):
@@ -75,11 +76,11 @@ def leaves() -> Iterator[Point]:
 
 
 def sizes() -> Iterator[Point]:
-    for nbytes in (1 << 10, 1 << 14, 1 << 17, MB, 16 * MB, 128 * MB, 1024 * MB):
-        batches = max(8, min(2000, 2048 * MB // nbytes))
+    for size in (1 << 10, 1 << 14, 1 << 17, MB, 16 * MB, 128 * MB, 1024 * MB):
+        batches = max(8, min(2000, 2048 * MB // size))
         yield Point(
-            f"{nbytes / MB:,.3f} MiB",
-            Made(torch.ones(8, nbytes // 8, dtype=torch.uint8), batches),
+            f"{size / MB:,.3f} MiB",
+            Made(torch.ones(8, size // 8, dtype=torch.uint8), batches),
             batches,
             {"batch_size": None, "collate_fn": torch.clone},
         )
@@ -111,9 +112,9 @@ def measure(point: Point, rounds: int) -> dict[str, Any]:
         for side in sides if number % 2 == 0 else sides[::-1]:
             side.timings.append(run_epoch(side, point.batches)[0])
     _, batch = run_epoch(ours, point.batches)
-    nbytes = floors.size_of(batch)
+    size = nbytes(batch)
     del batch
-    result = {"point": point.name, "bytes": nbytes, "copy_us": floors.copy_of(nbytes) * 1e6 if nbytes else None}
+    result = {"point": point.name, "bytes": size, "copy_us": floors.copy_of(size) * 1e6 if size else None}
     for side in sides:
         result[f"{side.name}_us"] = side.median("wall")
         result[f"{side.name}_cpu_us"] = side.median("cpu")

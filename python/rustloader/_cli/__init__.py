@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 
@@ -15,6 +16,7 @@ examples:
   {prog} doctor
   {prog} run train.py --epochs 3
   {prog} check train.py:make_loader
+  {prog} bench train.py:make_loader
 """
 _RUN = """\
 Runs a script as `python script ...` does, with rustloader.install() in force as soon as it imports torch: every
@@ -39,6 +41,21 @@ _CHECK_EXAMPLES = """\
 examples:
   {prog} check mypackage.data:train_loader
   {prog} check train.py:make_loader --batches 100
+
+the factory, in train.py:
+  def make_loader():
+      return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
+"""
+_BENCH = """\
+Measures a loader of yours on torch's iterator and on the engine, each in a process of its own, epoch by epoch in turn,
+and says by how much they differ and what limits. The factory takes no arguments and returns a DataLoader. Exit
+status: 0, or 2 if there was nothing to measure."""
+_BENCH_EXAMPLES = """\
+examples:
+  {prog} bench train.py:make_loader
+  {prog} bench train.py:make_loader --step 0.05
+  {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
+  {prog} bench train.py:make_loader --epochs 5 --batches 500 --json > bench.json
 
 the factory, in train.py:
   def make_loader():
@@ -115,7 +132,39 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("factory", help="module:function or file.py:function")
     check.add_argument("--batches", type=_positive, metavar="N", help="compare so many batches, not the whole epoch")
     check.add_argument("--seed", type=int, default=0, metavar="N", help="for torch, numpy and random (0)")
+
+    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES)
+    add = bench.add_argument
+    add("factory", help="module:function or file.py:function")
+    add("--workers", type=_counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    add("--step", type=_seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
+    add("--epochs", type=_positive, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
+    add("--batches", type=_positive, metavar="N", help="batches of an epoch at the most")
+    add("--seconds", type=_some_seconds, default=5.0, metavar="S", help="seconds of an epoch at the most (%(default)s)")
+    add("--json", action="store_true", help="as JSON")
+    add("--plot", metavar="FILE.png", help="draw what main and workers do when, and the rates (needs matplotlib)")
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    numbers = sorted({int(part) for part in text.split(",")})
+    if numbers[0] < 0:
+        raise ValueError(text)
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def _some_seconds(text: str) -> float:
+    number = _seconds(text)
+    if number == 0:
+        raise ValueError(text)
+    return number
 
 
 def _positive(text: str) -> int:
@@ -125,4 +174,7 @@ def _positive(text: str) -> int:
     return number
 
 
+# As argparse names them: "invalid positive number value".
+_counts.__name__ = "list of numbers"
+_seconds.__name__ = _some_seconds.__name__ = "number of seconds"
 _positive.__name__ = "positive number"

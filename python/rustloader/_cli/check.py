@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import pickle
@@ -32,6 +31,7 @@ def main(options: Any) -> int:
 
 def _compare(factory: Callable[[], Any], options: Any) -> int:
     import rustloader
+    from rustloader._cli.engines import on_torch
     from rustloader._cli.leaves import difference
 
     rustloader.uninstall()  # RUSTLOADER_INSTALL may have been set
@@ -40,7 +40,7 @@ def _compare(factory: Callable[[], Any], options: Any) -> int:
         return _epoch(factory, engine, options)
 
     print(f"torch       one epoch of {options.factory} ...", flush=True)
-    theirs = [event.key for event in events(_on_torch)]
+    theirs = [event.key for event in events(on_torch)]
     print(f"rustloader  {_counted(theirs)} to compare ...", flush=True)
     before = rustloader.engine_batches()
     with warnings() as lines:
@@ -55,7 +55,7 @@ def _compare(factory: Callable[[], Any], options: Any) -> int:
             print(f"{rustloader.engine_batches() - before} batches came from the Rust engine")
             return 0
     # Once more on torch: as far as here, to have what differs, and to see whether torch agrees with itself.
-    again = next(itertools.islice(events(_on_torch), k, None), None)
+    again = next(itertools.islice(events(on_torch), k, None), None)
     where = _where(k, key, event)
     if (again.key if again else None) != key:
         print(f"different at {where}, but torch's iterator differs from itself there as well.")
@@ -116,19 +116,6 @@ def _epoch(factory: Callable[[], Any], engine: Any, options: Any) -> Iterator[_E
                 iterator._shutdown_workers()
     state = pickle.dumps((torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()))
     yield _Event("state", None, hashlib.blake2b(state, digest_size=16).digest())
-
-
-@contextlib.contextmanager
-def _on_torch() -> Iterator[None]:
-    """torch's iterator for every loader, for those of our class as well."""
-    from rustloader.dataloader import DataLoader
-
-    ours = DataLoader._get_iterator
-    del DataLoader._get_iterator
-    try:
-        yield
-    finally:
-        DataLoader._get_iterator = ours  # type: ignore[method-assign]
 
 
 def _counted(keys: list[Any]) -> str:

@@ -40,8 +40,13 @@ def find(target: str) -> Callable[[], Any]:
     return found
 
 
-def make(factory: Callable[[], Any], target: str) -> Any:
+def make(factory: Callable[[], Any], target: str, workers: int | None = None) -> Any:
     """A loader.
+
+    Args:
+        factory: what ``find`` has found.
+        target: its name.
+        workers: the num_workers that the loader gets; None: that which it has, which must not be 0.
 
     Raises:
         Unusable: the factory fails, or returns no loader with workers.
@@ -59,9 +64,20 @@ def make(factory: Callable[[], Any], target: str) -> Any:
         elif isinstance(loader, (tuple, list, dict)):
             hint = "; let it return one of its loaders"
         raise Unusable(f"{target} returned a {type(loader).__name__}, not a torch.utils.data.DataLoader{hint}")
-    if loader.num_workers == 0:
+    if workers is not None:
+        _set_workers(loader, workers)
+    elif loader.num_workers == 0:
         raise Unusable(f"the loader of {target} has num_workers=0, which is torch's own loop; give it workers")
     return loader
+
+
+def _set_workers(loader: Any, workers: int) -> None:
+    """Has a loader make its next iterator with so many workers, as if it had been made with them."""
+    loader.num_workers = workers
+    if workers == 0:
+        loader.timeout = 0  # torch's own loop takes no other
+    elif loader.prefetch_factor is None:
+        loader.prefetch_factor = 2
 
 
 def _module(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Leaf", "difference", "leaves", "summary"]
+__all__ = ["Leaf", "difference", "leaves", "nbytes", "summary"]
 
 
 class Leaf(NamedTuple):
@@ -63,6 +63,11 @@ def summary(batch: Any) -> list[tuple[str, str, bytes]]:
     ]
 
 
+def nbytes(batch: Any) -> int:
+    """Bytes of a batch's tensors, arrays and bytes objects."""
+    return sum(_nbytes(leaf.value) for leaf in leaves(batch))
+
+
 def difference(theirs: Any, ours: Any) -> str:
     """Where two batches that differ do so first, in words."""
     first, second = list(leaves(theirs)), list(leaves(ours))
@@ -109,6 +114,14 @@ def _content(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception:
         return repr(type(value)).encode()  # what cannot be pickled did not come from a worker
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout == torch.strided else len(_tensor_bytes(_plain(value)))
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) if isinstance(value, (bytes, bytearray)) else 0
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

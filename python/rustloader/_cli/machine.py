@@ -1,0 +1,53 @@
+"""What figures were measured on, and the processor time of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import time
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["cpu_seconds", "machine"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory, kernel, versions."""
+    import torch
+
+    from rustloader import __version__
+
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as file:
+        model = next((entry.split(":", 1)[1].strip() for entry in file if entry.startswith("model name")), model)
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rustloader": __version__,
+    }
+
+
+def cpu_seconds(workers: Iterable[int]) -> float:
+    """Processor time of this process, of the children it has waited for, and of workers that run, by process id."""
+    total = sum(map(_process_cpu_seconds, workers))
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total += usage.ru_utime + usage.ru_stime
+    return total
+
+
+def _process_cpu_seconds(pid: int) -> float:
+    """Processor time of all threads, living and ended, of a process that lives."""
+    clock = ctypes.c_int()
+    error = _libc.clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(clock))
+    if error:
+        raise OSError(error, f"clock_getcpuclockid: {os.strerror(error)}", str(pid))
+    return time.clock_gettime(clock.value)

@@ -1,0 +1,122 @@
+"""``bench``'s end of a process that measures."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rustloader._cli.factory import Unusable
+from rustloader._cli.measure import Order
+from rustloader._cli.memory import members
+
+__all__ = ["Probe"]
+
+_CODE = "import sys; from rustloader._cli.measure import serve; serve(int(sys.argv[1]))"
+_STDERR = 2
+
+
+class Probe:
+    """A process that has one loader on one engine, and its workers. They are a process group of their own: Ctrl-C comes
+    to us alone, and nothing of the group is left after the ``with`` statement.
+
+    Args:
+        order: what it has to measure. The process gets ready by itself; see ``answer``.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.engine = order.engine
+        self._connection, there = multiprocessing.Pipe()
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _CODE, str(there.fileno())],  # type: ignore[attr-defined]
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,  # what the user's code prints is no result
+                process_group=0,
+            )
+        self._connection.send(order)
+
+    @property
+    def group(self) -> int:
+        """The process group."""
+        return self._process.pid
+
+    def ask(self, *request: Any, meanwhile: Callable[[], object] | None = None) -> Any:
+        """Sends a request and waits for the answer."""
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send(request)
+        return self.answer(meanwhile)
+
+    def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
+        """What the process says next; the first time, about the loader.
+
+        Args:
+            meanwhile: called again and again until it has said it.
+
+        Raises:
+            Unusable: it cannot go on.
+        """
+        while not self._connection.poll(0.02 if meanwhile else 0.2):
+            if self._has_ended() and not self._connection.poll():
+                raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}")
+            if meanwhile is not None:
+                meanwhile()
+        try:
+            name, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._await_end(5.0)
+            raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}") from None
+        if name == "unusable":
+            raise Unusable(value)
+        return value
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._connection.close()
+        try:
+            # Between two requests it sees that the connection is closed.
+            if not self._await_end(10.0 if kind is None else 0.0):
+                for number, seconds in ((signal.SIGINT, 5.0), (signal.SIGTERM, 2.0)):
+                    os.killpg(self.group, number)
+                    if self._await_end(seconds):
+                        break
+            self._await_workers(1.0)
+        finally:
+            # Before it is waited for its number is nobody else's.
+            os.killpg(self.group, signal.SIGKILL)
+            self._process.wait()
+
+    def _has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _await_end(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._has_ended():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _await_workers(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(members(self.group)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _how(self) -> str:
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return "it closed the connection"
+        if ended.si_code == os.CLD_EXITED:
+            return f"exit status {ended.si_status}"
+        return f"{signal.Signals(ended.si_status).name}" + (
+            " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
+        )

@@ -1,0 +1,44 @@
+"""A progress bar, where tqdm is installed and stderr is a terminal; else nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """The bar; a context manager.
+
+    Args:
+        total: steps in all.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        if not sys.stderr.isatty():
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}  {desc}"
+        self._bar = tqdm(total=total, leave=False, bar_format=form, dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """Tells what begins."""
+        if self._bar is not None:
+            self._bar.set_description_str(text)
+
+    def step(self) -> None:
+        """A step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

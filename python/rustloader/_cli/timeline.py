@@ -1,0 +1,102 @@
+"""What main and the workers of a loader do when, in seconds of the monotonic clock, which all processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Recorder", "watch"]
+
+
+class Recorder:
+    """Takes the place of a loader's ``worker_init_fn``, in a process that does nothing else.
+
+    In the worker it has each fetch and each collation timed, on either engine, and with rustloader's the sending as
+    well (in torch's a thread of multiprocessing's does that). A line goes to the worker's file as each ends.
+    """
+
+    def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
+        self._folder, self._init_fn = folder, init_fn
+
+    def __call__(self, worker: int) -> None:
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        self._file = os.open(f"{self._folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._time_fetches()
+        self._time_sending()
+
+    def spans(self) -> dict[int, list[tuple[str, float, float]]]:
+        """By worker: what it did, from when, to when."""
+        found = {}
+        for path in Path(self._folder).iterdir():
+            lines = (line.split() for line in path.read_text().splitlines())
+            found[int(path.name)] = [(what, float(begin), float(end)) for what, begin, end in lines]
+        return found
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            os.write(self._file, f"{what} {begin!r} {time.monotonic()!r}\n".encode())
+
+    def _time_fetches(self) -> None:
+        from torch.utils.data import _DatasetKind
+
+        torchs = _DatasetKind.create_fetcher
+
+        def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
+            def collate(batch: Any) -> Any:
+                with self._timed("collate"):
+                    return collate_fn(batch)
+
+            def fetch(index: Any) -> Any:
+                with self._timed("fetch"):
+                    return whole(index)
+
+            fetcher = torchs(kind, dataset, auto_collation, collate, drop_last)
+            whole, fetcher.fetch = fetcher.fetch, fetch
+            return fetcher
+
+        _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+
+    def _time_sending(self) -> None:
+        from rustloader._worker import _Worker
+
+        ours = _Worker.send
+
+        def send(worker: Any, task: int, data: Any) -> None:
+            with self._timed("send"):
+                ours(worker, task, data)
+
+        _Worker.send = send  # type: ignore[assignment,method-assign]
+
+
+def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
+    """A pass over a loader: when each batch was asked for, and when it was there."""
+    from rustloader._cli.passes import end_iterator
+
+    asked: list[float] = []
+    got: list[float] = []
+    iterator = iter(loader)
+    deadline: float | None = None
+    try:
+        while len(got) != limits.batches and (deadline is None or time.monotonic() < deadline):
+            asked.append(time.monotonic())
+            try:
+                next(iterator)
+            except StopIteration:
+                asked.pop()
+                break
+            got.append(time.monotonic())
+            deadline = deadline or got[0] + limits.seconds
+            if limits.step:
+                time.sleep(limits.step)
+    finally:
+        end_iterator(loader, iterator)
+    return asked, got
