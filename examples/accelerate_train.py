@@ -1,8 +1,8 @@
 """accelerate: `prepare` builds the loader anew; the second epoch is resumed in its middle with `skip_first_batches`.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
-    accelerate launch --cpu --num_processes 2 -m rustloader run examples/accelerate_train.py --no-install
-    python examples/accelerate_train.py --no-install     on torch's loader: the same losses
+accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
+accelerate launch --cpu --num_processes 2 -m rustloader run examples/accelerate_train.py --no-install
+python examples/accelerate_train.py --no-install     on torch's loader: the same losses
 """
 
 import argparse

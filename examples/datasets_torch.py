@@ -1,8 +1,8 @@
 """datasets: Parquet files as a dataset by index, then as a stream with a shuffle buffer, both `with_format("torch")`.
 
-    python examples/datasets_torch.py
-    python examples/datasets_torch.py --no-install                      on torch's loader: the same losses
-    python -m rustloader run examples/datasets_torch.py --no-install    on the engine, switched from outside
+python examples/datasets_torch.py
+python examples/datasets_torch.py --no-install                      on torch's loader: the same losses
+python -m rustloader run examples/datasets_torch.py --no-install    on the engine, switched from outside
 """
 
 import argparse

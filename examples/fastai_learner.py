@@ -1,8 +1,8 @@
-"""fastai: image files by ImageDataLoaders, a small net by Learner. fastai makes torch's iterators with a loader of its own.
+"""fastai: image files by ImageDataLoaders, a small net by Learner. Its DataLoader is its own, with torch's iterator.
 
-    python examples/fastai_learner.py
-    python examples/fastai_learner.py --no-install                      on torch's loader: the same losses
-    python -m rustloader run examples/fastai_learner.py --no-install    on the engine, switched from outside
+python examples/fastai_learner.py
+python examples/fastai_learner.py --no-install                      on torch's loader: the same losses
+python -m rustloader run examples/fastai_learner.py --no-install    on the engine, switched from outside
 """
 
 import argparse
@@ -14,10 +14,10 @@ from fastai.vision.all import (
     ImageDataLoaders,
     Learner,
     Resize,
+    SimpleCNN,
     accuracy,
     aug_transforms,
     set_seed,
-    simple_cnn,
 )
 from small_data import write_images
 
@@ -43,7 +43,7 @@ def main() -> None:
             num_workers=2,
             device="cpu",
         )
-        learner = Learner(loaders, simple_cnn([3, 8, 16, 4]), CrossEntropyLossFlat(), metrics=accuracy)
+        learner = Learner(loaders, SimpleCNN([3, 8, 16, 4]), CrossEntropyLossFlat(), metrics=accuracy)
         with learner.no_bar(), learner.no_logging():
             learner.fit(2, lr=1e-2)
         for epoch, (train, valid, right) in enumerate(learner.recorder.values):

@@ -1,6 +1,6 @@
 """Lightning: fit with validation, save a checkpoint, resume from it, validate; on one process or with DDP on several.
 
-Lightning builds loaders anew (for the distributed sampler, for one). `rustloader.install()` has those on the engine too.
+Lightning builds loaders anew, with a distributed sampler for one. `rustloader.install()` has those on the engine too.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """timm: `create_dataset` on image files, `create_loader` with its prefetcher, its repeating loader or neither.
 
-    python examples/timm_loader.py
-    python examples/timm_loader.py --prefetcher --multi-epochs
-    python examples/timm_loader.py --no-install                      on torch's loader: the same losses
-    python -m rustloader run examples/timm_loader.py --no-install    on the engine, switched from outside
+python examples/timm_loader.py
+python examples/timm_loader.py --prefetcher --multi-epochs
+python examples/timm_loader.py --no-install                      on torch's loader: the same losses
+python -m rustloader run examples/timm_loader.py --no-install    on the engine, switched from outside
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """torchvision: image files by ImageFolder, v2 transforms in the workers, MixUp in the collate function.
 
-    python examples/torchvision_folder.py
-    python examples/torchvision_folder.py --no-install                      on torch's loader: the same losses
-    python -m rustloader run examples/torchvision_folder.py --no-install    on the engine, switched from outside
+python examples/torchvision_folder.py
+python examples/torchvision_folder.py --no-install                      on torch's loader: the same losses
+python -m rustloader run examples/torchvision_folder.py --no-install    on the engine, switched from outside
 """
 
 import argparse

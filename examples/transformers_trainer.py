@@ -1,8 +1,8 @@
 """transformers: a tiny BERT out of a configuration, trained by Trainer, then resumed in the middle of an epoch.
 
-    python examples/transformers_trainer.py
-    python examples/transformers_trainer.py --no-install                      on torch's loader: the same losses
-    python -m rustloader run examples/transformers_trainer.py --no-install    on the engine, switched from outside
+python examples/transformers_trainer.py
+python examples/transformers_trainer.py --no-install                      on torch's loader: the same losses
+python -m rustloader run examples/transformers_trainer.py --no-install    on the engine, switched from outside
 """
 
 import argparse
@@ -19,7 +19,7 @@ WORDS = 100
 
 
 class Sentences(Dataset):
-    """Tokens of sentences, padded to one length and with a mask; the class is whether the first token is a small one."""
+    """Tokens of sentences, padded to one length, with a mask; the class is whether the first token is a small one."""
 
     def __init__(self, n: int, longest: int = 24) -> None:
         random = torch.Generator().manual_seed(n)
