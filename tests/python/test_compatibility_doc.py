@@ -1,4 +1,4 @@
-"""docs/compatibility.md stays true: every library of `make ecosystem` has its row, every row its example and its test."""
+"""docs/compatibility.md stays true: each library of `make ecosystem` has its row, each row its example and its test."""
 
 import ast
 import pathlib
@@ -31,6 +31,10 @@ def rows():
 ROWS = list(rows())
 
 
+def is_comparison(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "compare"
+
+
 def test_every_library_has_a_row_with_its_version():
     libraries = set(re.findall("(?m)^[a-z].*", REQUIREMENTS)) - {"pytest", "pytest-timeout"}
     assert {first.split()[0] for first, *_ in ROWS} == libraries | {"torch"}
@@ -42,7 +46,7 @@ def test_every_row_names_an_example_and_its_test():
     for node in TESTS.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             (way,) = [WAYS[name.id] for name in node.decorator_list if isinstance(name, ast.Name)]
-            (example,) = [c.args[0].value for c in ast.walk(node) if isinstance(c, ast.Call) and c.func.id == "compare"]
+            (example,) = [call.args[0].value for call in ast.walk(node) if is_comparison(call)]
             calls[node.name] = (f"`{example}.py`", way)
     assert {test: (example, way) for _, _, way, example, _, test in ROWS} == calls
     assert all((ROOT / "examples" / f"{example.strip('`')}").exists() for _, _, _, example, _, _ in ROWS)
