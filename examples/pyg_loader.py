@@ -1,4 +1,4 @@
-"""PyTorch Geometric: graphs of different sizes, each with a random walk's noise, batched by its DataLoader.
+"""PyTorch Geometric: graphs of different sizes with random features, batched by its DataLoader.
 
 python examples/pyg_loader.py
 python examples/pyg_loader.py --no-install                      on torch's loader: the same losses
