@@ -5,6 +5,7 @@ TORCH ?= torch
 ARGS ?=
 
 VENV := .venv
+ECOSYSTEM := .venv-ecosystem
 BIN := $(VENV)/bin
 CARGO ?= cargo
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
@@ -20,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures wheel dist docs clean
+	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures ecosystem wheel dist docs clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -146,6 +147,10 @@ compare-gpu: build ## The same for pinned batches, with a CUDA device
 reliability-figures: build ## How fast faults are seen and how long ends take (ARGS='--write docs/reliability.md')
 	$(BIN)/python benches/reliability.py $(ARGS)
 
+# Not a part of `make test`: it needs the network once, and what it tests is written by others.
+ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and ten more on torch's loader and on ours (another 6 GB)
+	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(ARGS)
+
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
@@ -169,7 +174,7 @@ $(DOCS)/.made: pyproject.toml
 	@touch $@
 
 clean: ## Remove all that was made here: .venv, builds, caches, the demo's images
-	rm -rf .venv target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data
+	rm -rf .venv .venv-ecosystem target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data
 	rm -f python/rustloader/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -188,6 +193,9 @@ endif
 
 $(VENV)/.made-with: pyproject.toml scripts/venv.sh
 	@sh scripts/venv.sh $(VENV)
+
+$(ECOSYSTEM)/.made-with: $(VENV)/.made-with tests/ecosystem/requirements.txt scripts/ecosystem.sh
+	@sh scripts/ecosystem.sh $(ECOSYSTEM) $(VENV)
 
 HAS_CARGO = command -v $(CARGO) >/dev/null || { echo 'error: cargo was not found. Install Rust (rustup), or put its bin folder on PATH.' >&2; exit 1; }
 

@@ -1,0 +1,35 @@
+"""Small data for the examples: points in the plane, and image files. Put your own in their place."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+
+class Points(Dataset):
+    """Points, each moved a little by its worker's random numbers, and on which side of a curve they lie."""
+
+    def __init__(self, n: int) -> None:
+        self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.points[i]
+        return self.points[i] + 0.01 * torch.randn(2), (y > torch.sin(3 * x)).float()
+
+
+def write_images(root: Path, classes: int = 4, each: int = 16, side: int = 40) -> Path:
+    """Write PNG files `root/0/000.png` and so on: noise with a bright square, whose corner is the class."""
+    random = np.random.default_rng(7)
+    for label in range(classes):
+        (root / str(label)).mkdir(parents=True)
+        row, column = (label // 2) * side // 2, (label % 2) * side // 2
+        for number in range(each):
+            pixels = random.integers(0, 128, (side, side, 3), dtype=np.uint8)
+            pixels[row : row + side // 2, column : column + side // 2] += 100
+            Image.fromarray(pixels).save(root / str(label) / f"{number:03d}.png")
+    return root
