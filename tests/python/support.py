@@ -225,10 +225,7 @@ def waits_in_next(thread=None):
         frame = sys._current_frames().get(thread.ident)
         while frame is not None and frame.f_code.co_name != "__next__":
             frame = frame.f_back
-        call = ""
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/syscall") as f:
-            call = f.read().split()[0]
-        return frame is not None and call.isdecimal() and int(call) in WAITS
+        return frame is not None and call_of(f"/proc/self/task/{thread.native_id}") in WAITS
 
     def keeps_waiting():
         for _ in range(5):
@@ -326,13 +323,30 @@ def all_processes():
             yield int(pid), stat
 
 
-def threads_named(name):
-    """Number of threads of this process that the kernel knows by this name."""
-    found = 0
+def tasks_named(name):
+    """The /proc folders of the threads of this process that the kernel knows by this name."""
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as f:
-            found += f.read().strip() == name
-    return found
+            if f.read().strip() == name:
+                yield f"/proc/self/task/{tid}"
+
+
+def threads_named(name):
+    """Number of threads of this process that the kernel knows by this name."""
+    return sum(1 for _ in tasks_named(name))
+
+
+def sleeps(name):
+    """Whether all threads of this name are in a system call that waits."""
+    return all(call_of(task) in WAITS for task in tasks_named(name))
+
+
+def call_of(task):
+    """The number of the system call that a thread is in; -1 where there is none."""
+    with contextlib.suppress(OSError), open(f"{task}/syscall") as f:
+        call = f.read().split()[0]
+        return int(call) if call.isdecimal() else -1
+    return -1
 
 
 def worker_pids(iterator):

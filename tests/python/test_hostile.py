@@ -228,7 +228,8 @@ def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned)
     status, out, err = run_script(f"""
         import contextlib, fcntl, struct, termios
         from pinning_support import pinning
-        from support import threads_named, wait_until
+        import rustloader
+        from support import sleeps, threads_named, wait_until
         from test_hostile import Numbers, outcome
         kind, pinned = {kind!r}, {pinned}
         if kind == "a file":
@@ -243,10 +244,15 @@ def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned)
             mine = writer if kind == "the pipe's other end" else reader
             def look():
                 return fcntl.ioctl(reader, termios.FIONREAD, bytes(4))
+        def pinned_all(iterator):
+            return rustloader.stats(iterator).pinning.batches >= 5 and sleeps("rl_pin")
         ours = set(os.listdir("/proc/self/fd"))
         with pinning() if pinned else contextlib.nullcontext():
             iterator = iter(DataLoader(Numbers(12), num_workers=2, batch_size=None, pin_memory=pinned))
             got = [outcome(next, iterator)]
+            # A file that a thread opens and closes in between would get its place in the set below.
+            done = lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) >= 5
+            assert wait_until(done) and (not pinned or wait_until(lambda: pinned_all(iterator)))
             before = look()
             for number in set(os.listdir("/proc/self/fd")) - ours:
                 with contextlib.suppress(OSError):

@@ -93,7 +93,8 @@ def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
                     def __getitem__(self, i):
                         print("sample", i, flush=True)
                         return i
-                for batch in tqdm(DataLoader(Talks(), batch_size=4, num_workers=1), ncols=40):
+                loader = DataLoader(Talks(), batch_size=4, num_workers=1)
+                for batch in tqdm(loader, ncols=40, mininterval=0, miniters=1):
                     time.sleep(0.15)
             ''')
             assert (status, errors) == ("ok", []), err
