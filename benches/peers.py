@@ -41,13 +41,13 @@ CHECKED = 8
 
 # The rows, and how many batches make an epoch here.
 BATCHES = {
-    "scalar": 2000,
-    "floats8": 1000,
-    "tokens": 500,
-    "images_u8": 150,
-    "images_f32": 60,
-    "texts": 500,
-    "jpeg": 20,
+    "scalar": 1000,
+    "floats8": 500,
+    "tokens": 250,
+    "images_u8": 80,
+    "images_f32": 30,
+    "texts": 300,
+    "jpeg": 12,
 }
 
 
@@ -226,16 +226,18 @@ def measure(row: Row, makers: dict[str, Maker], batches: int, rounds: int) -> tu
 # --- output -----------------------------------------------------------------------------------------
 
 
-def table(results: list[dict[str, Any]], names: list[str], what: str) -> str:
-    """Microseconds a batch in Markdown, a line a row; the least in bold."""
-    lines = [f"| {what} a batch, us | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for result in results:
-        found = result[what]
-        cells = [report.us(found[name]) if name in found else "FAILED" for name in names]
-        least = min(range(len(names)), key=lambda k: found.get(names[k], float("inf")))
-        cells[least] = f"**{cells[least]}**"
-        lines.append(f"| {result['what']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def head(names: list[str], what: str) -> str:
+    """The first lines of a table in Markdown."""
+    return f"\n| {what} a batch, us | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|"
+
+
+def line(result: dict[str, Any], names: list[str], what: str) -> str:
+    """Microseconds a batch; the least in bold."""
+    found = result[what]
+    cells = [report.us(found[name]) if name in found else "FAILED" for name in names]
+    least = min(range(len(names)), key=lambda k: found.get(names[k], float("inf")))
+    cells[least] = f"**{cells[least]}**"
+    return f"| {result['what']} | {' | '.join(cells)} |"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -267,19 +269,22 @@ def main() -> int:
     )
     makers = loaders()
     results, held = [], True
+    print(head(list(makers), "wall"), flush=True)
     for row in options.rows:
         batches = max(CHECKED, BATCHES[row.name] // (10 if options.quick else 1))
         sides, failures = measure(row, makers, batches, options.rounds)
         for name, failure in failures.items():
             held = False
-            print(f"{row.name}: {name} FAILED: {failure}", flush=True)
+            progress(f"{row.name}: {name} FAILED: {failure}\n")
         result = {"row": row.name, "what": row.what, "batches": batches}
         for what in ("wall", "cpu"):
             result[what] = {name: side.median(what) for name, side in sides.items()}
         result["rounds"] = {name: [vars(timing) for timing in side.timings] for name, side in sides.items()}
         results.append(result)
-    for what in ("wall", "cpu"):
-        print(f"\n{table(results, list(makers), what)}", flush=True)
+        print(line(result, list(makers), "wall"), flush=True)
+    print(head(list(makers), "cpu"))
+    for result in results:
+        print(line(result, list(makers), "cpu"))
     if options.save:
         options.save.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
     return 0 if held else 1
