@@ -28,12 +28,13 @@ import floors
 import report
 import torch
 import torch.utils.data
-from compare import machine, progress
+from compare import progress
 from epochs import Failure, Side, difference, run_epoch
 from rows import ROWS, Row, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 import rustloader
+from rustloader._cli.machine import machine
 
 WORKERS = 2
 AHEAD = 2 * WORKERS  # batches under way, as with torch's prefetch_factor
