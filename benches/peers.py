@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import floors
 import report
 import torch
 import torch.utils.data
@@ -34,6 +33,7 @@ from rows import ROWS, Row, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 import rustloader
+from rustloader._cli.leaves import nbytes
 from rustloader._cli.machine import machine
 
 WORKERS = 2
@@ -129,14 +129,14 @@ def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
     pipeline.pipe(Fetch(dataset), concurrency=WORKERS, output_order="input").add_sink(AHEAD)
     # The queue's, one that is written, one that is used and the one after it.
     segments = AHEAD + 3
-    nbytes = floors.size_of(Fetch(dataset)(list(range(batch_size))))
+    size = nbytes(Fetch(dataset)(list(range(batch_size))))
     # With Python before 3.13 the resource tracker complains at the exit of memory that both processes gave back.
     return run_pipeline_in_subprocess(
         pipeline.get_config(),
         num_threads=WORKERS,
         buffer_size=AHEAD,
         mp_context="fork",
-        arena=SharedMemorySegmentPool(nbytes + (64 << 10), segments),
+        arena=SharedMemorySegmentPool(size + (64 << 10), segments),
     )
 
 
