@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-breakdown compare-gpu reliability-figures ecosystem wheel dist docs clean
+	compare-memory compare-growth compare-breakdown compare-peers compare-gpu reliability-figures ecosystem wheel dist docs clean
 
 help: ## Say what can be done (this text)
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -140,6 +140,9 @@ compare-growth: build ## How both grow with workers, prefetching, leaves and byt
 
 compare-breakdown: build ## Where the time of a batch goes
 	$(BIN)/python benches/breakdown.py $(ARGS)
+
+compare-peers: build ## The loaders of torchdata and SPDL beside both (what is missing in .venv is left out, and named)
+	$(BIN)/python benches/peers.py $(ARGS)
 
 compare-gpu: build ## The same for pinned batches, with a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)

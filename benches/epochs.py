@@ -1,6 +1,7 @@
 """Epochs of a loader, timed and checked."""
 
 import gc
+import multiprocessing
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -46,8 +47,14 @@ class Side:
 
 def cpu_seconds(loader: torch.utils.data.DataLoader) -> float:
     """Processor time of this process, of the children it has waited for, and of the loader's workers."""
-    running = loader.persistent_workers and loader._iterator is not None
-    return machine.cpu_seconds(worker.pid for worker in (loader._iterator._workers if running else ()))
+    return machine.cpu_seconds(worker.pid for worker in living_workers(loader))
+
+
+def living_workers(loader: Any) -> list[Any]:
+    """The processes of a loader that live. A peer's loader does not tell: all children, after a wait for the ended."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return multiprocessing.active_children()
+    return loader._iterator._workers if loader.persistent_workers and loader._iterator is not None else []
 
 
 def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False) -> tuple[Timing, Any]:
