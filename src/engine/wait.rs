@@ -7,6 +7,7 @@ use super::intake::Intake;
 use super::process::Process;
 use super::{DOORBELL, Engine};
 use crate::error::Result;
+use crate::scheduler::Event;
 use crate::shm::pool;
 use crate::sys;
 use crate::sys::poll::WaitOutcome;
@@ -29,7 +30,10 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
     pub fn interrupted(&mut self) {
-        self.waiting = false;
+        if std::mem::take(&mut self.waiting) {
+            // Nothing in it can fail.
+            let _ = self.event(Event::WaitEnded);
+        }
     }
 
     /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until

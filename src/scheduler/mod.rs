@@ -168,6 +168,10 @@ impl<T, R> Scheduler<T, R> {
                 self.clock.start(now);
                 Ok(())
             }
+            Event::WaitEnded => {
+                self.clock.stop();
+                Ok(())
+            }
             Event::Time => {
                 self.clock.look(now);
                 Ok(())

@@ -252,6 +252,12 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     assert_eq!((machine.next(), machine.next()), (Step::TimedOut, WAIT));
     at(&mut machine, 5_000, Event::WaitBegan);
     assert_eq!(machine.next(), wait(5_100));
+    // Between an interrupted call and the next one the clock stands.
+    at(&mut machine, 5_010, Event::WaitEnded);
+    at(&mut machine, 6_000, Event::Time);
+    assert_eq!(machine.next(), WAIT);
+    at(&mut machine, 6_000, Event::WaitBegan);
+    assert_eq!(machine.next(), wait(6_100));
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(0, 0)));
 }

@@ -62,6 +62,8 @@ pub enum Event<R> {
     Shutdown,
     /// `next` begins to wait: the clock of the timeout starts. Once for each call of the user, not for each slice.
     WaitBegan,
+    /// `next` gives up waiting without an answer, for a signal's handler has raised: the clock stands.
+    WaitEnded,
     /// Nothing has happened, but time has passed.
     Time,
 }

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from multiprocessing.reduction import DupFd, ForkingPickler
 
@@ -318,12 +319,16 @@ class Special:
     """Travels by a reducer of the user's, which needs nothing of its process, as far as he knows."""
 
 
+# What opening a sample raises: once, and each time.
 FAILURES = {}
+LASTING = {}
 
 
 def rebuild_special(i):
     if i in FAILURES:
         raise FAILURES.pop(i)
+    if i in LASTING:
+        raise LASTING[i]
     return i
 
 
@@ -354,8 +359,8 @@ def test_an_interrupt_while_a_result_is_opened_loses_no_batch():
 
 
 @pytest.mark.ours
-def test_an_error_while_a_result_is_opened_stands_in_its_batchs_place():
-    FAILURES.update({2: ValueError("two"), 5: OSError("five")})
+def test_an_error_while_a_result_is_opened_stands_in_its_batchs_place(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "LASTING", {2: ValueError("two"), 5: OSError("five")})
     with registered(Special, reduce_special):
         got = outcomes(iter(specials(7)), 8)
     assert got.pop(5)[1] is OSError and got.pop(2) == ("error", ValueError, "two")
