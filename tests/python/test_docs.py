@@ -30,6 +30,8 @@ NOT_RUN = "# Not run by the tests: "
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 # Commands of other packages, which are not looked into.
 OTHERS = {"git", "cd"}
+# Variables of the C library.
+OTHERS_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
 # Files and modules that stand for the reader's own.
 READERS = {"train.py", "mypackage.train", "mypackage.data:train_loader", "train.py:make_loader"}
 
@@ -135,7 +137,7 @@ def test_the_commands_of_a_block_exist(block):
 
 def check_command(words):
     while (variable := re.match(r"([A-Za-z_]+)=", words[0])) is not None:
-        assert variable[1] in known_variables(), variable[1]
+        assert variable[1] in known_variables() | OTHERS_VARIABLES, variable[1]
         words = words[1:]
     name, *rest = words
     if name in OTHERS:
