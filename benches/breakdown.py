@@ -12,9 +12,8 @@ import warnings
 from typing import Any
 
 import torch
-from compare import ROWS, Samples
 from epochs import cpu_seconds
-from rows import Row
+from rows import ROWS, Row, Samples
 
 import rustloader
 
