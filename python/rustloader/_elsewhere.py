@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader._figures import Stats
+from rustloader._figures import Stats, check_interval, no_loader
 
 __all__ = ["engine_batches", "install", "installed", "report", "stats", "tell", "uninstall"]
 
@@ -85,8 +85,7 @@ def stats(source: Any) -> Stats:
         TypeError: it is neither.
     """
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
-        name = type(source).__qualname__
-        raise TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
+        raise no_loader(source)
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
     return Stats(num_workers=workers, cores=os.cpu_count() or 1, note=_WHY)
 
@@ -98,8 +97,7 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
     Raises:
         ValueError: ``every`` is not greater than 0.
     """
-    if not every > 0:
-        raise ValueError(f"rustloader.report(every={every!r}): it has to be a number of seconds greater than 0")
+    check_interval(every)
     try:
         yield
     finally:

@@ -250,3 +250,15 @@ def _lines(stats: Stats) -> Iterator[str]:
         yield line("torch's", f"{handover.count} iterators: {handover.reason}")
     if stats.note:
         yield line("note", stats.note)
+
+
+def no_loader(source: Any) -> TypeError:
+    """The error for what has no statistics."""
+    name = type(source).__qualname__
+    return TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
+
+
+def check_interval(every: float) -> None:
+    """Raises the error for what is no number of seconds between two reports."""
+    if not every > 0:
+        raise ValueError(f"rustloader.report(every={every!r}): it has to be a number of seconds greater than 0")

@@ -65,8 +65,9 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
     Raises:
         ValueError: ``every`` is not greater than 0.
     """
-    if not every > 0:
-        raise ValueError(f"rustloader.report(every={every!r}): it has to be a number of seconds greater than 0")
+    from rustloader._figures import check_interval
+
+    check_interval(every)
     reporter = _Reporter(source, callback, every)
     _running.append(reporter)
     _core.set_reporting(True)

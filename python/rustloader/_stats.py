@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader import _ledger
-from rustloader._figures import Arena, Copies, Handover, Pinning, SlowTask, Stats, Worker
+from rustloader._figures import Arena, Copies, Handover, Pinning, SlowTask, Stats, Worker, no_loader
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
 
 __all__ = ["stats"]
@@ -40,8 +40,7 @@ def stats(source: Any) -> Stats:
     else:
         ledger = _ledger.find(source)
         if ledger is None and not isinstance(source, DataLoader):
-            name = type(source).__qualname__
-            raise TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
+            raise no_loader(source)
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
     if ledger is not None and (ledger.iterators or ledger.handovers):
