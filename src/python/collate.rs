@@ -3,16 +3,16 @@
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::codec::{DETACH_FROM, INLINE_LIMIT};
+use super::codec::INLINE_LIMIT;
 use super::dlpack::{Heap, Lease};
-use super::tensor::{Bridge, items};
+use super::tensor::{Bridge, TensorView, items};
 use crate::copy::{STREAM_FROM, copy};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
-/// `torch.stack` of a list or tuple of plain contiguous tensors of one dtype and shape: a contiguous tensor
-/// of shape `(len(batch), *shape)`. Its memory comes from `alloc` from [`INLINE_LIMIT`] bytes on (ordinary
-/// memory where that gives none).
+/// `torch.stack` of a list or tuple of plain tensors of one dtype and shape: a contiguous tensor of shape
+/// `(len(batch), *shape)`. Its memory comes from `alloc` from [`INLINE_LIMIT`] bytes on (ordinary memory where
+/// that gives none).
 pub fn stack<L: Lease>(
     py: Python<'_>,
     bridge: &Bridge,
@@ -22,57 +22,54 @@ pub fn stack<L: Lease>(
     // The items are held: other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first().and_then(|item| bridge.view(item)) else { return Ok(None) };
-    if bridge.has_modes(py)? {
+    if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {
         return Ok(None);
     }
     let Some(shape) = Dims::new(&[&[items.len() as i64], &*first.shape].concat()) else { return Ok(None) };
     let Some(strides) = Dims::contiguous(&shape) else { return Ok(None) };
-    let mut sources = Vec::with_capacity(items.len());
-    for item in &items {
-        match bridge.view(item) {
-            Some(view)
-                if view.dtype == first.dtype
-                    && *view.shape == *first.shape
-                    && is_contiguous(&view.shape, &view.strides) =>
-            {
-                sources.push(view.ptr as usize);
-            }
-            _ => return Ok(None),
-        }
-    }
     let elements = first.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(usize::try_from(size).ok()?));
     let each = elements.and_then(|n| n.checked_mul(first.dtype.itemsize()));
-    let Some((each, total)) = each.and_then(|each| Some((each, each.checked_mul(sources.len())?))) else {
+    let Some((each, total)) = each.and_then(|each| Some((each, each.checked_mul(items.len())?))) else {
         return Ok(None);
     };
-    let fill = |to: *mut u8| {
-        let to = to as usize;
-        let run = move || {
-            for (i, from) in sources.iter().enumerate() {
-                if each > 0 {
-                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room
-                    // for all of them.
-                    unsafe {
-                        copy(*from as *const u8, (to + i * each) as *mut u8, each, total >= STREAM_FROM)
-                    };
-                }
-            }
-        };
-        if total >= DETACH_FROM { py.detach(run) } else { run() }
-    };
+    // To look at every item costs more than torch needs for all of a small batch.
+    let sources = if total < STREAM_FROM { None } else { Some(sources(bridge, &items, &first)) };
+    if let Some(None) = sources {
+        return Ok(None);
+    }
     let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
-    let tensor = match leased.filter(|lease| lease.len() >= total) {
-        Some(lease) => {
-            fill(lease.ptr());
-            bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?
-        }
+    let (ptr, tensor) = match leased.filter(|lease| lease.len() >= total) {
+        Some(lease) => (lease.ptr(), bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?),
         None => {
             let heap = Heap::new(total)?;
-            fill(heap.ptr());
-            bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?
+            (heap.ptr(), bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?)
         }
     };
-    Ok(Some(tensor))
+    match sources.flatten() {
+        // What torch refuses, its own function refuses as well, in its own words.
+        None => Ok(bridge.stack_into(batch, &tensor).is_ok().then_some(tensor)),
+        Some(sources) => {
+            let to = ptr as usize;
+            py.detach(move || {
+                for (i, from) in sources.into_iter().enumerate() {
+                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room for
+                    // all of them.
+                    unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, true) };
+                }
+            });
+            Ok(Some(tensor))
+        }
+    }
+}
+
+/// Where the elements of each item lie, if all are contiguous and as the first.
+fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
+    let source = |item| {
+        let view = bridge.view(item)?;
+        let alike = view.dtype == first.dtype && *view.shape == *first.shape;
+        (alike && is_contiguous(&view.shape, &view.strides)).then_some(view.ptr as usize)
+    };
+    items.iter().map(source).collect()
 }
 
 /// `torch.tensor` of a list or tuple of floats (float64) or of ints (int64), of exactly these types.

@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyList, PyTuple};
+use pyo3::types::{IntoPyDict, PyBool, PyList, PyTuple};
 
 use super::dlpack::{Block, CPU, Exchange, Heap, Importer, Lease};
 use crate::tree::dtype::Dtype;
@@ -29,6 +29,7 @@ pub struct Bridge {
     /// Named tensors went away with torch 2.14 or so; before, torch refused to send them.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
+    stack: Py<PyAny>,
     /// (torch's dtype, ours).
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// torch's own: how many function modes and dispatch modes there are, the default device.
@@ -81,6 +82,7 @@ impl Bridge {
             is_conj: tensor.getattr("is_conj")?.unbind(),
             has_names: tensor.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
+            stack: torch.getattr("stack")?.unbind(),
             dtypes: dtypes.collect(),
             importer,
             defaults: [
@@ -239,6 +241,13 @@ impl Bridge {
         }
         let block = Block::<Heap>::copied(bytes, dtype, shape, strides);
         self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
+    }
+
+    /// `torch.stack(batch, 0, out=out)`.
+    pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<()> {
+        let py = batch.py();
+        let options = [(intern!(py, "out"), out)].into_py_dict(py)?;
+        self.stack.bind(py).call((batch, 0), Some(&options)).map(drop)
     }
 
     /// Whether something stands between Python and torch's operators (a default device, a function or

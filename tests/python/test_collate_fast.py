@@ -57,11 +57,11 @@ def test_what_torch_does_itself() -> None:
     for batch in (
         [],
         [x, torch.ones(2)],
-        [x, x.double()],
-        [x, x.int()],
         [x, torch.ones(2, 3, requires_grad=True)],
         [x, x.tolist()],
-        [x.t(), x.t()],
+        [x, x.to_sparse()],
+        [x, x.to("meta")],
+        [x, x + 1j],
         [x, torch.nn.Parameter(x)],
         iter([x]),
         x,
@@ -74,6 +74,31 @@ def test_what_torch_does_itself() -> None:
     with torch.device("meta"):
         assert stack([x, x]) is None and numbers([1, 2]) is None
     assert torch.equal(stack([x, x]), default_collate([x, x]))
+
+
+@pytest.mark.parametrize("size", [3, 1000])  # looked at by torch.stack; item by item
+def test_stack_of_items_that_are_not_alike(size: int) -> None:
+    """In a worker torch's collate stacks into a tensor made like the first item, and so does ours."""
+    x = torch.rand(size, size).t()
+    for batch in (
+        [x, x.double()],
+        [x, x.int()],
+        [x.double(), x],
+        [x, x],
+        [torch.rand(size, size), x, torch._neg_view(x)],
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = stack(batch)
+        want = torch.stack(batch, 0, out=torch.empty(len(batch), size, size, dtype=batch[0].dtype))
+        if size == 1000:
+            assert got is None
+        else:
+            assert (got.dtype, got.stride()) == (want.dtype, want.stride()) and torch.equal(got, want)
+    with torch.no_grad():
+        leaf = torch.ones(2, requires_grad=True)
+        got = stack([leaf.detach(), leaf])
+        assert not got.requires_grad and torch.equal(got, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("batch", [[1.5], [1.0, 2.0, float("inf")], (1, 2), [2**63 - 1, -(2**63)], [0.5] * 5000])
