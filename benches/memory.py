@@ -2,7 +2,8 @@
 
 Each measurement is a new process in a memory cgroup of its own, so all counts: private memory of all processes, and
 shared memory, mapped or not. What the process had before the first iter() is taken off. Needs the right to make a
-cgroup.
+cgroup. Without --step the loop takes each batch at once, and a loader that is slower than it never has all the
+batches at a time that it may have.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -107,17 +109,19 @@ CASES = [
 ]
 
 
-def use(case: Case, loader: Any) -> None:
+def use(case: Case, loader: Any, step: float) -> None:
     kept = []
     for _ in range(2):
         for batch in loader:
             images, labels = batch
             if case.keeps_labels:
                 kept.append(labels)
+            if step:
+                time.sleep(step)
             del batch, images, labels
 
 
-def measure(case: Case, name: str) -> int:
+def measure(case: Case, name: str, step: float) -> int:
     """Bytes at the most, of a process of its own."""
     reader, writer = os.pipe()
     with cgroup() as group:
@@ -129,7 +133,7 @@ def measure(case: Case, name: str) -> int:
                 dataset = case.dataset()
                 loader = LOADERS[name](dataset, batch_size=case.batch_size, num_workers=case.workers)
                 before = group.used()
-                use(case, loader)
+                use(case, loader, step)
                 os.write(writer, str(group.peak() - before).encode())
                 status = 0
             except BaseException:
@@ -148,6 +152,13 @@ def measure(case: Case, name: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="of each case (default: %(default)s)")
+    parser.add_argument(
+        "--step",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="that the loop keeps each batch (default: %(default)s)",
+    )
     parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args()
@@ -166,7 +177,7 @@ def main() -> int:
         peaks: dict[str, list[int]] = {name: [] for name in LOADERS}
         for _ in range(options.rounds):
             for name, taken in peaks.items():
-                taken.append(measure(case, name))
+                taken.append(measure(case, name, options.step))
         theirs, ours = (statistics.median(taken) for taken in peaks.values())
         print(f"{case.name:<38}{theirs / MB:>9,.0f}{ours / MB:>12,.0f}{ours / theirs:>8.2f}", flush=True)
         results.append({"case": case.name, "peaks": peaks})
