@@ -89,7 +89,7 @@ soak: build ## Loaders of random kinds with faults mixed in, a line a minute (AR
 # The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
 ASAN_TESTS := test_codec.py test_tensors.py test_leases.py test_transport_torch.py test_damage.py
 asan: build ## AddressSanitizer over the Rust tests, then over some Python tests (needs a nightly Rust and gcc's libasan)
-	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --features failpoints --target $(HOST) --target-dir target/asan
+	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --no-fail-fast --features failpoints --target $(HOST) --target-dir target/asan
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly build --lib --features python --target $(HOST) --target-dir target/asan
 	rm -rf target/asan/python && mkdir target/asan/python && cp -r python/rustloader target/asan/python/
 	cp target/asan/$(HOST)/debug/librustloader.so target/asan/python/rustloader/_core.abi3.so

@@ -273,8 +273,9 @@ mod tests {
             range.for_each(|n| write(&other, n * page, 1));
             faults() - before
         };
-        // A few for the test's own stack and code.
-        assert!(writes(0..count / 2) < 16);
+        // A few for the test's own stack and code, and a sanitizer's shadow of the bytes.
+        let mapped = writes(0..count / 2);
+        assert!(mapped < count as i64 / 8, "{mapped} faults");
         let unmapped = writes(count / 2..count);
         assert!(unmapped >= count as i64 / 4, "{unmapped} faults");
         assert_eq!(used(&fd), (count * page) as u64);
