@@ -2,13 +2,22 @@
 
 Persistent workers; an epoch to warm up, then some that are measured together. Times are microseconds a batch. Those
 of the workers, which work side by side, are of all of them together; those of main are of its thread. `sum` is what
-the parts of the workers come to, of the wall time that they had: what is missing is not accounted for.
+the parts of the workers come to, of the wall time that they had: what is missing is not accounted for. `in next` is
+the time inside next() that is no wait, in which main holds the GIL.
+
+With --calls system calls a batch are counted by `perf stat`, which slows them down: no times then.
 """
 
 import argparse
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,8 +42,8 @@ def totals(loader: Any) -> dict[str, float]:
     }
 
 
-def measure(row: Row, epochs: int) -> dict[str, float]:
-    """Microseconds a batch."""
+def prepared(row: Row) -> tuple[Any, int]:
+    """The loader after an epoch to warm up; batches of an epoch."""
     dataset = Samples(row.samples(), row.batches * (row.batch_size or 1), row.fresh)
     arguments: dict[str, Any] = {
         "batch_size": row.batch_size,
@@ -42,34 +51,81 @@ def measure(row: Row, epochs: int) -> dict[str, float]:
         "num_workers": row.workers or 2,
     }
     loader = rustloader.DataLoader(dataset, persistent_workers=True, **arguments)
-    batches = sum(1 for _ in loader)
+    return loader, sum(1 for _ in loader)
+
+
+def measure(row: Row, epochs: int) -> dict[str, float]:
+    """Microseconds a batch."""
+    loader, batches = prepared(row)
     before = totals(loader)
     for _ in range(epochs):
         for _ in loader:
             pass
     after = totals(loader)
     us = {name: (after[name] - before[name]) / (epochs * batches) * 1e6 for name in after}
-    us["sum"] = 100 * sum(us[part] for part in PARTS) / (us["wall"] * arguments["num_workers"])
+    us["sum"] = 100 * sum(us[part] for part in PARTS) / (us["wall"] * loader.num_workers)
     return us
+
+
+@contextlib.contextmanager
+def counted(pids: list[int]) -> Iterator[list[int]]:
+    """The system calls of processes, one number each, at the end of the block."""
+    counts: list[int] = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in pids]
+        arguments = ["perf", "stat", "-x,", "-e", "raw_syscalls:sys_enter"]
+        perfs = [
+            subprocess.Popen([*arguments, "-o", file.name, "-p", str(pid)])
+            for file, pid in zip(files, pids, strict=True)
+        ]
+        time.sleep(0.5)
+        yield counts
+        for perf, file in zip(perfs, files, strict=True):
+            perf.send_signal(signal.SIGINT)
+            perf.wait()
+            lines = [line for line in file if "raw_syscalls" in line]
+            if len(lines) != 1:
+                raise SystemExit("perf stat has counted nothing, which takes root and tracefs")
+            counts.append(int(lines[0].split(",")[0]))
+
+
+def calls(row: Row, epochs: int, step: float) -> list[float]:
+    """System calls a batch: those of main, and of all workers together."""
+    loader, batches = prepared(row)
+    with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
+        for _ in range(epochs):
+            for _ in loader:
+                # A step without a system call.
+                end = time.perf_counter() + step
+                while time.perf_counter() < end:
+                    pass
+    return [counts[0] / (epochs * batches), sum(counts[1:]) / (epochs * batches)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--rows", metavar="NAME,...", help="only these rows")
+    parser.add_argument("--calls", action="store_true", help="count system calls instead (perf, as root)")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     wanted = options.rows.split(",") if options.rows else [row.name for row in ROWS if not row.to_first]
+    rows = [row for row in ROWS if row.name in wanted]
+    if options.calls:
+        print("| row | main | workers | with a step of 1 ms: main | workers |\n|---|---|---|---|---|")
+        for row in rows:
+            cells = [f"{count:.2f}" for step in (0.0, 1e-3) for count in calls(row, options.epochs, step)]
+            print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
+        return 0
     print("| row | wall | workers: fetch | collate | pack | idle | sum | main: thread | in next | waits | CPU of all |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in ROWS:
-        if row.name in wanted:
-            us = measure(row, options.epochs)
-            names = ("wall", *PARTS)
-            cells = [f"{us[name]:,.1f}" for name in names] + [f"{us['sum']:.0f} %"]
-            cells += [f"{us[name]:,.1f}" for name in ("main", "own", "waited", "cpu")]
-            print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
+    for row in rows:
+        us = measure(row, options.epochs)
+        names = ("wall", *PARTS)
+        cells = [f"{us[name]:,.1f}" for name in names] + [f"{us['sum']:.0f} %"]
+        cells += [f"{us[name]:,.1f}" for name in ("main", "own", "waited", "cpu")]
+        print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
     return 0
 
 

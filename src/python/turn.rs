@@ -13,13 +13,20 @@ use crate::sys;
 /// thread cannot take twice: a signal handler that calls `next` gets an error instead of a deadlock.
 #[derive(Debug, Default)]
 pub struct Turn {
-    owner: Mutex<Option<ThreadId>>,
+    queue: Mutex<Queue>,
     freed: Condvar,
 }
 
+#[derive(Debug, Default)]
+struct Queue {
+    owner: Option<ThreadId>,
+    /// Threads that wait for `freed`. To notify is a system call, also when nobody does.
+    waiting: usize,
+}
+
 impl Turn {
-    fn owner(&self) -> MutexGuard<'_, Option<ThreadId>> {
-        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the turn, waiting for it until the iterator is shut down.
@@ -27,10 +34,10 @@ impl Turn {
         handle.check_ours()?;
         let me = thread::current().id();
         loop {
-            let mut owner = self.owner();
-            match *owner {
+            let mut queue = self.queue();
+            match queue.owner {
                 None => {
-                    *owner = Some(me);
+                    queue.owner = Some(me);
                     return Ok(());
                 }
                 Some(other) if other == me => {
@@ -39,15 +46,18 @@ impl Turn {
                          inside itself, by a signal handler or by the sampler",
                     ));
                 }
-                Some(_) => drop(owner),
+                Some(_) => drop(queue),
             }
             if handle.closing() {
                 return Err(closed(py, handle));
             }
             py.detach(|| {
-                let owner = self.owner();
-                if owner.is_some() {
-                    drop(self.freed.wait_timeout(owner, SLICE));
+                let mut queue = self.queue();
+                if queue.owner.is_some() {
+                    queue.waiting += 1;
+                    (queue, _) =
+                        self.freed.wait_timeout(queue, SLICE).unwrap_or_else(PoisonError::into_inner);
+                    queue.waiting -= 1;
                 }
             });
             py.check_signals()?;
@@ -56,18 +66,21 @@ impl Turn {
 
     /// Takes the turn if nobody has it.
     pub fn try_take(&self) -> bool {
-        let mut owner = self.owner();
-        let free = owner.is_none();
+        let mut queue = self.queue();
+        let free = queue.owner.is_none();
         if free {
-            *owner = Some(thread::current().id());
+            queue.owner = Some(thread::current().id());
         }
         free
     }
 
     /// Gives the turn back.
     pub fn give_back(&self) {
-        *self.owner() = None;
-        self.freed.notify_one();
+        let mut queue = self.queue();
+        queue.owner = None;
+        if queue.waiting > 0 {
+            self.freed.notify_one();
+        }
     }
 }
 
