@@ -31,6 +31,7 @@ METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
 KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "many")
 # What happens in an epoch. Half of them run undisturbed.
 FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread")
+MORTAL = ("segv", "exit", "kill")  # those that end a worker
 LIMIT = 120.0  # seconds in which an epoch has to end
 KEPT = 30  # batches that are kept, the oldest one leaves
 
@@ -219,7 +220,8 @@ class Soak:
                 stack.enter_context(pinning())
             loader = loader_of(DataLoader, spec, fault, **options)
             for number in range(rng.randint(1, 3)):
-                self.one(loader, spec, fault if number == 0 else None, expected, options, about)
+                now, before = (fault, None) if number == 0 else (None, fault)
+                self.one(loader, spec, now, before, expected, options, about)
 
     @staticmethod
     def forget(fault):
@@ -227,8 +229,8 @@ class Soak:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fault.marker)
 
-    def one(self, loader, spec, fault, expected, options, about):
-        body = lambda: self.iterate(loader, fault, expected, options)  # noqa: E731
+    def one(self, loader, spec, fault, before, expected, options, about):
+        body = lambda: self.iterate(loader, fault, before, expected, options)  # noqa: E731
         try:
             with within(LIMIT):
                 wrong = in_a_thread(body) if fault is not None and fault.name == "thread" else body()
@@ -240,13 +242,13 @@ class Soak:
             self.wrong.append(f"{wrong}\n    {about}")
             print(f"WRONG {self.wrong[-1]}", flush=True)
 
-    def iterate(self, loader, fault, expected, options):
-        """What is wrong with an epoch, in words; None if nothing is."""
+    def iterate(self, loader, fault, before, expected, options):
+        """What is wrong with an epoch, in words; None if nothing is. `before` is the fault of the epoch before."""
         name = None if fault is None else fault.name
         if name is None and options.get("timeout"):
             name = "late"  # a busy machine, or what is left of the epoch before
         moment = self.rng.randrange(max(1, len(expected)))
-        iterator, got, errors = begun(loader), [], []
+        iterator, got, errors = begun(loader, before), [], []
         for number in itertools.count():
             if name is not None and number == moment and self.disturb(name, iterator) == "break":
                 # The iterator goes, with batches under way.
@@ -307,7 +309,7 @@ class Soak:
                 fine = missing >= 0 and len(errors) <= 1 and all("sample" in text for text in texts)
             case "unpicklable":
                 fine = len(errors) <= 1 and (missing <= 1 or in_order)
-            case "segv" | "exit" | "kill":
+            case _ if name in MORTAL:
                 fine = all("DataLoader worker" in text and "pid" in text for text in texts)
                 fine = fine and (bool(errors) or missing == 0)
             case "late":
@@ -323,14 +325,18 @@ class Soak:
                 print(f"WRONG {self.wrong[-1]}", flush=True)
 
 
-def begun(loader):
-    """A new epoch. With a timeout the workers of a persistent loader may still be at the one before."""
+def begun(loader, before):
+    """A new epoch. With a timeout the workers of a persistent loader may still be at the one before; and a death that
+    no next() has raised, as it came after the last batch, is raised here once."""
+    mortal = before is not None and before.name in MORTAL
     while True:
         try:
             return iter(loader)
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            died = mortal and is_final(error)
+            if not died and "timed out" not in str(error):
                 raise
+            mortal = mortal and not died
 
 
 def is_final(error):
