@@ -138,7 +138,7 @@ class Stats:
         num_workers: of the loader, or of the iterator.
         cores: processor cores that this process may use.
         iterators: iterators that the Rust engine has served, those that have ended among them. If there are none, all
-            other figures are 0 as well, whatever torch's own iterators did.
+            times below are 0, whatever torch's own iterators did.
         epochs: epochs begun.
         batches: batches that the engine has delivered; for a live iterator of torch's own, those of its epoch.
         bytes: bytes of the engine's batches.
