@@ -276,11 +276,12 @@ def test_versions(capsys):
     assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")
 
 
-def test_without_torch_what_is_missing_is_named():
+def test_without_torch_what_is_missing_is_named(tmp_path):
     """In a Python without its site-packages."""
+    (tmp_path / "rustloader").symlink_to(os.path.dirname(rustloader.__file__))
 
     def run(*arguments):
-        path = {"PYTHONPATH": os.path.dirname(os.path.dirname(rustloader.__file__))}
+        path = {"PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-S", *arguments]
         return subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
 
