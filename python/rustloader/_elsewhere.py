@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader._figures import Stats, check_interval, no_loader
+from rustloader._wrappers import loader_in
 
 __all__ = ["engine_batches", "install", "installed", "report", "stats", "tell", "uninstall"]
 
@@ -84,6 +85,7 @@ def stats(source: Any) -> Stats:
     Raises:
         TypeError: it is neither.
     """
+    source = loader_in(source, lambda _: False)
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
         raise no_loader(source)
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)

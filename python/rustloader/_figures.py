@@ -137,7 +137,8 @@ class Stats:
     Attributes:
         num_workers: of the loader, or of the iterator.
         cores: processor cores that this process may use.
-        iterators: iterators that the Rust engine has served, those that have ended among them.
+        iterators: iterators that the Rust engine has served, those that have ended among them. If there are none, all
+            times below are 0, whatever torch's own iterators did.
         epochs: epochs begun.
         batches: batches that the engine has delivered; for a live iterator of torch's own, those of its epoch.
         bytes: bytes of the engine's batches.
@@ -153,7 +154,7 @@ class Stats:
         arena: shared memory.
         copies: copies on the way.
         pinning: the pin thread.
-        handovers: iterators that were torch's own.
+        handovers: iterators that were torch's own; what they did is in no other figure.
         note: why there are no figures, or an empty text.
     """
 
@@ -227,6 +228,13 @@ def _lines(stats: Stats) -> Iterator[str]:
     def s(seconds: float) -> str:
         return f"{seconds:.3f} s"
 
+    if stats.note:
+        yield f"no figures: {stats.note}"
+        if stats.batches:
+            yield line("torch's", f"{stats.batches} batches so far")
+        for handover in stats.handovers:
+            yield line("torch's", f"{handover.count} iterators: {handover.reason}")
+        return
     yield f"{stats.batches} batches ({_size(stats.bytes)}) in {stats.epochs} epochs with {stats.num_workers} workers"
     yield line("steps", s(stats.step_seconds))
     yield line("next()", f"{s(stats.next_seconds)}, of which")
@@ -247,9 +255,7 @@ def _lines(stats: Stats) -> Iterator[str]:
     if stats.pinning.batches or stats.pinning.running:
         yield line("pin thread", f"{stats.pinning.batches} batches in {s(stats.pinning.seconds)}")
     for handover in stats.handovers:
-        yield line("torch's", f"{handover.count} iterators: {handover.reason}")
-    if stats.note:
-        yield line("note", stats.note)
+        yield line("torch's", f"{handover.count} iterators, not in these figures: {handover.reason}")
 
 
 def no_loader(source: Any) -> TypeError:

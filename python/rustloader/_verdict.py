@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +47,16 @@ class Verdict:
 
 def judge(stats: Stats) -> Verdict:
     """What limits the loader or iterator that statistics were taken of. Depends on them alone."""
+    verdict = _judge(stats)
+    if verdict.kind == "unknown" or not stats.handovers:
+        return verdict
+    left_out = sum(handover.count for handover in stats.handovers)
+    reasons = "; ".join(handover.reason for handover in stats.handovers)
+    reason = f"{verdict.reason}; left out: {left_out} iterators that were torch's own ({reasons})"
+    return replace(verdict, reason=reason)
+
+
+def _judge(stats: Stats) -> Verdict:
     if stats.note or (stats.handovers and stats.batches == 0):
         reason = stats.note or "; ".join(handover.reason for handover in stats.handovers)
         return Verdict("unknown", "Nothing can be said: the Rust engine has delivered no batch.", reason)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
@@ -19,7 +20,11 @@ else:
 
 __all__ = ["DataLoader"]
 
-_T_co = TypeVar("_T_co", covariant=True)
+if TYPE_CHECKING:
+    _T_co = TypeVar("_T_co", covariant=True)
+else:
+    # torch's own, so that both classes say the same of themselves.
+    (_T_co,) = torch_data.DataLoader.__parameters__
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +50,9 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         ValueError, TypeError, AssertionError: as torch's class does, for the same arguments, with the same texts.
     """
 
+    # A class does not inherit them.
+    __annotations__ = dict(torch_data.DataLoader.__annotations__)
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
             return super()._get_iterator()
@@ -58,6 +66,12 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             return super()._get_iterator()
         in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
+
+
+# What torch writes as texts in its annotations is looked up in the module of the class that has them.
+for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):
+    if hasattr(torch_dataloader, _name):
+        globals().setdefault(_name, getattr(torch_dataloader, _name))
 
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+import typing
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -53,6 +55,21 @@ def test_p1_is_a_pure_python_subclass():
     assert type(DataLoader) is type(TorchDataLoader)
     assert "__slots__" not in vars(DataLoader)
     assert loader.__dict__ is vars(loader)
+
+
+def test_p1_says_of_its_attributes_what_torchs_class_says():
+    assert TorchDataLoader.__annotations__ and DataLoader.__annotations__ == TorchDataLoader.__annotations__
+    assert DataLoader.__parameters__ == TorchDataLoader.__parameters__
+    if DataLoader is not TorchDataLoader:
+        assert DataLoader.__annotations__ is not TorchDataLoader.__annotations__
+
+    def hints(cls, names):
+        return outcome(lambda: typing.get_type_hints(cls, localns=names))
+
+    # torch imports some of the names for type checkers alone.
+    for names in ({}, {"Iterable": Iterable}):
+        assert hints(DataLoader, names) == hints(TorchDataLoader, names)
+    assert "dataset" in typing.get_type_hints(DataLoader, localns=names)
 
 
 def test_p1_libraries_may_wrap_the_methods_of_a_subclass():

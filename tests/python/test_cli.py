@@ -276,6 +276,23 @@ def test_versions(capsys):
     assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")
 
 
+def test_without_torch_what_is_missing_is_named(tmp_path):
+    """In a Python without its site-packages."""
+    (tmp_path / "rustloader").symlink_to(os.path.dirname(rustloader.__file__))
+
+    def run(*arguments):
+        path = {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-S", *arguments]
+        return subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+
+    version = run("-m", "rustloader", "--version")
+    assert (version.returncode, version.stderr) == (0, "") and ", no torch, Python " in version.stdout
+    doctor = run("-m", "rustloader", "doctor")
+    assert (doctor.returncode, doctor.stderr) == (1, "") and "-> pip install torch\n" in doctor.stdout
+    name = run("-c", "import rustloader; rustloader.DataLoader")
+    assert name.returncode == 1 and name.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
+
+
 # doctor
 
 

@@ -1,11 +1,13 @@
 """`python -m rustloader bench`: what it measures, what it says, and that it leaves nothing."""
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from itertools import pairwise
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader import _cli
-    from rustloader._cli import bench, memory, passes, probe, results, timeline
+    from rustloader._cli import bench, memory, passes, probe, progress, results, timeline
     from rustloader._cli.engines import ENGINES
     from rustloader._cli.factory import Unusable
     from rustloader._cli.measure import Order
@@ -113,6 +115,56 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
         assert name in rows, out
     assert "Verdict on rustloader's: " in out and "--step SECONDS" not in out
     assert "the user's own words" not in out
+    assert "%" not in err  # no bar in a pipe
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal, or to a pipe."""
+
+    def __init__(self, is_one):
+        super().__init__()
+        self.isatty = lambda: is_one
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
+    if tqdm:
+        module = pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
+        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)  # it would leave a thread
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", Terminal(terminal))
+    with progress.Progress(4) as bar:
+        for number in range(4):
+            bar.say(f"epoch {number}")
+            bar.step()
+    written = sys.stderr.getvalue()
+    assert ("epoch 3" in written and "75%" in written) if terminal and tqdm else written == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_a_command_on_a_terminal(tqdm, folder):
+    if tqdm:
+        pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
+    else:
+        (folder / "tqdm.py").write_text("raise ImportError('not installed')")
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing where there is no room
+    command = [sys.executable, "-m", "rustloader", "bench", "loaders.py:torchs", "--epochs", "1"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
+        os.close(terminal)
+        written = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while piece := os.read(main, 4096):
+                written += piece
+        out = process.stdout.read().decode()
+    os.close(main)
+    assert process.returncode == 0 and "batches/s" in out, written
+    assert "%" not in out.splitlines()[0] and "\r" not in out
+    assert (b"warming up" in written) == tqdm, written
 
 
 @pytest.mark.slow
@@ -353,7 +405,7 @@ HOLDER = """
         os.write(open_only, piece)
     if os.fork() == 0:
         touched = sum(mapped[::4096])
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # print may take two steps, and the child's come between
     time.sleep(600)
 """
 
@@ -367,7 +419,7 @@ def test_memory_counts_each_page_once(tmp_path):
 
     holder, plain = (
         started(HOLDER),
-        started("import mmap, os, time; os.fork(); print('ready', flush=True); time.sleep(600)"),
+        started("import mmap, os, time; os.fork(); os.write(1, b'ready\\n'); time.sleep(600)"),
     )
     try:
         for process in (holder, plain):

@@ -233,6 +233,12 @@ def known_variables():
     return {name for path in sources for name in re.findall(r"RUSTLOADER_[A-Z_]+", path.read_text())}
 
 
+def test_the_reference_has_all_environment_variables():
+    of_tests = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
+    told = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/api.md"].read_text(), re.MULTILINE))
+    assert told == known_variables() - of_tests
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -130,7 +130,13 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
             with rustloader.report(loader, told.append):
                 iterator = iter(loader)
                 list(iterator)
-            for stats in (rustloader.stats(loader), rustloader.stats(iterator), *told):
+            class Wrapper:
+                def __init__(self):
+                    self.loader = loader
+                def __iter__(self):
+                    return iter(self.loader)
+
+            for stats in (rustloader.stats(loader), rustloader.stats(iterator), rustloader.stats(Wrapper()), *told):
                 assert stats.num_workers == 1 and stats.batches == 0 and isinstance(stats, rustloader.Stats)
                 assert str(stats) and stats.as_dict()["note"] == stats.note
                 print(stats.verdict().kind, "|", stats.verdict().reason)
@@ -141,7 +147,7 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
                     print(error)
     """)
     *verdicts, not_a_loader, every = out.splitlines()
-    assert (status, err) == (0, "") and verdicts == [f"unknown | {elsewhere.line}"] * 3
+    assert (status, err) == (0, "") and verdicts == [f"unknown | {elsewhere.line}"] * 4
     assert not_a_loader == "rustloader.stats() takes a DataLoader or its iterator, not an object of type int"
     assert every == "rustloader.report(every=0): it has to be a number of seconds greater than 0"
 

@@ -47,6 +47,11 @@ TABLE = {
         "unknown",
         ["DataPipe"],
     ),
+    "some epochs on torch's iterator": (
+        lambda: given(step=50, own=0.1, waited=1, fetch=2, handovers=(Handover("A", 3), Handover("B", 1))),
+        "step",
+        ["left out: 4 iterators that were torch's own (A; B)"],
+    ),
     "the step": (lambda: given(step=50, own=0.1, waited=1, fetch=2), "step", ["50 ms of training step"]),
     "the step, with busy workers": (lambda: given(step=50, own=0.1, waited=4, fetch=90), "step", []),
     "the workers": (lambda: given(step=9, own=1, waited=40, fetch=100), "workers", ["num_workers=10 would do"]),

@@ -10,5 +10,9 @@ from typing import Any
 def main(options: Any) -> int:
     from rustloader import __version__
 
-    print(f"rustloader {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    print(f"rustloader {__version__}, {torch}, Python {platform.python_version()}")
     return 0

@@ -1,0 +1,162 @@
+"""Statistics of what is not served by the engine alone, and of what libraries wrap around a loader."""
+
+import pytest
+import torch
+from sample_data import Numbers
+from support import DataLoader, TorchDataLoader, rustloader
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+pytestmark = pytest.mark.ours
+
+
+def torchs_words(stats):
+    return [line.split(maxsplit=1)[1] for line in str(stats).splitlines() if line.startswith("  torch's")]
+
+
+# Torch's own iterators
+
+
+def test_no_row_of_zeros_where_torchs_iterator_did_the_work():
+    loader = DataLoader(Numbers(3))
+    assert len(list(loader)) == 3
+    iterator = iter(loader)
+    next(iterator)
+    of_loader, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
+    assert str(of_loader) == f"no figures: {of_loader.note}" and of_loader.note.startswith("num_workers=0")
+    assert str(of_iterator) == f"{of_loader}\n  torch's     1 batches so far"
+    for stats in (of_loader, of_iterator):
+        assert stats.as_dict()["note"] == stats.note and stats.as_dict(flat=True)["iterators"] == 0.0
+
+
+@pytest.mark.handover
+def test_iterators_that_were_handed_over_are_named_in_every_form():
+    loader = DataLoader(IterableWrapper(range(4)), num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    of_loader, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
+    for stats in (of_loader, of_iterator):
+        assert stats.note == stats.as_dict()["note"] == "its iterators were torch's own: its dataset is a DataPipe"
+        assert stats.as_dict()["handovers"] == [{"reason": "its dataset is a DataPipe", "count": 1}]
+        assert str(stats).startswith(f"no figures: {stats.note}\n") and "fetch" not in str(stats)
+    assert (of_loader.batches, of_iterator.batches) == (0, 1)
+    assert torchs_words(of_loader) == ["1 iterators: its dataset is a DataPipe"]
+    list(iterator)
+
+
+@pytest.mark.handover
+def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
+    loader = DataLoader(Numbers(30), num_workers=1)
+    list(loader)
+    assert rustloader.stats(loader).handovers == ()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
+        list(loader), list(loader)
+    stats = rustloader.stats(loader)
+    assert (stats.batches, stats.iterators, stats.note) == (30, 1, "")
+    (handover,) = stats.handovers
+    assert handover.count == 2
+    assert torchs_words(stats) == [f"2 iterators, not in these figures: {handover.reason}"]
+    verdict = stats.verdict()
+    assert verdict.kind not in ("unknown", "too_few")
+    assert verdict.reason.endswith(f"left out: 2 iterators that were torch's own ({handover.reason})")
+
+
+WORKER_LOOP = torch.utils.data._utils.worker._worker_loop
+
+
+# Wrappers
+
+
+class Prepared(TorchDataLoader):
+    """As accelerate has it: a loader around another one, which has the iterators."""
+
+    def __init__(self, loader):
+        super().__init__(loader.dataset)
+        self.base_dataloader = loader
+
+    def __iter__(self):
+        yield from self.base_dataloader
+
+
+class Prefetching:
+    """As timm and Fabric have it: an iterable around a loader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        self.iterator = iter(self.loader)
+        yield from self.iterator
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Prepared, Prefetching, lambda loader: Prefetching(Prepared(loader)), lambda loader: Prepared(Prepared(loader))],
+)
+def test_the_figures_of_the_loader_inside(wrap):
+    loader = wrap(DataLoader(Numbers(6), num_workers=2))
+    before = rustloader.stats(loader)
+    assert (before.num_workers, before.batches) == (2, 0) and before.note
+    told = []
+    with rustloader.report(loader, told.append):
+        assert len(list(loader)) == 6
+    for stats in (rustloader.stats(loader), *told):
+        assert (stats.num_workers, stats.batches, len(stats.workers), stats.note) == (2, 6, 2, "")
+
+
+def test_what_has_figures_of_its_own_is_not_looked_into():
+    loader = DataLoader(Numbers(4), num_workers=1)
+    loader.other = DataLoader(Numbers(6), num_workers=1)
+    list(loader), list(loader.other)
+    assert rustloader.stats(loader).batches == 4
+
+
+def test_nor_is_what_a_loader_is_fed_from():
+    inner = DataLoader(Numbers(4), num_workers=1)
+    list(inner)
+    for outer in (
+        DataLoader(inner),
+        DataLoader(Numbers(4), sampler=inner),
+        DataLoader(Numbers(4), batch_sampler=inner),
+    ):
+        assert "num_workers=0" in rustloader.stats(outer).note
+
+
+def test_two_loaders_are_no_wrapped_one():
+    pair = Prefetching(DataLoader(Numbers(4), num_workers=1))
+    pair.second = DataLoader(Numbers(4), num_workers=1)
+    with pytest.raises(TypeError, match="takes a DataLoader or its iterator, not an object of type Prefetching"):
+        rustloader.stats(pair)
+    pair.second = pair.loader
+    assert rustloader.stats(pair).num_workers == 1
+
+
+def test_a_ring_of_wrappers_has_an_end():
+    one = Prepared(DataLoader(Numbers(4), num_workers=1))
+    one.base_dataloader = Prepared(one)
+    assert rustloader.stats(one).batches == 0
+    one.base_dataloader = one
+    assert rustloader.stats(one).batches == 0
+
+
+def test_an_iterable_of_another_library_over_our_iterator():
+    class FeedsTheIterator:
+        """As fastai's `_FakeLoader`: no DataLoader at all, but all that the iterator asks for."""
+
+        _auto_collation, multiprocessing_context = True, None
+
+        def __init__(self, loader):
+            self.__dict__.update(vars(loader))
+            self._index_sampler = loader._index_sampler
+
+    class Loader:
+        def __init__(self):
+            self.fake = FeedsTheIterator(TorchDataLoader(Numbers(4), num_workers=1))
+
+        def __iter__(self):
+            yield from torch.utils.data.dataloader._MultiProcessingDataLoaderIter(self.fake)
+
+    loader = Loader()
+    with rustloader.installed():
+        assert len(list(loader)) == 4
+    assert rustloader.stats(loader).batches == 4
