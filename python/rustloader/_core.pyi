@@ -133,6 +133,9 @@ class Engine:
     def close(self, exiting: bool = False) -> None:
         """Tells the workers to leave and wakes a waiting ``next``, but not while ``exiting``. Any time."""
 
+    def stay(self) -> None:
+        """Does not return to a daemon thread once the iterator was closed while ``exiting``. Any time."""
+
     def alive(self) -> int:
         """Number of workers that run. Any time."""
 

@@ -18,7 +18,7 @@ use pyo3::types::{PyDict, PyList};
 use self::state::{InTurn, State};
 use super::pin::{self, Pinner};
 use super::runtime::Runtime;
-use super::turn::Turn;
+use super::turn::{Turn, stay};
 use crate::engine::pin::Control;
 use crate::engine::{Engine, Handle};
 use crate::metrics::Count;
@@ -183,6 +183,11 @@ impl PyEngine {
         }
         self.handle.close();
         Ok(())
+    }
+
+    /// Returns, but not to a daemon thread once the interpreter exits: for it the epoch has not come to its end. Without the turn.
+    fn stay(&self, py: Python<'_>) {
+        stay(py, &self.handle);
     }
 
     /// True once `close` was called. Without the turn.
