@@ -226,16 +226,19 @@ impl PyEngine {
         }
     }
 
-    /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. Without the
-    /// turn.
+    /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. After the end what it
+    /// said last; an error in a forked child. Without the turn.
     fn worker_status<'py>(&self, py: Python<'py>, worker: u32) -> PyResult<Bound<'py, PyDict>> {
-        if worker >= self.handle.arena.geometry().workers {
-            return Err(PyValueError::new_err(format!("there is no worker {worker}")));
-        }
-        status::describe(py, &self.handle.arena.control(worker).status)
+        let said = self.handle.status(worker)?;
+        let said = said.ok_or_else(|| PyValueError::new_err(format!("there is no worker {worker}")))?;
+        status::describe(py, &said)
     }
 
     /// Gives everything back after the workers have ended; while a `next` holds the turn, as soon as it gives that back.
+    ///
+    /// Two things depend on it that the GIL is held here, and in `InTurn::drop` until the turn is given back. Who gives it back
+    /// looks for the wish first: without the GIL the wish could come between that look and the turn's end, find the turn taken,
+    /// and be lost. And no fork of Python's copies a lock of turn, state, handle or meter that somebody has.
     fn finish(&self) {
         // SYNC: finish-wanted (pairs with the Acquire of whoever gives the turn back).
         self.finish_wanted.store(true, Ordering::Release);
@@ -244,9 +247,10 @@ impl PyEngine {
         }
     }
 
-    /// Bytes of the arena that have pages, and those of them that somebody holds. Without the turn.
+    /// Bytes of the arena that have pages, and those of them that somebody holds; none after the end, when the arena may be
+    /// another iterator's, and in a forked child. Without the turn.
     fn memory(&self) -> (u64, u64) {
-        let usage = self.handle.arena.usage();
+        let usage = self.handle.usage();
         (usage.warm, usage.held)
     }
 

@@ -58,6 +58,7 @@ impl InTurn<'_> {
 }
 
 impl Drop for InTurn<'_> {
+    /// With the GIL, which is given up only once the turn is given back: see `PyEngine::finish`.
     fn drop(&mut self) {
         let mut ending = Ending::Nothing;
         if let Some(state) = &mut self.state {
