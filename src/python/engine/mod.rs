@@ -238,8 +238,12 @@ impl PyEngine {
     ///
     /// Two things depend on it that the GIL is held here, and in `InTurn::drop` until the turn is given back. Who gives it back
     /// looks for the wish first: without the GIL the wish could come between that look and the turn's end, find the turn taken,
-    /// and be lost. And no fork of Python's copies a lock of turn, state, handle or meter that somebody has.
+    /// and be lost. And no fork of Python's copies the handle's lock or the meter's while somebody has it. The turn's own is held
+    /// without the GIL by who waits for the turn, so that a forked child must leave it alone.
     fn finish(&self) {
+        if !self.handle.is_ours() {
+            return;
+        }
         // SYNC: finish-wanted (pairs with the Acquire of whoever gives the turn back).
         self.finish_wanted.store(true, Ordering::Release);
         if self.turn.try_take() {

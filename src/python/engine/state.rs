@@ -69,7 +69,10 @@ impl Drop for InTurn<'_> {
             }
         }
         self.state = None;
-        self.engine.turn.give_back();
+        // A fork within `next` (in the sampler, say) may have copied the turn's lock while a thread had it.
+        if self.engine.handle.is_ours() {
+            self.engine.turn.give_back();
+        }
         if !matches!(ending, Ending::Nothing) {
             Python::attach(|py| py.detach(|| ending.carry_out()));
         }
