@@ -1,10 +1,11 @@
 //! What is counted of an iterator, for statistics: plain numbers that anybody may read at any time, without the turn.
 //!
 //! A counter has one writer at a time, whoever has the turn or the pin thread, so that an addition is a load and a store.
-//! The locks are taken where a task is among the slowest so far, when an iterator ends, and by who asks.
+//! The lock is taken where a task is among the slowest so far, when an iterator ends, and by who asks. In a forked child a thread
+//! that is not there may have it for ever: there nobody waits for it, and what it protects counts as nothing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::shm::arena::{Arena, Usage};
@@ -178,13 +179,26 @@ impl Totals {
 }
 
 /// The counters of one iterator, or of all iterators that a loader has had.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Meter {
+    /// The fork generation of the process that made it.
+    generation: u64,
     counts: [AtomicU64; Count::LEN],
     /// A task that takes longer than so many microseconds is among the slowest.
     slow_from: AtomicU64,
     /// What ends have left, and the slowest tasks; its counts are not used.
     rest: Mutex<Totals>,
+}
+
+impl Default for Meter {
+    fn default() -> Self {
+        Self {
+            generation: sys::fork::generation(),
+            counts: Default::default(),
+            slow_from: AtomicU64::default(),
+            rest: Mutex::default(),
+        }
+    }
 }
 
 impl Meter {
@@ -207,8 +221,16 @@ impl Meter {
         self.counts[count as usize].load(Ordering::Relaxed)
     }
 
-    fn rest(&self) -> MutexGuard<'_, Totals> {
-        self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    /// `None` in a child that was forked while another thread was in here.
+    fn rest(&self) -> Option<MutexGuard<'_, Totals>> {
+        if self.generation == sys::fork::generation() {
+            return Some(self.rest.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+        match self.rest.try_lock() {
+            Ok(rest) => Some(rest),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Whether a task that took so long is among the slowest so far, and so wanted by [`Meter::note_slow`].
@@ -219,7 +241,7 @@ impl Meter {
 
     /// Takes a task in among the slowest.
     pub fn note_slow(&self, task: SlowTask) {
-        let mut rest = self.rest();
+        let Some(mut rest) = self.rest() else { return };
         let place = rest.slowest.partition_point(|other| other.timings.total_us() >= task.timings.total_us());
         rest.slowest.insert(place, task);
         rest.slowest.truncate(SLOWEST);
@@ -230,17 +252,17 @@ impl Meter {
 
     /// Keeps what an arena tells of its workers, which have ended: it may go to another iterator now.
     pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
-        let mut rest = self.rest();
+        let Some(mut rest) = self.rest() else { return };
         rest.add_arena(arena, |worker| (pid(worker), false));
         rest.usage = Usage::default();
     }
 
-    /// Takes in the figures of an iterator that has ended.
+    /// Takes in the figures of an iterator that has ended. In a forked child whose parent was in here, that is the counters.
     pub fn absorb(&self, ended: &Totals) {
         for (word, more) in self.counts.iter().zip(ended.counts) {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
         }
-        let mut rest = self.rest();
+        let Some(mut rest) = self.rest() else { return };
         rest.add(&Totals {
             counts: [0; Count::LEN],
             usage: Usage::default(),
@@ -253,7 +275,7 @@ impl Meter {
 
     /// All that is known without a look at the arena. In a forked child whose parent was in here, that is the counters.
     pub fn totals(&self) -> Totals {
-        let rest = self.rest.try_lock().map(|rest| rest.clone()).unwrap_or_default();
+        let rest = self.rest().map(|rest| rest.clone()).unwrap_or_default();
         Totals { counts: std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed)), ..rest }
     }
 }
@@ -291,6 +313,38 @@ mod tests {
         }
         assert_eq!(indices(&meter.totals()), ["90", "80", "70", "60", "50", "40", "30", "20"]);
         assert!(!meter.is_slow(&task(20).timings) && meter.is_slow(&task(21).timings));
+    }
+
+    #[test]
+    fn a_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_has() {
+        let (meter, ended) = (Meter::default(), Meter::default());
+        ended.add(Count::Batches, 3);
+        ended.note_slow(task(5));
+        let totals = ended.totals();
+        let held = meter.rest();
+        // SAFETY: the child touches the meters and ends; the alarm ends it where it waits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: plain calls.
+            unsafe { libc::alarm(60) };
+            meter.absorb(&totals);
+            meter.note_slow(task(7));
+            let now = meter.totals();
+            ended.absorb(&totals);
+            let free = ended.totals();
+            let right = now.counts[Count::Batches as usize] == 3
+                && now.slowest.is_empty()
+                && indices(&free) == ["5", "5"];
+            // SAFETY: a plain call.
+            unsafe { libc::_exit(i32::from(!right)) };
+        }
+        let mut status = 0;
+        // SAFETY: the process is a child of ours that nobody else waits for.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        drop(held);
+        assert!(libc::WIFEXITED(status), "it waited until the alarm: {status}");
+        assert_eq!(libc::WEXITSTATUS(status), 0);
+        assert!(meter.totals().slowest.is_empty());
     }
 
     #[test]

@@ -133,6 +133,9 @@ class Engine:
     def close(self, exiting: bool = False) -> None:
         """Tells the workers to leave and wakes a waiting ``next``, but not while ``exiting``. Any time."""
 
+    def stay(self) -> None:
+        """Does not return to a daemon thread once the iterator was closed while ``exiting``. Any time."""
+
     def alive(self) -> int:
         """Number of workers that run. Any time."""
 
@@ -146,10 +149,11 @@ class Engine:
         """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time."""
+        """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time;
+        after the end what it said last."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the arena that have pages, and those of them that somebody holds. Any time."""
+        """Bytes of the arena that have pages, and those of them that somebody holds. Any time; none after the end."""
 
     def finish(self) -> None:
         """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""

@@ -200,6 +200,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if self._ended or self._death is not None:
             self._look_for_the_end()
         if self._shutdown:
+            if self._core is not None:
+                self._core.stay()
             # As torch's, whose workers are then all marked as unavailable.
             raise StopIteration
         answer, self._rescued = self._rescued, None

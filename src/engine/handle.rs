@@ -3,11 +3,12 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::pin::Control;
 use super::process::Process;
+use super::status::Status;
 use crate::error::{Error, Result};
 use crate::metrics::{Meter, Totals};
 use crate::shm::arena::Arena;
@@ -36,8 +37,10 @@ pub struct Handle {
     pub meter: Arc<Meter>,
     closing: AtomicBool,
     exiting: AtomicBool,
-    /// Whether the arena may have gone to another iterator. Locked while somebody uses it without the turn.
-    arena_gone: Mutex<bool>,
+    /// What the workers said last, once the arena may have gone to another iterator. Locked while somebody uses it without the
+    /// turn. The bindings do so with the GIL, so that no fork of Python's copies the lock while it is held; a child asks
+    /// [`Handle::is_ours`] first all the same.
+    last: Mutex<Option<Box<[Status]>>>,
 }
 
 impl Handle {
@@ -53,7 +56,7 @@ impl Handle {
             meter: Arc::default(),
             closing: AtomicBool::new(false),
             exiting: AtomicBool::new(false),
-            arena_gone: Mutex::new(false),
+            last: Mutex::new(None),
         })
     }
 
@@ -141,9 +144,13 @@ impl Handle {
         let _ = self.doorbell.ring();
     }
 
+    pub(super) fn last(&self) -> MutexGuard<'_, Option<Box<[Status]>>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn stop_workers(&self) {
-        let gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
-        if *gone {
+        let last = self.last();
+        if last.is_some() {
             return;
         }
         // Read by itself, so without a pair; a worker that sleeps sees it after the bell (SYNC: bell-rung).
@@ -157,15 +164,18 @@ impl Handle {
 
     /// The workers have ended and the arena may go to another iterator, whose workers [`Handle::close`] must not stop.
     pub fn part_with_arena(&self) {
-        let mut gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
-        if !std::mem::replace(&mut *gone, true) {
+        let mut last = self.last();
+        if last.is_none() {
+            let now = sys::clock::monotonic_ns();
+            let page = |worker| &self.arena.control(worker).status;
+            *last = Some((0..self.arena.geometry().workers).map(|it| Status::of(page(it), now)).collect());
             self.meter.keep(&self.arena, |worker| self.process(worker).map_or(0, |it| it.pid as u32));
         }
     }
 
     /// Whether the arena is this iterator's no more.
     pub fn has_ended(&self) -> bool {
-        !self.is_ours() || *self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner)
+        !self.is_ours() || self.last().is_some()
     }
 
     /// What is counted of the iterator, as it is now. In a forked child: as it was at the fork, without the workers.
@@ -173,9 +183,9 @@ impl Handle {
         if !self.is_ours() {
             return self.meter.totals();
         }
-        let gone = self.arena_gone.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.last();
         let mut totals = self.meter.totals();
-        if !*gone {
+        if last.is_none() {
             let now =
                 |worker| self.process(worker).map_or((0, false), |it| (it.pid as u32, !it.has_exited()));
             totals.add_arena(&self.arena, now);

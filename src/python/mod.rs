@@ -16,6 +16,7 @@ mod port;
 mod profiler;
 mod runtime;
 mod signals;
+mod stay;
 mod tensor;
 mod turn;
 

@@ -1,7 +1,5 @@
 //! The pin thread's Python side: batches are decoded into memory of torch's pinned allocator.
 
-use std::hint::black_box;
-use std::mem::transmute;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +9,7 @@ use pyo3::types::PyTuple;
 
 use super::codec::{self, Copies, Pinned};
 use super::runtime::Runtime;
+use super::stay::{call, let_go};
 use super::tensor::Bridge;
 use crate::engine::completions::Message;
 use crate::engine::pin::{Body, Prepare};
@@ -167,54 +166,6 @@ pub fn run(body: Body<Pinner>) -> Result<(), String> {
         begin.and_then(|begin| call(&begin, PyTuple::empty(py))).map_err(|error| error.to_string())?;
         py.detach(|| body.run())
     })
-}
-
-type Object = *mut pyo3::ffi::PyObject;
-type Call = unsafe extern "C" fn(Object, Object, Object) -> Object;
-type UnwindingCall = unsafe extern "C-unwind" fn(Object, Object, Object) -> Object;
-type LetGo = unsafe extern "C" fn(Object);
-type UnwindingLetGo = unsafe extern "C-unwind" fn(Object);
-
-/// Calls what runs Python code or waits without the GIL: users' code, torch's allocator. All such calls of the pin thread go
-/// through here, and the arguments are let go of here.
-///
-/// A thread that comes back from waiting while the interpreter ends is ended by Python (up to 3.13) with `pthread_exit`,
-/// which unwinds its stack, and Rust's part of it would abort the process. It stays here instead, as from Python 3.14 on.
-pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
-    // Not declared once more as "C-unwind": the compiler has one declaration of a symbol in a unit of code, and where pyo3's
-    // comes first it takes our call for one that cannot unwind, too. So it must not see what is called.
-    // SAFETY: the types differ only in that unwinding is allowed.
-    let call = black_box(unsafe { transmute::<Call, UnwindingCall>(pyo3::ffi::PyObject_Call) });
-    let stay = Stay;
-    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
-    let result = unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) };
-    std::mem::forget(stay);
-    // SAFETY: a new reference, or null with an exception set.
-    let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
-    // After the exception has been taken: what ends now may run code.
-    let_go(function.py(), args.into_any().unbind());
-    result
-}
-
-/// Lets go of an object at whose end Python code may run, see [`call`].
-fn let_go(_: Python<'_>, object: Py<PyAny>) {
-    // SAFETY: as in `call`.
-    let let_go = black_box(unsafe { transmute::<LetGo, UnwindingLetGo>(pyo3::ffi::Py_DecRef) });
-    let stay = Stay;
-    // SAFETY: the GIL is held; the reference was the caller's, and is given up.
-    unsafe { let_go(object.into_ptr()) };
-    std::mem::forget(stay);
-}
-
-/// Dropped only when the stack is unwound.
-struct Stay;
-
-impl Drop for Stay {
-    fn drop(&mut self) {
-        loop {
-            std::thread::park();
-        }
-    }
 }
 
 /// Waits for the pin thread's end, at most `seconds`; says whether it has ended.

@@ -85,8 +85,14 @@ impl Turn {
 }
 
 /// The error of a `next` whose iterator is shut down meanwhile. A daemon thread that is in `next` while the interpreter exits
-/// gets none, which it would only print: it stays here until the process ends.
+/// gets none, which it would only print.
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
+    stay(py, handle);
+    PyRuntimeError::new_err("the DataLoader iterator has been shut down")
+}
+
+/// Where a daemon thread stays until the process ends, once the interpreter exits; everybody else goes on.
+pub fn stay(py: Python<'_>, handle: &Handle) {
     if handle.exiting() && sys::signal::gettid() != std::process::id() as i32 {
         py.detach(|| {
             loop {
@@ -94,5 +100,4 @@ pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
             }
         })
     }
-    PyRuntimeError::new_err("the DataLoader iterator has been shut down")
 }

@@ -7,27 +7,32 @@ use super::identity::FdIdentity;
 use super::{descriptor_hint, errno};
 use crate::error::{Error, Result};
 
-/// Opens what the process `pid` has under the number `fd`, if it is the file of this device and inode.
+/// Opens what the process `pid` has under the number `fd`, if it is the file of this device and inode. Nothing else is opened:
+/// that would wake who waits at a FIFO, and may do anything to a device.
 ///
 /// Errors: [`Error::Os`]: `EBADF` for another file; else that of `open`, where /proc is not mounted, hides the
 /// process's files, or shows none of that number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
-    let path = format!("/proc/{pid}/fd/{fd}\0");
-    // Whatever the number names by now, opening it must neither wait nor make it this process's terminal.
-    let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
+    // A reference to whatever the number names by now, which can be looked at and no more.
+    let found = open_path(&format!("/proc/{pid}/fd/{fd}\0"), libc::O_PATH)?;
+    if FdIdentity::of(found.as_raw_fd())?.place() == place {
+        return open_path(&format!("/proc/self/fd/{}\0", found.as_raw_fd()), libc::O_RDONLY);
+    }
+    let hint = format!("process {pid} has another file under the number {fd} by now");
+    Err(Error::Os { call: "open(/proc/PID/fd)", errno: libc::EBADF, hint })
+}
+
+/// Opens a path that ends with a NUL byte.
+fn open_path(path: &str, flags: i32) -> Result<OwnedFd> {
+    debug_assert!(path.ends_with('\0'));
     // SAFETY: `path` ends with a NUL byte.
-    let call = || unsafe { libc::open(path.as_ptr().cast(), flags) };
+    let call = || unsafe { libc::open(path.as_ptr().cast(), flags | libc::O_CLOEXEC) };
     let file = failpoint!("peek", -1, call());
     if file == -1 {
         return Err(Error::last_os("open(/proc/PID/fd)", descriptor_hint(errno())));
     }
     // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
-    let file = unsafe { OwnedFd::from_raw_fd(file) };
-    if FdIdentity::of(file.as_raw_fd())?.place() == place {
-        return Ok(file);
-    }
-    let hint = format!("process {pid} has another file under the number {fd} by now");
-    Err(Error::Os { call: "open(/proc/PID/fd)", errno: libc::EBADF, hint })
+    Ok(unsafe { OwnedFd::from_raw_fd(file) })
 }
 
 /// What the file holds from `start` on, at most `most` bytes.
@@ -48,6 +53,8 @@ pub fn len(file: BorrowedFd<'_>) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::CString;
+    use std::io::Read;
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
@@ -68,5 +75,29 @@ mod tests {
         let (reader, _writer) = std::io::pipe().unwrap();
         assert!(matches!(open(me, reader.as_raw_fd(), place), Err(Error::Os { errno: libc::EBADF, .. })));
         assert!(matches!(open(me, 1 << 20, place), Err(Error::Os { errno: libc::ENOENT, .. })));
+    }
+
+    #[test]
+    fn another_file_is_not_opened() {
+        let me = std::process::id() as i32;
+        let memfd = memfd::create("rustloader-test", 0).unwrap();
+        let place = FdIdentity::of(memfd.as_raw_fd()).unwrap().place();
+        let path = std::env::temp_dir().join(format!("rustloader-test-fifo-{me}"));
+        let name = CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: `name` is a C string.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let fifo = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        // SAFETY: plain calls, and `name` is a C string.
+        let watch = unsafe {
+            let watch = libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK);
+            assert!(libc::inotify_add_watch(watch, name.as_ptr(), libc::IN_OPEN) >= 0);
+            std::fs::File::from_raw_fd(watch)
+        };
+        let was_opened = || (&watch).read(&mut [0; 4096]).is_ok();
+        assert!(matches!(open(me, fifo.as_raw_fd(), place), Err(Error::Os { errno: libc::EBADF, .. })));
+        assert!(!was_opened());
+        drop(std::fs::File::options().read(true).write(true).open(&path).unwrap());
+        assert!(was_opened(), "the kernel tells of none");
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -9,6 +9,7 @@ from support import finish, gone, run_script, start_script, wait_until, within
 pytestmark = pytest.mark.ours
 
 START = """
+    import rustloader
     from sample_data import Held, Images, Numbers, Slow
     from support import waits_in_next, while_next_waits, workers_say
     def told(iterator):
@@ -147,6 +148,126 @@ def test_s2_s5_the_interpreter_exits_whatever_holds_the_iterator(name):
     if name != "thread":  # there, next() may say that it has been shut down
         assert not err, err
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
+
+
+# Where a daemon thread is when the interpreter begins to end. It comes back while that takes the modules apart, and up
+# to Python 3.13 is ended there and then, with Rust's frames on its stack.
+BACK_AT_THE_END = {
+    "sampler": """class Sampler:
+        def __iter__(self):
+            yield from range(4)
+            nap()
+        def __len__(self):
+            return 40
+    loader = DataLoader(Numbers(40), num_workers=2, batch_size=None, sampler=Sampler(), prefetch_factor=1)""",
+    "computing sampler": """class Sampler:
+        def __iter__(self):
+            yield from range(4)
+            nap(time.monotonic)
+        def __len__(self):
+            return 40
+    loader = DataLoader(Numbers(40), num_workers=2, batch_size=None, sampler=Sampler(), prefetch_factor=1)""",
+    "method for the next index": """class Iter(rustloader._iter._MultiProcessingDataLoaderIter):
+        drawn = 0
+        def _next_index(self):
+            self.drawn += 1
+            if self.drawn == 5:
+                nap()
+            return super()._next_index()
+    class Loader(DataLoader):
+        def _get_iterator(self):
+            return Iter(self)
+    loader = Loader(Numbers(40), num_workers=2, batch_size=None, prefetch_factor=1)""",
+    "index that is pickled": """class Key:
+        def __init__(self, number):
+            self.number = number
+        def __reduce__(self):
+            if self.number == 4:
+                nap()
+            return Key, (self.number,)
+    class Keyed(Numbers):
+        def __getitem__(self, key):
+            return torch.tensor(key.number)
+    keys = [Key(i) for i in range(40)]
+    loader = DataLoader(Keyed(40), num_workers=2, batch_size=None, sampler=keys, prefetch_factor=1)""",
+    "batch that is unpickled": """class Item:
+        def __init__(self, number):
+            self.number = number
+        def __setstate__(self, state):
+            if state["number"] == 2:
+                nap()
+    class Items(Numbers):
+        def __getitem__(self, i):
+            return Item(i)
+    loader = DataLoader(Items(40), num_workers=2, batch_size=None, prefetch_factor=1)""",
+    "log": """import logging
+    class Handler(logging.Handler):
+        def createLock(self):
+            self.lock = None  # logging's own exit would wait for it
+        def emit(self, record):
+            nap()
+    logging.getLogger("rustloader").addHandler(Handler())
+    os.environ.update(RUSTLOADER_STALL_ITEM_SECONDS="0.2", RUSTLOADER_STALL_STACK_SECONDS="0")
+    loader = DataLoader(Slow(40, {2: 60, 3: 60}), num_workers=2, batch_size=None, prefetch_factor=1)""",
+    "section without the GIL": """import rustloader
+    class Endless:
+        def __iter__(self):
+            there.set()
+            while True:
+                rustloader._core._trim_pool()
+    loader = DataLoader(Numbers(40), num_workers=2)""",
+}
+
+
+@pytest.mark.parametrize("where", BACK_AT_THE_END)
+def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
+    process, pids = started(f"""
+    import gc, threading
+    gc.freeze()
+    class Lasting:
+        def __del__(self, sleep=time.sleep):
+            sleep(1)
+    lasting = Lasting()
+    there = threading.Event()
+    def nap(how=lambda: time.sleep(0.01)):
+        there.set()
+        while True:
+            how()
+    Endless = None
+    {BACK_AT_THE_END[where]}
+    iterator = told(iter(loader))
+    def run():
+        for _ in iterator if Endless is None else Endless():
+            pass
+    threading.Thread(target=run, daemon=True).start()
+    assert there.wait(60)
+    """)
+    with within(60):
+        status, _, err = finish(process, 90)
+    assert (status, err) == (0, "")
+    assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
+
+
+def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
+    status, out, err = run_script("""
+        import threading
+        from rustloader import _shutdown
+        from sample_data import Numbers
+        has_one, go, ended = threading.Event(), threading.Event(), threading.Event()
+        iterator = iter(DataLoader(Numbers(40), num_workers=2))
+        def run():
+            for _ in iterator:
+                has_one.set()
+                go.wait()
+            ended.set()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert has_one.wait(60)
+        _shutdown._end_all()
+        go.set()
+        print(ended.wait(1), thread.is_alive(), list(iterator))
+    """)
+    assert (status, out, err) == (0, "False True []\n", "")
 
 
 def test_s5_an_uncaught_error_with_a_live_iterator_ends_the_process():

@@ -7,7 +7,7 @@ use pyo3::types::PyTuple;
 use crate::copy::{STREAM_FROM, copy};
 use crate::error::Error;
 use crate::python::dlpack::Lease;
-use crate::python::pin::call;
+use crate::python::stay::call;
 use crate::python::tensor::SharedStorage;
 use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 

@@ -16,6 +16,7 @@ use crate::metrics::{Count, SlowTask};
 use crate::python::code;
 use crate::python::meter::short_text;
 use crate::python::pin::Ready;
+use crate::python::stay::call;
 use crate::python::turn::closed;
 use crate::wire::ResultKind;
 
@@ -193,7 +194,7 @@ impl PyEngine {
         let Stall { worker, pid, phase, state, time, .. } = *stall;
         let arguments =
             (worker, pid, phase == Phase::Start, time.as_secs_f64(), state.name(), index, stack, why_not);
-        self.runtime.tell_stall.bind(py).call1(arguments)?;
+        call(self.runtime.tell_stall.bind(py), arguments.into_pyobject(py)?)?;
         Ok(())
     }
 }

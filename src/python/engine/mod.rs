@@ -18,7 +18,7 @@ use pyo3::types::{PyDict, PyList};
 use self::state::{InTurn, State};
 use super::pin::{self, Pinner};
 use super::runtime::Runtime;
-use super::turn::Turn;
+use super::turn::{Turn, stay};
 use crate::engine::pin::Control;
 use crate::engine::{Engine, Handle};
 use crate::metrics::Count;
@@ -185,6 +185,11 @@ impl PyEngine {
         Ok(())
     }
 
+    /// Returns, but not to a daemon thread once the interpreter exits: for it the epoch has not come to its end. Without the turn.
+    fn stay(&self, py: Python<'_>) {
+        stay(py, &self.handle);
+    }
+
     /// True once `close` was called. Without the turn.
     #[getter]
     fn closing(&self) -> bool {
@@ -221,17 +226,24 @@ impl PyEngine {
         }
     }
 
-    /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. Without the
-    /// turn.
+    /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. After the end what it
+    /// said last; an error in a forked child. Without the turn.
     fn worker_status<'py>(&self, py: Python<'py>, worker: u32) -> PyResult<Bound<'py, PyDict>> {
-        if worker >= self.handle.arena.geometry().workers {
-            return Err(PyValueError::new_err(format!("there is no worker {worker}")));
-        }
-        status::describe(py, &self.handle.arena.control(worker).status)
+        let said = self.handle.status(worker)?;
+        let said = said.ok_or_else(|| PyValueError::new_err(format!("there is no worker {worker}")))?;
+        status::describe(py, &said)
     }
 
     /// Gives everything back after the workers have ended; while a `next` holds the turn, as soon as it gives that back.
+    ///
+    /// Two things depend on it that the GIL is held here, and in `InTurn::drop` until the turn is given back. Who gives it back
+    /// looks for the wish first: without the GIL the wish could come between that look and the turn's end, find the turn taken,
+    /// and be lost. And no fork of Python's copies the handle's lock or the meter's while somebody has it. The turn's own is held
+    /// without the GIL by who waits for the turn, so that a forked child must leave it alone.
     fn finish(&self) {
+        if !self.handle.is_ours() {
+            return;
+        }
         // SYNC: finish-wanted (pairs with the Acquire of whoever gives the turn back).
         self.finish_wanted.store(true, Ordering::Release);
         if self.turn.try_take() {
@@ -239,9 +251,10 @@ impl PyEngine {
         }
     }
 
-    /// Bytes of the arena that have pages, and those of them that somebody holds. Without the turn.
+    /// Bytes of the arena that have pages, and those of them that somebody holds; none after the end, when the arena may be
+    /// another iterator's, and in a forked child. Without the turn.
     fn memory(&self) -> (u64, u64) {
-        let usage = self.handle.arena.usage();
+        let usage = self.handle.usage();
         (usage.warm, usage.held)
     }
 

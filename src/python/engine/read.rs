@@ -12,6 +12,7 @@ use crate::engine::Incoming;
 use crate::engine::completions::Message;
 use crate::metrics::Count;
 use crate::python::pin::{Held, Ready};
+use crate::python::stay::call;
 use crate::python::tensor::Bridge;
 use crate::python::{code, codec};
 use crate::wire::ResultKind;
@@ -114,7 +115,8 @@ impl PyEngine {
     }
 
     fn load(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
-        self.runtime.loads.bind(py).call1((&pickle.payload, &pickle.objects)).map(Bound::unbind)
+        let arguments = (&pickle.payload, &pickle.objects).into_pyobject(py)?;
+        call(self.runtime.loads.bind(py), arguments).map(Bound::unbind)
     }
 
     /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but

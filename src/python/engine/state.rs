@@ -58,6 +58,7 @@ impl InTurn<'_> {
 }
 
 impl Drop for InTurn<'_> {
+    /// With the GIL, which is given up only once the turn is given back: see `PyEngine::finish`.
     fn drop(&mut self) {
         let mut ending = Ending::Nothing;
         if let Some(state) = &mut self.state {
@@ -68,7 +69,10 @@ impl Drop for InTurn<'_> {
             }
         }
         self.state = None;
-        self.engine.turn.give_back();
+        // A fork within `next` (in the sampler, say) may have copied the turn's lock while a thread had it.
+        if self.engine.handle.is_ours() {
+            self.engine.turn.give_back();
+        }
         if !matches!(ending, Ending::Nothing) {
             Python::attach(|py| py.detach(|| ending.carry_out()));
         }

@@ -2,12 +2,13 @@
 
 use pyo3::exceptions::{PyException, PyStopIteration};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator};
+use pyo3::types::{PyBytes, PyIterator, PyTuple};
 
 use super::PyEngine;
 use super::state::State;
 use crate::error::Error;
 use crate::python::codec;
+use crate::python::stay::{call, next_of};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 
@@ -23,9 +24,9 @@ pub(super) fn hold_back(py: Python<'_>, state: &mut State, error: PyErr) -> PyRe
 /// The sampler's next index; `None` at its end. `next_index` is an iterator, or a function to be called.
 fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if let Ok(iterator) = next_index.cast::<PyIterator>() {
-        return iterator.clone().next().transpose();
+        return next_of(iterator);
     }
-    match next_index.call0() {
+    match call(next_index, PyTuple::empty(next_index.py())) {
         Ok(index) => Ok(Some(index)),
         Err(error) if error.is_instance_of::<PyStopIteration>(next_index.py()) => Ok(None),
         Err(error) => Err(error),
@@ -62,7 +63,7 @@ impl PyEngine {
         let sent = if codec::encode_indices(py, &index, payload) {
             send(TaskKind::Plain, payload)
         } else {
-            let pickle = self.runtime.dump_index.bind(py).call1((&index,))?;
+            let pickle = call(self.runtime.dump_index.bind(py), (&index,).into_pyobject(py)?)?;
             let pickle = pickle.cast::<PyBytes>()?;
             send(TaskKind::Pickle, pickle.as_bytes())
         };
