@@ -150,6 +150,7 @@ def test_a_worker_that_is_killed_after_its_last_batch_harms_nobody():
 def test_a_worker_whose_process_object_was_closed():
     iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
     next(iterator)
+    assert wait_until(lambda: iterator._core.worker_status(1)["state"] == "fetch")
     process = iterator._workers[1]
     pid = process.pid
     process.kill()
