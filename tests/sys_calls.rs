@@ -9,6 +9,11 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("fork.rs", "pthread_atfork", "handed to at_fork, which has one"),
     ("hold.rs", "raise", "to the calling thread; cannot be refused"),
     ("map.rs", "madvise", "handed to populate and remove, which have one"),
+    (
+        "map.rs",
+        "munlock",
+        "its answer does not matter: what stays locked cannot be given back before the end",
+    ),
     ("map.rs", "munmap", "nobody is left to tell; a refusal keeps address space"),
     ("map.rs", "sysconf", "answered by the C library"),
     ("memfd.rs", "fcntl", "F_GET_SEALS, after F_ADD_SEALS, which has one, was refused"),

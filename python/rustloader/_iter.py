@@ -265,7 +265,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         else:
             text = _stall.index_text(index)
             self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
-        self._death = _death.describe(self._workers[worker_id], core.exit_status(worker_id))
+        said = core.worker_status(worker_id)["pid"]
+        self._death = _death.describe(self._workers[worker_id], core.exit_status(worker_id), said)
         core.close()
 
     def _death_error(self) -> RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import multiprocessing.process
 import os
 import signal
@@ -86,8 +87,10 @@ def end(iterators: list[Iter], grace: float, kill_after: float) -> None:
         for iterator, core in zip(iterators, cores, strict=True):
             for process in iterator._workers:
                 # Under forkserver to join is to wait for a descriptor, whose number may be another file's by now.
-                if core.alive() == 0 and process.exitcode is None:
-                    process.join(STATUS_AFTER)
+                # A process that the user has closed says nothing more.
+                with contextlib.suppress(ValueError):
+                    if core.alive() == 0 and process.exitcode is None:
+                        process.join(STATUS_AFTER)
                 # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
                 _mp_children.discard(process)
             core.finish()
@@ -101,7 +104,9 @@ def _end_all() -> None:
     for iterator in here:
         # A daemon thread in its `next` must not wake up to an error that it can only print.
         iterator._engine().close(exiting=True)
-    end(here, EXIT_GRACE, _EXIT_KILL_AFTER)
+    # A second Ctrl-C has sped it up, and has no more to say: Python would print it as an error of this hook.
+    with contextlib.suppress(KeyboardInterrupt):
+        end(here, EXIT_GRACE, _EXIT_KILL_AFTER)
     for iterator in here:
         iterator._shutdown = True
 

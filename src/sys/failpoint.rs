@@ -45,6 +45,7 @@ mod seam {
         "ftruncate",
         "seal",
         "mmap",
+        "mprotect",
         "dontdump",
         "populate",
         "map_in",

@@ -69,8 +69,8 @@ impl Mapping {
             let size = stat.st_size;
             return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
         }
-        let (protection, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
+        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would fill every page in, far more than there is memory.
+        let (protection, flags) = (libc::PROT_NONE, libc::MAP_SHARED | libc::MAP_NORESERVE);
         let (any, fd) = (std::ptr::null_mut(), fd.as_raw_fd());
         // SAFETY: the kernel chooses an address where nothing lies.
         let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
@@ -82,6 +82,15 @@ impl Mapping {
             return Err(Error::usage("mmap answered address 0"));
         };
         let mapping = Self { start, len, page: page_size() };
+        // Locked pages would stay when they are given back; what was never locked is none the worse.
+        // SAFETY: the range is the mapping just made.
+        unsafe { libc::munlock(mapping.start.as_ptr().cast(), len) };
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: as above.
+        let call = || unsafe { libc::mprotect(mapping.start.as_ptr().cast(), len, protection) };
+        if failpoint!("mprotect", -1, call()) == -1 {
+            return Err(Error::last_os("mprotect", "run without the sandbox or tool that restricts it"));
+        }
         // A kernel that refuses only makes core dumps larger.
         // SAFETY: the range is the mapping just made.
         let call = || unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };

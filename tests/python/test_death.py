@@ -147,6 +147,20 @@ def test_a_worker_that_is_killed_after_its_last_batch_harms_nobody():
     assert outcome(next, iterator)[0] in ("end", "error")
 
 
+def test_a_worker_whose_process_object_was_closed():
+    iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
+    next(iterator)
+    assert wait_until(lambda: iterator._core.worker_status(1)["state"] == "fetch")
+    process = iterator._workers[1]
+    pid = process.pid
+    process.kill()
+    process.join()
+    process.close()
+    with within(10), pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid(\(s\))? {pid}\) "):
+        list(iterator)
+    iterator._shutdown_workers()
+
+
 def test_t13_a_death_is_not_raised_in_the_users_own_code():
     iterator = iter(DataLoader(Numbers(50), num_workers=2, batch_size=None))
     next(iterator)

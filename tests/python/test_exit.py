@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 from support import finish, gone, run_script, start_script, wait_until, within
@@ -75,6 +76,31 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
     with within(60):
+        status, _, err = finish(process)
+    assert status in (130, -signal.SIGINT)
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
+    process, pids = started("""
+    import atexit
+    from rustloader import _shutdown
+    _shutdown.EXIT_GRACE = 60
+    # Runs just before the hook that waits for the stuck worker.
+    atexit.register(print, "ending", flush=True)
+    iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
+    next(iterator)
+    print("ready", flush=True)
+    time.sleep(120)
+    """)
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGINT)
+    assert process.stdout.readline() == "ending\n"
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGINT)
+    with within(30):
         status, _, err = finish(process)
     assert status in (130, -signal.SIGINT)
     assert err.count("Traceback (most recent call last)") == 1, err

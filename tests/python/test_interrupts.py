@@ -63,6 +63,37 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
     assert (status, out, err) == (0, "all\n", "")
 
 
+def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generator():
+    """A handler that raises inside of a generator, such as a BatchSampler's, ends it, and with it the epoch."""
+    status, out, err = run_script("""
+        import ctypes, itertools
+        from sample_data import Numbers
+        class Interrupted(Exception): pass
+        def handler(signum, frame):
+            raise Interrupted
+        signal.signal(signal.SIGUSR1, handler)
+        ended = []
+        def indices():
+            try:
+                yield from range(8)
+            except Interrupted:
+                ended.append(True)
+                raise
+        class Sampler:
+            def __iter__(self):
+                rest = indices()
+                next(rest)
+                # The first index raises the signal, and runs no Python code that would find it.
+                return itertools.chain(map(getattr(ctypes.CDLL(None), "raise"), [signal.SIGUSR1]), rest)
+        loader = DataLoader(Numbers(8), sampler=Sampler(), batch_size=None, num_workers=1, prefetch_factor=2)
+        try:
+            iter(loader)
+        except Interrupted:
+            print("interrupted", ended)
+    """)
+    assert (status, out, err) == (0, "interrupted []\n", "")
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         worker = torch.utils.data.get_worker_info().id

@@ -4,6 +4,8 @@ Each body runs in a forked child, so that its limits are its own.
 """
 
 import contextlib
+import ctypes
+import mmap
 import os
 import re
 import resource
@@ -20,6 +22,7 @@ from support import DataLoader, same
 pytestmark = pytest.mark.ours
 
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
+MCL_FUTURE = 2
 KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. ", FOR_GOOD]
 
 
@@ -112,6 +115,12 @@ def address_space():
         return int(f.read().split()[0]) * resource.getpagesize()
 
 
+def shared_memory_in_use():
+    """Bytes of shared memory that this process has pages of."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("RssShmem"))
+
+
 def epochs_of_two_loaders():
     """What a training does: some epochs over one loader, a look at another one after each, and memory of its own."""
     errors = []
@@ -147,6 +156,31 @@ def test_an_address_space_that_shrinks_in_the_middle():
     report = limited({}, body)
     assert report["value"] == [] and report["engine"] == 12, report
     assert len(report["log"]) == 1 and report["log"][0].startswith(HANDED_OVER)
+
+
+def test_a_program_that_locks_its_memory_locks_no_arena():
+    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel fills in all that is mapped anew: of an
+    arena many times the machine's memory."""
+
+    def body():
+        # So that an arena that is filled in takes no more than some GiB.
+        set_limit(resource.RLIMIT_AS, address_space() + (6 << 30))
+        if ctypes.CDLL(None).mlockall(MCL_FUTURE) != 0:
+            return ["mlockall was refused"]
+        try:
+            mmap.mmap(-1, 64 << 20).close()
+        except OSError as error:
+            return [str(error)]
+        errors = twice()
+        return [None, errors, shared_memory_in_use() >> 20]
+
+    report = limited({}, body)
+    refusal, *rest = report["value"]
+    if refusal is not None:
+        pytest.skip(f"memory cannot be locked without limit: {refusal}")
+    errors, megabytes = rest
+    assert (report["log"], report["engine"], errors) == ([], 12, [])
+    assert megabytes < 256
 
 
 @pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])

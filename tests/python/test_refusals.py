@@ -89,6 +89,7 @@ TABLE = [
     R("ftruncate", "EINTR", calls="1"),
     R("seal", "EPERM", handover="all", calls="1 1+"),
     R("mmap", "ENOMEM EPERM", handover="all", calls="1 1+"),
+    R("mprotect", "EACCES ENOMEM", handover="all", calls="1 1+"),
     R("dontdump", "EINVAL", calls="1+"),
     R("populate", "ENOMEM EFAULT", program="twice", handover="all", error=NO_MEMORY),
     # An index for which there was no memory is sent later.

@@ -44,7 +44,12 @@ impl PyEngine {
     ) -> PyResult<()> {
         let index = match state.unsent.take() {
             Some(index) => Some(index.into_bound(py)),
-            None => draw(next_index)?,
+            None => {
+                // A signal that came meanwhile would otherwise find the sampler: a handler that raises there is the end
+                // of a generator, such as a BatchSampler's.
+                py.check_signals()?;
+                draw(next_index)?
+            }
         };
         match index {
             Some(index) => self.submit(py, state, index),

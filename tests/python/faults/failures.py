@@ -37,6 +37,7 @@ ERRNO = {
     "memfd_create": "EMFILE",
     "ftruncate": "ENOSPC",
     "mmap": "ENOMEM",
+    "mprotect": "EACCES",
     "dontdump": "EINVAL",
     "populate": "ENOMEM",
     "map_in": "ENOMEM",
@@ -68,7 +69,7 @@ INTERRUPTED = {
 }
 INTERRUPTED |= {"ppoll", "epoll_wait"}
 # Kinds whose refusal in main hands a loader over to torch's iterator.
-HANDING_OVER = {"memfd_create", "ftruncate", "seal", "mmap", "populate", "eventfd", "fstat", "atfork"}
+HANDING_OVER = {"memfd_create", "ftruncate", "seal", "mmap", "mprotect", "populate", "eventfd", "fstat", "atfork"}
 # Seconds in which a program has to end; a spawned worker imports torch.
 LIMIT = 60
 # How many calls of a kind are tried at the most where the program makes more of it the longer it waits.
