@@ -94,6 +94,34 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
     assert (status, out, err) == (0, "interrupted []\n", "")
 
 
+def test_a_handler_that_raises_at_each_index_loses_no_batch():
+    """More often than there are tasks under way: each of them is still given out, once the handler has had its say."""
+    status, out, err = run_script("""
+        import ctypes, itertools
+        from sample_data import Numbers
+        class Interrupted(Exception): pass
+        def handler(signum, frame):
+            raise Interrupted
+        signal.signal(signal.SIGUSR1, handler)
+        class Sampler:
+            def __iter__(self):
+                signals = map(getattr(ctypes.CDLL(None), "raise"), [signal.SIGUSR1] * 20)
+                return itertools.chain([0, 0], signals)  # each signal is sent while its index, 0, is asked for
+        iterator = iter(DataLoader(Numbers(1), sampler=Sampler(), batch_size=None, num_workers=1, prefetch_factor=2))
+        batches = interrupts = 0
+        while True:
+            try:
+                next(iterator)
+                batches += 1
+            except Interrupted:
+                interrupts += 1
+            except StopIteration:
+                break
+        print(batches, interrupts)
+    """)
+    assert (status, out, err) == (0, "22 20\n", "")
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         worker = torch.utils.data.get_worker_info().id

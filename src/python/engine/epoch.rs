@@ -58,6 +58,7 @@ impl PyEngine {
             }
         }
         for _ in 0..state.engine.max_tasks() {
+            py.check_signals()?;
             self.refill(py, state, next_index)?;
         }
         give(answer, code::END, py.None())
@@ -95,6 +96,7 @@ impl PyEngine {
             return Err(closed(py, &self.handle));
         }
         for _ in 0..state.owed {
+            py.check_signals()?;
             let refilled = self.refill(py, state, next_index);
             if refilled.as_ref().is_err_and(|error| !error.is_instance_of::<PyException>(py)) {
                 return refilled;
@@ -128,11 +130,16 @@ impl PyEngine {
                 }
                 Step::Open(incoming) => self.open(py, state, &incoming)?,
                 Step::Submit => {
-                    let refilled = self.refill(py, state, next_index);
+                    let interrupt = py.check_signals();
+                    let refilled =
+                        if interrupt.is_ok() { self.refill(py, state, next_index) } else { Ok(()) };
                     state.engine.sampler_ends();
-                    if let Err(error) = refilled {
-                        // An interrupt may be behind it, which the sampler would survive: it is asked once more later.
+                    if interrupt.is_err() || refilled.is_err() {
+                        // An interrupt may be behind an error, which the sampler would survive: it is asked once more later.
                         state.owed += 1;
+                    }
+                    interrupt?;
+                    if let Err(error) = refilled {
                         hold_back(py, state, error)?;
                     }
                 }

@@ -34,7 +34,8 @@ fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny
 }
 
 impl PyEngine {
-    /// Takes one more index of the sampler, if there is one, and sends it.
+    /// Takes one more index of the sampler, if there is one, and sends it. Signals are looked for before: one that has come
+    /// would otherwise find the sampler, and a handler that raises there is the end of a generator, such as a BatchSampler's.
     #[inline]
     pub(super) fn refill(
         &self,
@@ -44,12 +45,7 @@ impl PyEngine {
     ) -> PyResult<()> {
         let index = match state.unsent.take() {
             Some(index) => Some(index.into_bound(py)),
-            None => {
-                // A signal that came meanwhile would otherwise find the sampler: a handler that raises there is the end
-                // of a generator, such as a BatchSampler's.
-                py.check_signals()?;
-                draw(next_index)?
-            }
+            None => draw(next_index)?,
         };
         match index {
             Some(index) => self.submit(py, state, index),
