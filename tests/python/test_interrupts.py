@@ -75,7 +75,8 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
         ended = []
         def indices():
             try:
-                yield from range(8)
+                for index in range(8):
+                    yield index
             except Interrupted:
                 ended.append(True)
                 raise
