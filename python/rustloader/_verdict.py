@@ -51,14 +51,17 @@ def judge(stats: Stats) -> Verdict:
     if verdict.kind == "unknown" or not stats.handovers:
         return verdict
     left_out = sum(handover.count for handover in stats.handovers)
-    reasons = "; ".join(handover.reason for handover in stats.handovers)
-    reason = f"{verdict.reason}; left out: {left_out} iterators that were torch's own ({reasons})"
+    reason = f"{verdict.reason}; left out: {left_out} iterators that were torch's own ({_why_torchs(stats)})"
     return replace(verdict, reason=reason)
+
+
+def _why_torchs(stats: Stats) -> str:
+    return "; ".join(handover.reason for handover in stats.handovers)
 
 
 def _judge(stats: Stats) -> Verdict:
     if stats.note or (stats.handovers and stats.batches == 0):
-        reason = stats.note or "; ".join(handover.reason for handover in stats.handovers)
+        reason = stats.note or _why_torchs(stats)
         return Verdict("unknown", "Nothing can be said: the Rust engine has delivered no batch.", reason)
     if stats.batches < _FEW:
         sentence = f"Too few batches to tell; ask again after {_FEW}."

@@ -33,10 +33,14 @@ pub fn stack<L: Lease>(
         return Ok(None);
     };
     // To look at every item costs more than torch needs for all of a small batch.
-    let sources = if total < STREAM_FROM { None } else { Some(sources(bridge, &items, &first)) };
-    if let Some(None) = sources {
-        return Ok(None);
-    }
+    let sources = if total < STREAM_FROM {
+        None
+    } else {
+        match sources(bridge, &items, &first) {
+            None => return Ok(None),
+            found => found,
+        }
+    };
     let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
     let (ptr, tensor) = match leased.filter(|lease| lease.len() >= total) {
         Some(lease) => (lease.ptr(), bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?),
@@ -45,7 +49,7 @@ pub fn stack<L: Lease>(
             (heap.ptr(), bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?)
         }
     };
-    match sources.flatten() {
+    match sources {
         // What torch refuses, its own function refuses as well, in its own words.
         None => Ok(bridge.stack_into(batch, &tensor).is_ok().then_some(tensor)),
         Some(sources) => {

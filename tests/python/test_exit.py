@@ -59,6 +59,16 @@ def test_s3_idle_persistent_workers_leave_when_main_is_killed():
     finish(process)
 
 
+def ends_with_one_traceback(process, pids, seconds):
+    """By a Ctrl-C, and without leaving a worker."""
+    with within(seconds):
+        status, _, err = finish(process)
+    assert status in (130, -signal.SIGINT)
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
 @pytest.mark.parametrize("where", ["next", "between"])
 def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     process, pids = started(f"""
@@ -75,12 +85,7 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     """)
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
-    with within(60):
-        status, _, err = finish(process)
-    assert status in (130, -signal.SIGINT)
-    assert err.count("Traceback (most recent call last)") == 1, err
-    assert err.rstrip().endswith("KeyboardInterrupt"), err
-    assert wait_until(lambda: all(map(gone, pids)))
+    ends_with_one_traceback(process, pids, seconds=60)
 
 
 def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
@@ -100,12 +105,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     assert process.stdout.readline() == "ending\n"
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGINT)
-    with within(30):
-        status, _, err = finish(process)
-    assert status in (130, -signal.SIGINT)
-    assert err.count("Traceback (most recent call last)") == 1, err
-    assert err.rstrip().endswith("KeyboardInterrupt"), err
-    assert wait_until(lambda: all(map(gone, pids)))
+    ends_with_one_traceback(process, pids, seconds=30)
 
 
 def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):

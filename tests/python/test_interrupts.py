@@ -63,15 +63,24 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
     assert (status, out, err) == (0, "all\n", "")
 
 
-def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generator():
-    """A handler that raises inside of a generator, such as a BatchSampler's, ends it, and with it the epoch."""
-    status, out, err = run_script("""
+# A handler that raises, and zeros: with each the signal is sent, which runs no Python code that would find it.
+SIGNALS = """
         import ctypes, itertools
         from sample_data import Numbers
         class Interrupted(Exception): pass
         def handler(signum, frame):
             raise Interrupted
         signal.signal(signal.SIGUSR1, handler)
+        def signals(count):
+            return map(getattr(ctypes.CDLL(None), "raise"), [signal.SIGUSR1] * count)
+"""
+
+
+def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generator():
+    """A handler that raises inside of a generator, such as a BatchSampler's, ends it, and with it the epoch."""
+    status, out, err = run_script(
+        SIGNALS
+        + """
         ended = []
         def indices():
             try:
@@ -84,30 +93,25 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
             def __iter__(self):
                 rest = indices()
                 next(rest)
-                # The first index raises the signal, and runs no Python code that would find it.
-                return itertools.chain(map(getattr(ctypes.CDLL(None), "raise"), [signal.SIGUSR1]), rest)
+                return itertools.chain(signals(1), rest)
         loader = DataLoader(Numbers(8), sampler=Sampler(), batch_size=None, num_workers=1, prefetch_factor=2)
         try:
             iter(loader)
         except Interrupted:
             print("interrupted", ended)
-    """)
+    """
+    )
     assert (status, out, err) == (0, "interrupted []\n", "")
 
 
 def test_a_handler_that_raises_at_each_index_loses_no_batch():
     """More often than there are tasks under way: each of them is still given out, once the handler has had its say."""
-    status, out, err = run_script("""
-        import ctypes, itertools
-        from sample_data import Numbers
-        class Interrupted(Exception): pass
-        def handler(signum, frame):
-            raise Interrupted
-        signal.signal(signal.SIGUSR1, handler)
+    status, out, err = run_script(
+        SIGNALS
+        + """
         class Sampler:
             def __iter__(self):
-                signals = map(getattr(ctypes.CDLL(None), "raise"), [signal.SIGUSR1] * 20)
-                return itertools.chain([0, 0], signals)  # each signal is sent while its index, 0, is asked for
+                return itertools.chain([0, 0], signals(20))
         iterator = iter(DataLoader(Numbers(1), sampler=Sampler(), batch_size=None, num_workers=1, prefetch_factor=2))
         batches = interrupts = 0
         while True:
@@ -119,7 +123,8 @@ def test_a_handler_that_raises_at_each_index_loses_no_batch():
             except StopIteration:
                 break
         print(batches, interrupts)
-    """)
+    """
+    )
     assert (status, out, err) == (0, "22 20\n", "")
 
 
