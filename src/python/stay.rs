@@ -30,10 +30,8 @@ type UnwindingLetGo = unsafe extern "C-unwind" fn(Object);
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
-    let stay = Stay;
     // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
-    let result = unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) };
-    forget(stay);
+    let result = staying(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
     // SAFETY: a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
     // After the exception has been taken: what ends now may run code.
@@ -46,10 +44,8 @@ pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<
     let py = iterator.py();
     // SAFETY: as in `call`.
     let next = black_box(unsafe { transmute::<Next, UnwindingNext>(ffi::PyIter_Next) });
-    let stay = Stay;
     // SAFETY: the GIL is held; the object is an iterator.
-    let item = unsafe { next(iterator.as_ptr()) };
-    forget(stay);
+    let item = staying(|| unsafe { next(iterator.as_ptr()) });
     // SAFETY: a new reference, or null: with an exception set, or without one at the end.
     match unsafe { Bound::from_owned_ptr_or_opt(py, item) } {
         Some(item) => Ok(Some(item)),
@@ -61,10 +57,16 @@ pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<
 pub fn let_go(_: Python<'_>, object: Py<PyAny>) {
     // SAFETY: as in `call`.
     let let_go = black_box(unsafe { transmute::<LetGo, UnwindingLetGo>(ffi::Py_DecRef) });
-    let stay = Stay;
     // SAFETY: the GIL is held; the reference was the caller's, and is given up.
-    unsafe { let_go(object.into_ptr()) };
+    staying(|| unsafe { let_go(object.into_ptr()) });
+}
+
+/// Makes a call. Where it does not return, but unwinds the stack, the thread stays here.
+fn staying<R>(call: impl FnOnce() -> R) -> R {
+    let stay = Stay;
+    let result = call();
     forget(stay);
+    result
 }
 
 /// Dropped only when the stack is unwound.
