@@ -35,7 +35,7 @@ EXAMPLES = """\
 examples:
   python benches/compare.py                            all rows, workers started each epoch
   python benches/compare.py --persistent               all rows, persistent workers
-  python benches/compare.py --both --readme            both, into README.md and its picture
+  python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors, in a line below
   python benches/compare.py --save before.json         ... change something ...
@@ -169,7 +169,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--start-method", choices=("fork", "spawn"), default="fork", help="default: %(default)s")
     add("--quick", action="store_true", help="a tenth of the batches: a first look, no figures to quote")
     add("--beside", action="store_true", help="torch with file_system sharing and with persistent workers; floors")
-    add("--readme", action="store_true", help="write the table into README.md, and its picture beside it")
+    add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart beside it")
     add("--save", "--json", dest="save", type=Path, metavar="FILE", help="write the results as JSON")
     add("--against", type=Path, metavar="FILE", help="compare with results that --save has written")
     add("--tolerance", type=float, default=10, metavar="PERCENT", help="for --against (default: %(default)s)")
@@ -234,8 +234,8 @@ def main() -> int:
     results, held = run(options)
     if options.save:
         options.save.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
-    if options.readme:
-        report.write(ROOT / "README.md", report.table(results))
+    if options.docs:
+        report.write(ROOT / "docs" / "performance-log.md", report.table(results))
         (ROOT / "docs" / "compare.svg").write_text(report.picture(results))
     slower = slower_than(before, results, options.tolerance) if before else []
     if before:

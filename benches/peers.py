@@ -229,7 +229,7 @@ def measure(row: Row, makers: dict[str, Maker], batches: int, rounds: int) -> tu
 
 def head(names: list[str], what: str) -> str:
     """The first lines of a table in Markdown."""
-    return f"\n| {what} a batch, us | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|"
+    return f"\n| {what} per batch, us | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|"
 
 
 def line(result: dict[str, Any], names: list[str], what: str) -> str:

@@ -11,7 +11,7 @@ HEAD += f"{'row':<17}{'wall us':>11}{'wall us':>12}{'ratio':>8} |{'CPU us':>11}{
 HEAD += f"{'wall us':>11}"
 
 # The bars of a row, and their colors.
-SETTINGS = [("workers started each epoch", "#7fa8d9"), ("persistent workers", "#1f5fa8")]
+SETTINGS = [("workers started in each epoch", "#7fa8d9"), ("persistent workers", "#1f5fa8")]
 
 # Columns of --beside, by the key in a result.
 BESIDE = {
@@ -45,7 +45,7 @@ def beside_line(result: dict[str, Any]) -> str:
 
 
 def by_row(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """The results of each row: with workers started each epoch, and with persistent ones."""
+    """The results of each row: with workers started in each epoch, and with persistent ones."""
     rows: dict[str, list[dict[str, Any] | None]] = {}
     for result in results:
         rows.setdefault(result["row"], [None, None])[result["persistent"]] = result
@@ -95,7 +95,7 @@ def picture(results: list[dict[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 60} {height}" '
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        text(left, 20, "Batches a second, torch's DataLoader = 1"),
+        text(left, 20, "Batches per second, torch's DataLoader = 1"),
     ]
     for k, (name, color) in enumerate(SETTINGS):
         out.append(f'<rect x="{left + 230 * k}" y="30" width="12" height="12" fill="{color}"/>')
