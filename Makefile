@@ -23,42 +23,42 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-growth compare-breakdown compare-peers compare-gpu reliability-figures ecosystem wheel dist docs clean
 
-help: ## Say what can be done (this text)
+help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
 	@echo
 	@echo 'Targets:'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo 'Variables (now):'
-	@echo '  PYTHON=$(PYTHON)   the Python that .venv gets: a name or a path, 3.11 or newer'
-	@echo '  TORCH=$(TORCH)   the torch that .venv gets, as pip takes it, for instance TORCH=torch==2.6.0'
-	@echo '  ARGS=$(ARGS)   further arguments for demo, compare, bench and tests, for instance ARGS=--help'
+	@echo 'Variables, with their current values:'
+	@echo '  PYTHON=$(PYTHON)   the Python of .venv: a name or a path, 3.11 or newer'
+	@echo '  TORCH=$(TORCH)   the torch of .venv, as an argument of pip, for instance TORCH=torch==2.6.0'
+	@echo '  ARGS=$(ARGS)   more arguments for demo, compare, bench and tests, for instance ARGS=--help'
 	@echo
-	@echo 'All that use Python set up .venv first (about 5 GB with torch) and keep it until PYTHON or TORCH changes.'
+	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
 demo: build ## Train a net on image files through torch and through rustloader; compare the two
 	$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: build test-rust test-loom test-python ## Run all tests: Rust, loom, Python
 
-test-rust: ## Only the Rust tests (debug with failpoints, then the property tests in release)
+test-rust: ## Run the Rust tests only (debug with failpoints, then the property tests in release)
 	$(CARGO) test --features failpoints
 	$(CARGO) test --release --lib --test scheduler_model --test garbage
 
 # A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
-test-loom: ## Only the loom models of the lock-free parts
+test-loom: ## Run the loom models of the lock-free parts only
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-test-python: build failpoints ## Only the Python tests (ARGS='-k name')
+test-python: build failpoints ## Run the Python tests only (ARGS='-k name')
 	$(BIN)/python -m pytest tests/python $(ARGS)
 
-fuzz: build ## Send random trees through torch's loader and ours until they differ (ARGS='--trees 20000 --seed 1')
+fuzz: build ## Send random trees through both loaders and compare (ARGS='--trees 20000 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m roundtrip.fuzz $(ARGS)
 
-mutants: build ## Break our code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
+mutants: build ## Break the code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
-# Each takes minutes; `make test` has a short form of each.
+# Each takes minutes; `make test` runs a short form of each.
 faults: build ## End a worker in every way at every place, under every kind of loader (ARGS='--only fork')
 	cd tests/python && ../../$(BIN)/python -m faults.matrix --all $(ARGS)
 
@@ -77,18 +77,18 @@ drops: build ## Drop iterators at any moment, in every way (ARGS='--count 1000 -
 forks: build ## Fork while other loaders work (ARGS='--forks 500 --seed 1')
 	cd tests/python && ../../$(BIN)/python -m faults.forks $(ARGS)
 
-failures: build failpoints ## Have each single system call of an epoch fail, or end its process (ARGS='--kind mmap')
+failures: build failpoints ## Make each system call of an epoch fail, or end its process (ARGS='--kind mmap')
 	cd tests/python && ../../$(BIN)/python -m faults.failures $(ARGS)
 
-fuzz-programs: build ## Run random programs through torch's loader and ours (ARGS='--programs 5000 --seed 7')
+fuzz-programs: build ## Run random programs through both loaders and compare (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
 
-soak: build ## Loaders of random kinds with faults mixed in, a line a minute (ARGS='--minutes 20 --seed 1')
+soak: build ## Run loaders of random kinds with faults mixed in (ARGS='--minutes 20 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m faults.soak $(ARGS)
 
 # The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
 ASAN_TESTS := test_codec.py test_tensors.py test_leases.py test_transport_torch.py test_damage.py
-asan: build ## AddressSanitizer over the Rust tests, then over some Python tests (needs a nightly Rust and gcc's libasan)
+asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (needs a nightly Rust and gcc's libasan)
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --no-fail-fast --features failpoints --target $(HOST) --target-dir target/asan
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly build --lib --features python --target $(HOST) --target-dir target/asan
 	rm -rf target/asan/python && mkdir target/asan/python && cp -r python/rustloader target/asan/python/
@@ -97,16 +97,16 @@ asan: build ## AddressSanitizer over the Rust tests, then over some Python tests
 		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(addprefix tests/python/,$(ASAN_TESTS)) $(ARGS)
 
 # Both ask databases on the network, which lint does not need.
-audit: $(VENV)/.made-with ## Known vulnerabilities of what this builds on (cargo install cargo-audit; needs the network)
+audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies (cargo install cargo-audit; needs the network)
 	$(CARGO) audit
 	$(BIN)/python -m venv target/audit && target/audit/bin/pip install --quiet pip-audit
 	target/audit/bin/pip-audit --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # On a machine without a CUDA device all of them are skipped.
-test-gpu: build ## Only the tests that need a CUDA device
+test-gpu: build ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests/python -m gpu $(ARGS)
 
-lint: build ## Formatters, linters and type checkers for Rust and Python
+lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
 	$(CARGO) clippy --all-targets --features python -- -D warnings
@@ -116,15 +116,15 @@ lint: build ## Formatters, linters and type checkers for Rust and Python
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
 
-failpoints: target/failpoints/.built ## Build the extension that tests have system calls refused in (not installed)
+failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that refuse system calls (not installed)
 
-bench: ## Rust benchmarks of scheduler, ring and arena (criterion; no Python)
+bench: ## Run the Rust benchmarks of scheduler, ring and arena (criterion; no Python)
 	$(CARGO) bench $(ARGS)
 
-bench-save: ## The Rust benchmarks, kept as what `make bench-check` compares with
+bench-save: ## Run the Rust benchmarks and keep the results for `make bench-check`
 	$(CARGO) bench $(ARGS) -- --save-baseline before
 
-bench-check: ## The Rust benchmarks against those of `make bench-save`: what became slower (exit status 2 if anything did)
+bench-check: ## Run the Rust benchmarks and compare with `make bench-save` (exit status 2 if anything became slower)
 	$(CARGO) bench $(ARGS) -- --baseline before >target/bench-check.txt
 	@cat target/bench-check.txt
 	@! grep --quiet 'Performance has regressed' target/bench-check.txt
@@ -132,32 +132,32 @@ bench-check: ## The Rust benchmarks against those of `make bench-save`: what bec
 compare: build ## Compare with torch's DataLoader (ARGS='--quick', ARGS='--persistent', ARGS=--help)
 	$(BIN)/python benches/compare.py $(ARGS)
 
-compare-memory: build ## The peak memory of both (needs the right to make a cgroup)
+compare-memory: build ## Compare the peak memory of both loaders (needs the right to create a cgroup)
 	$(BIN)/python benches/memory.py $(ARGS)
 
-compare-growth: build ## How both grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
+compare-growth: build ## Measure how both loaders grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
 	$(BIN)/python benches/growth.py $(ARGS)
 
-compare-breakdown: build ## Where the time of a batch goes
+compare-breakdown: build ## Measure where the time of a batch goes
 	$(BIN)/python benches/breakdown.py $(ARGS)
 
-compare-peers: build ## The loaders of torchdata and SPDL beside both (what is missing in .venv is left out, and named)
+compare-peers: build ## Compare with the loaders of torchdata and SPDL too (those missing in .venv are left out)
 	$(BIN)/python benches/peers.py $(ARGS)
 
-compare-gpu: build ## The same for pinned batches, with a CUDA device
+compare-gpu: build ## Compare pinned batches, on a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)
 
-reliability-figures: build ## How fast faults are seen and how long ends take (ARGS='--write docs/reliability.md')
+reliability-figures: build ## Measure how fast faults are seen and how long shutdowns take (ARGS='--write docs/reliability.md')
 	$(BIN)/python benches/reliability.py $(ARGS)
 
 # Not a part of `make test`: it needs the network once, and what it tests is written by others.
-ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and ten more on torch's loader and on ours (another 6 GB)
+ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and nine more on both loaders (another 6 GB)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(ARGS)
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
-dist: ## Build into dist/ what a release has: this machine's wheel, the one for macOS and Windows, the sdist; check them
+dist: ## Build and check a release in dist/: this machine's wheel, the one for macOS and Windows, the sdist
 	rm -rf dist
 	@$(MAKE) wheel
 	$(BIN)/python scripts/pure_wheel.py dist/*.whl
@@ -167,7 +167,7 @@ dist: ## Build into dist/ what a release has: this machine's wheel, the one for 
 
 # Built from sources alone: an environment of its own, without torch.
 DOCS := target/docs
-docs: $(DOCS)/.made ## Build the documentation's site into target/site; a dead link or anchor is an error
+docs: $(DOCS)/.made ## Build the documentation's site in target/site; a dead link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
 $(DOCS)/.made: pyproject.toml
@@ -176,7 +176,7 @@ $(DOCS)/.made: pyproject.toml
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
-clean: ## Remove all that was made here: .venv, builds, caches, the demo's images
+clean: ## Remove everything that make created: .venv, builds, caches, the demo's images
 	rm -rf .venv .venv-ecosystem target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data
 	rm -f python/rustloader/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

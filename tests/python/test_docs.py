@@ -29,7 +29,7 @@ NOT_RUN = "# Not run by the tests: "
 # Of a page that starts more workers than this machine has cores.
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 # Commands of other packages, which are not looked into.
-OTHERS = {"git", "cd"}
+OTHERS = {"git", "cd", "conda"}
 # Variables of the C library.
 OTHERS_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
 # Files and modules that stand for the reader's own.
@@ -146,6 +146,9 @@ def check_command(words):
         check_make(rest)
     elif name == "pip":
         check_pip(rest)
+    elif name == "uv":
+        assert rest[0] == "pip", words
+        check_pip(rest[1:])
     elif name == "rustloader":
         check_ours(rest)
     elif name in ("python", "torchrun", "accelerate"):
@@ -235,7 +238,7 @@ def known_variables():
 
 def test_the_reference_has_all_environment_variables():
     of_tests = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
-    told = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/api.md"].read_text(), re.MULTILINE))
+    told = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/options.md"].read_text(), re.MULTILINE))
     assert told == known_variables() - of_tests
 
 
@@ -276,7 +279,7 @@ def anchors(path):
     for title in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
         slug = re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()
         found.add(re.sub(r"[-\s]+", "-", slug) if path.parent.name == "docs" else slug.replace(" ", "-"))
-    return found
+    return found | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))  # mkdocstrings gives each object one
 
 
 @pytest.mark.parametrize("page", PAGES)
