@@ -184,7 +184,7 @@ clean: ## Remove everything that make created: .venv, builds, caches, the demo's
 # --- set-up -----------------------------------------------------------------------------------------------------
 
 venv: $(VENV)/.made-with
-build: $(VENV)/.built
+build: $(VENV)/.built ## Build the extension and install it into .venv
 
 # .made-with holds what PYTHON and TORCH were. Where it says something else, or the Python behind it has gone,
 # scripts/venv.sh runs again and changes what has to change.

@@ -278,7 +278,7 @@ def anchors(path):
     text = re.sub(r"^( *)(```|~~~).*?^\1\2 *$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     for title in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
         slug = re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", slug) if path.parent.name == "docs" else slug.replace(" ", "-"))
+        found.add(re.sub(r"[-\s]+", "-", slug) if path.parent == ROOT / "docs" else slug.replace(" ", "-"))
     return found | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))  # mkdocstrings gives each object one
 
 
@@ -298,5 +298,5 @@ def test_the_site_has_every_page():
     """What mkdocs itself looks for (`make docs`), where it is not installed."""
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(
-        str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent.name == "docs"
+        str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent == ROOT / "docs"
     )

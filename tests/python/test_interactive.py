@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import pathlib
 import pty
 import re
 import select
@@ -199,3 +200,16 @@ def test_the_repl_has_classes_of_main_and_ctrl_c(repl):
     assert len(pids) == 2
     repl.type("exit()\n")
     assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+def test_the_quick_start_runs_twice_in_a_notebook(notebook):
+    """Every Python block of the page as a cell; then all of them again, in the same kernel."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "quick-start.md").read_text()
+    cells = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(cells) > 3
+    notebook(f"""
+        with kernel() as it:
+            for cell in {cells * 2!r}:
+                status, _, _, errors = it.run(cell)
+                assert status == "ok", (cell, errors)
+    """)
