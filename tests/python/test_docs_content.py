@@ -1,5 +1,6 @@
 """What the documentation has to hold: README's length, words that a search finds, every public name, plain English."""
 
+import ast
 import importlib
 import inspect
 import pathlib
@@ -144,7 +145,7 @@ def test_the_site_shows_the_loaders_signature():
     """Of scripts/docs_signature.py, whose griffe is not installed here."""
     source = (ROOT / "scripts" / "docs_signature.py").read_text()
     namespace = {}
-    signature = re.search(r"SIGNATURE = '''\n(.*?)'''", source, re.DOTALL)[1]
+    signature = ast.literal_eval(re.search(r'SIGNATURE = (""".*?""")', source, re.DOTALL)[1])
     exec(f"from __future__ import annotations\n{signature}", namespace)
     shown = dict(inspect.signature(namespace["__init__"]).parameters)
     del shown["self"]
