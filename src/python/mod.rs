@@ -29,7 +29,7 @@ mod _core {
     #[pymodule_export]
     use super::dlpack::{LeaseBuffer, heap_storage};
     #[pymodule_export]
-    use super::engine::{_trim_pool, PyEngine, begin_forks, end_forks, engine_batches};
+    use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
     use super::indices::{StoppableIndices, WorkerStopped};
     #[pymodule_export]
