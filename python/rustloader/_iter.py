@@ -39,9 +39,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
 
     It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
     transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
-    multiprocessing context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's iterator that a program has replaced, a subclass with hooks that the engine
-    has no place for, a system without memfd) the iterator is torch's own in every method, and the logger ``rustloader``
-    says so once.
+    multiprocessing context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's
+    iterator that a program has replaced, a subclass with hooks that the engine has no place for, a system without
+    memfd) the iterator is torch's own in every method, and the logger ``rustloader`` says so once.
     """
 
     # What methods need that may run before `__init__` has come far, or without it.

@@ -22,7 +22,9 @@ mod turn;
 
 use pyo3::prelude::*;
 
-#[pymodule]
+// The code relies on the GIL: `PyEngine::finish`, `sys::hold`, the borrowed items of `codec::encode`. A free-threaded Python
+// takes the GIL again when it loads a module that says so, and warns of it. Without this PyO3 would say the opposite.
+#[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
     use super::codec::roundtrip::{_collate, _roundtrip};
