@@ -2,8 +2,8 @@
 
     python scripts/split_symbols.py dist/rustloader-*-linux_x86_64.whl
 
-The wheel must have been built with `--profile dist`. It is rewritten in its place: the names of functions stay, the lines
-of the sources go to `symbols/WHEEL.debug` beside it. gdb finds that file when it lies beside the installed
+The wheel must have been built with `--profile dist`. It is rewritten in its place: the names of functions stay, the
+lines of the sources go to `symbols/WHEEL.debug` beside it. gdb finds that file when it lies beside the installed
 `_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's processor.
 """
 
