@@ -157,13 +157,14 @@ ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm an
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
-dist: ## Build and check a release in dist/: this machine's wheel, the one for macOS and Windows, the sdist
+dist: $(VENV)/.made-with ## Build and check a release in dist/: this machine's wheel and its symbols, the wheel for macOS and Windows, the sdist
 	rm -rf dist
-	@$(MAKE) wheel
+	$(BIN)/maturin build --profile dist --out dist
+	$(BIN)/python scripts/split_symbols.py dist/*.whl
 	$(BIN)/python scripts/pure_wheel.py dist/*.whl
 	$(BIN)/maturin sdist --out dist
 	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine
-	target/twine/bin/twine check --strict dist/*
+	target/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
 
 # Built from sources alone: an environment of its own, without torch.
 DOCS := target/docs

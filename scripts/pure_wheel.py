@@ -31,19 +31,27 @@ def pure(linux: pathlib.Path) -> pathlib.Path:
     dropped = [item for item in contents if re.search(r"/_core\.[^/]*so$", item) or item.startswith(f"{info}/sboms/")]
     if not any(item.endswith(".so") for item in dropped):
         raise ValueError(f"{linux} has no compiled extension")
-    for item in [*dropped, f"{info}/RECORD"]:
+    for item in dropped:
         del contents[item]
     contents[f"{info}/WHEEL"] = _wheel_file(contents[f"{info}/WHEEL"].decode()).encode()
-    contents[f"{info}/RECORD"] = _record(contents, f"{info}/RECORD").encode()
     path = linux.with_name(f"{name}-{version}-py3-none-{PLATFORMS}.whl")
+    write_wheel(path, contents)
+    return path
+
+
+def write_wheel(path: pathlib.Path, contents: dict[str, bytes]) -> None:
+    """Writes a wheel of these files, with a new RECORD."""
+    (record,) = (item for item in contents if item.endswith(".dist-info/RECORD"))
+    # The last one in a wheel, as the specification of wheels recommends.
+    del contents[record]
+    contents[record] = _record(contents, record).encode()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for item, content in contents.items():
             # A fixed date: the same sources give the same bytes.
             entry = zipfile.ZipInfo(item, (1980, 1, 1, 0, 0, 0))
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.external_attr = 0o644 << 16
+            entry.external_attr = (0o755 if item.endswith(".so") else 0o644) << 16
             wheel.writestr(entry, content)
-    return path
 
 
 def _wheel_file(text: str) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "_roundtrip",
     "_trim_pool",
     "begin_forks",
+    "descends",
     "end_forks",
     "engine_batches",
     "figures",
@@ -302,6 +303,10 @@ def begin_forks() -> None:
 
 def end_forks() -> None:
     """Ends what ``begin_forks`` began."""
+
+def descends(pid: int) -> bool:
+    """Whether a process is a child of this one, or a child of a child, as under the fork server; False for this process
+    itself, and for what is no pid."""
 
 def _trim_pool() -> int:
     """Lets go of the arenas that wait for the next iterator; says how many there were."""

@@ -19,7 +19,7 @@ def describe(process: Any, status: tuple[str, int, str] | None, pid: int) -> str
     if status is None:
         # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little
         # later. Not join(): where somebody has closed all descriptors that would wait without end.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):
             multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
     if status is None and (code := _asked(process, "exitcode")):
         status = ("code", code, "") if code > 0 else ("signal", -code, _signal_name(-code))
@@ -42,11 +42,11 @@ def describe(process: Any, status: tuple[str, int, str] | None, pid: int) -> str
 
 
 def _asked(process: Any, name: str) -> int | None:
-    try:
+    # The user may have closed it, or may have put something else in its place.
+    with contextlib.suppress(Exception):
         number: int | None = getattr(process, name)
-    except ValueError:
-        return None
-    return number
+        return number
+    return None
 
 
 def _signal_name(number: int) -> str:

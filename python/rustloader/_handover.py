@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing.context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch.multiprocessing
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from rustloader import _internals, _ledger, _stall
 from rustloader._core import Engine
 from rustloader._torchs import TorchIter
 
-__all__ = ["fall_back", "make_engine", "why_not"]
+__all__ = ["context_of", "fall_back", "make_engine", "process_class", "why_not"]
 
 logger = logging.getLogger("rustloader")
+
+# What torch uses of a worker's process. The engine waits for the process itself and signals it, so it can stand in for
+# multiprocessing's methods alone.
+_PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
 
 
 def why_not(cls: type, ours: type, loader: Any) -> str | None:
@@ -21,7 +29,38 @@ def why_not(cls: type, ours: type, loader: Any) -> str | None:
     ``ours`` or a subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
+    foreign = _foreign_process(context_of(loader))
+    if foreign is not None:
+        return foreign
     return _internals.replaced_part(TorchIter) or _internals.foreign_part(cls, ours)
+
+
+def context_of(loader: Any) -> Any:
+    """What starts the workers of a loader."""
+    context = loader.multiprocessing_context
+    return torch.multiprocessing if context is None else context
+
+
+def process_class(context: Any) -> Any:
+    """The class of a context's processes, where it names one."""
+    kind = getattr(context, "Process", None)
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    return kind
+
+
+def _foreign_process(context: Any) -> str | None:
+    """How the processes of a context differ from those of multiprocessing; None when they do not."""
+    kind = process_class(context)
+    # What a function returns is known only after the call, which is then torch's to make.
+    if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
+        return "the Process of its multiprocessing context is not a subclass of multiprocessing.process.BaseProcess"
+    for name in _PROCESS_METHODS:
+        if getattr(kind, name) is not getattr(BaseProcess, name):
+            return f"the Process of its multiprocessing context has its own {name}"
+    if not _internals.is_torchs(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
+        return "the Process of its multiprocessing context has its own way to start"
+    return None
 
 
 def fall_back(source: Any, reason: str) -> None:

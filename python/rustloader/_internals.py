@@ -31,7 +31,7 @@ _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_
 
 
 def is_torchs(function: Any, module: types.ModuleType) -> bool:
-    """Whether a function was written in a module of torch's, and not put there by somebody else."""
+    """Whether a function was written in a module, torch's for example, and not put there by a program."""
     return getattr(function, "__globals__", None) is vars(module)
 
 

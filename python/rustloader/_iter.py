@@ -13,6 +13,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader import _core, _death, _handover, _internals, _ledger, _options, _pin, _report, _shutdown, _stall, _start
+from rustloader._cleaning import clean_up_after, quietly
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine
 from rustloader._torchs import IterType, TorchIter, in_torch
 
@@ -38,9 +39,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
 
     It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
     transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
-    ``_worker_loop`` or a method of torch's iterator that a program has replaced, a subclass with hooks that the engine
-    has no place for, a system without memfd) the iterator is torch's own in every method, and the logger ``rustloader``
-    says so, once per loader and reason.
+    multiprocessing context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's
+    iterator that a program has replaced, a subclass with hooks that the engine has no place for, a system without
+    memfd) the iterator is torch's own in every method, and the logger ``rustloader`` says so, once per loader and
+    reason.
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
@@ -74,8 +76,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             self._passthrough = True
             try:
                 in_torch(super().__init__, loader)
-            except BaseException:
-                self._abandon_torchs()
+            except BaseException as error:
+                clean_up_after(error, self._abandon_torchs)
                 raise
             return
         in_torch(_BaseDataLoaderIter.__init__, self, loader)
@@ -86,7 +88,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
         self._core = core
         _ledger.of(self).serve()
-        self._context = loader.multiprocessing_context or torch.multiprocessing
+        self._context = _handover.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         self._workers = []
         self._start_workers()
@@ -96,15 +98,16 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         """Ends what torch's constructor had started before it failed: its own clean-up needs what was not made."""
         try:
             super()._shutdown_workers()
-        except AttributeError:
+        except Exception as error:
             for process in self._workers:
-                process.kill()
-                process.join()
+                quietly(_shutdown.kill, process)
+            if not isinstance(error, AttributeError):
+                raise
 
     # --- workers -----------------------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        _shutdown.live.add(self)
+        _shutdown.live[id(self)] = self
         core = self._engine()
         _ledger.of(self).add(core.meter)
         try:
@@ -114,9 +117,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 core.start_pinning(_pin.Pinner(self._pin_memory_device))
                 self._pin_memory_thread = _pin.Thread(core)  # type: ignore[assignment]
                 self._pin_memory_thread_done_event = _pin.DoneEvent(core)  # type: ignore[assignment]
-        except BaseException:
+        except BaseException as error:
             # Half of the workers are no use; a further iter() of a persistent loader starts anew.
-            self._shutdown_workers()
+            clean_up_after(error, self._shutdown_workers)
             raise
 
     def _restart(self) -> None:
@@ -266,7 +269,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             text = _stall.index_text(index)
             self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
         said = core.worker_status(worker_id)["pid"]
-        self._death = _death.describe(self._workers[worker_id], core.exit_status(worker_id), said)
+        # The list is the user's as well, who may have emptied it.
+        process = self._workers[worker_id] if worker_id < len(self._workers) else None
+        self._death = _death.describe(process, core.exit_status(worker_id), said)
         core.close()
 
     def _death_error(self) -> RuntimeError:

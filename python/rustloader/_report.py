@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rustloader import _core
+from rustloader._cleaning import clean_up_after
 
 if TYPE_CHECKING:
     from rustloader._figures import Stats
@@ -85,10 +86,17 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
     _core.set_reporting(True)
     try:
         yield
-    finally:
-        _running.remove(reporter)
-        _core.set_reporting(bool(_running))
-        reporter.tell()
+    except BaseException as error:
+        _stop(reporter)
+        clean_up_after(error, reporter.tell)
+        raise
+    _stop(reporter)
+    reporter.tell()
+
+
+def _stop(reporter: _Reporter) -> None:
+    _running.remove(reporter)
+    _core.set_reporting(bool(_running))
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import _utils
 
+from rustloader import _core
+from rustloader._cleaning import quietly
 from rustloader._death import STATUS_AFTER
 
 if TYPE_CHECKING:
+    from rustloader._core import Engine
     from rustloader._iter import _MultiProcessingDataLoaderIter as Iter
 
-__all__ = ["EXIT_GRACE", "KILL_AFTER", "end", "exiting", "interrupt_again", "live"]
+__all__ = ["EXIT_GRACE", "KILL_AFTER", "end", "exiting", "interrupt_again", "kill", "live"]
 
 # multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
@@ -32,8 +35,16 @@ _EXIT_KILL_AFTER = 0.2
 # Seconds until a Ctrl-C comes again that was caught by a destructor.
 _INTERRUPT_AFTER = 0.02
 
-# Every iterator with workers, for the interpreter's exit.
-live: weakref.WeakSet[Iter] = weakref.WeakSet()
+# Every iterator with workers, for the interpreter's exit, by its id: a subclass that compares by value has no hash.
+live: weakref.WeakValueDictionary[int, Iter] = weakref.WeakValueDictionary()
+
+
+def kill(process: Any) -> None:
+    """Ends a process that torch's iterator has started. A thread in its place is left alone, and so is every process
+    that does not descend from this one."""
+    if isinstance(process, multiprocessing.process.BaseProcess) and _core.descends(process.pid or 0):
+        process.kill()
+        process.join()
 
 
 def interrupt_again() -> None:
@@ -83,24 +94,29 @@ def end(iterators: list[Iter], grace: float, kill_after: float) -> None:
         for core in cores:
             core.signal_all(signal.SIGKILL)
         # Nothing outlives SIGKILL for long, but a process in the kernel's uninterruptible sleep does.
-        gone(5.0)
+        quietly(gone, 5.0)
         for iterator, core in zip(iterators, cores, strict=True):
             for process in iterator._workers:
-                # Under forkserver to join is to wait for a descriptor, whose number may be another file's by now.
-                # A process that the user has closed says nothing more.
-                with contextlib.suppress(ValueError):
-                    if core.alive() == 0 and process.exitcode is None:
-                        process.join(STATUS_AFTER)
-                # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
-                _mp_children.discard(process)
+                quietly(_join, process, core)
             core.finish()
-            live.discard(iterator)
+            live.pop(id(iterator), None)
+
+
+def _join(process: Any, core: Engine) -> None:
+    """Has multiprocessing take note of the end of a worker."""
+    # Under forkserver to join is to wait for a descriptor, whose number may be another file's by now.
+    # A process that the user has closed says nothing more.
+    with contextlib.suppress(ValueError):
+        if core.alive() == 0 and process.exitcode is None:
+            process.join(STATUS_AFTER)
+    # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
+    _mp_children.discard(process)
 
 
 def _end_all() -> None:
     """The interpreter's exit: runs before torch's hook, which switches ``__del__`` off, and before multiprocessing's,
     which joins daemonic processes without limit."""
-    here = [it for it in list(live) if not it._shutdown and it._core is not None and it._core.is_ours]
+    here = [it for it in list(live.values()) if not it._shutdown and it._core is not None and it._core.is_ours]
     for iterator in here:
         # A daemon thread in its `next` must not wake up to an error that it can only print.
         iterator._engine().close(exiting=True)
@@ -113,7 +129,7 @@ def _end_all() -> None:
 
 def _forget_in_child() -> None:
     """In a forked child the workers are somebody else's: multiprocessing must not end them at the child's exit."""
-    for iterator in list(live):
+    for iterator in list(live.values()):
         _mp_children.difference_update(iterator._workers)
 
 

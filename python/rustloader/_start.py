@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import signal
 import warnings
 from multiprocessing import forkserver, resource_tracker
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
-from rustloader import _core, _stall, _worker
+from rustloader import _core, _handover, _stall, _worker
 from rustloader._core import Engine
 from rustloader._torchs import in_torch
 
@@ -81,7 +82,8 @@ def start_processes(iterator: Iter, core: Engine) -> None:
 def _start_helpers(context: Any) -> None:
     """Starts multiprocessing's own helper processes, which live on: with SIGINT blocked they would answer that on to
     every process that the user starts later."""
-    method = context.get_start_method()
+    # A context need not know its method: torch does not ask. multiprocessing goes by the class as well.
+    method = _handover.process_class(context)._start_method or multiprocessing.get_start_method()
     if method == "forkserver":
         forkserver.ensure_running()
     elif method == "spawn":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -112,7 +113,9 @@ class Parcel:
     def close(self) -> None:
         """Gives the file back; after the start, which it has to last for."""
         if self._file is not None:
-            self._file.close()
+            # What could not be written has been an error before.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def take_dataset(self) -> Any:
         """The dataset, once: nothing here is to hold it any longer than the worker does."""

@@ -61,7 +61,14 @@ impl Handle {
     }
 
     /// Notes the process of a worker that has just been started.
+    ///
+    /// Errors: [`Error::Usage`] for a number that is this process, or none.
     pub fn started(&self, worker: u32, pid: i32) -> Result<()> {
+        if pid <= 0 || pid == std::process::id() as i32 {
+            return Err(Error::usage(format!(
+                "worker {worker} has the pid {pid}, which is no process of its own"
+            )));
+        }
         let place = self.processes.get(worker as usize);
         let place = place.ok_or_else(|| Error::usage(format!("no worker {worker}")))?;
         place.set(Process::open(pid)).map_err(|_| Error::usage(format!("worker {worker} was started twice")))
@@ -229,7 +236,7 @@ impl Handle {
         }
     }
 
-    /// Sends a signal to each worker that has not ended.
+    /// Sends a signal to each worker that has not ended and descends from this process.
     pub fn signal_all(&self, signal: i32) {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
@@ -249,6 +256,16 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn this_process_and_what_is_none_are_no_workers() {
+        let handle = Handle::new(Arena::create_sized(1 << 30, 1, 4).unwrap()).unwrap();
+        for pid in [std::process::id() as i32, 0, -1, i32::MIN] {
+            assert!(matches!(handle.started(0, pid), Err(Error::Usage { .. })), "{pid}");
+        }
+        assert!(handle.process(0).is_none());
+        handle.signal_all(libc::SIGKILL);
+    }
 
     #[test]
     fn a_file_with_the_number_of_a_pidfd_does_not_make_the_wait_for_its_process_spin() {

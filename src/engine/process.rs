@@ -19,6 +19,8 @@ pub struct Process {
     pub started: Duration,
     /// It had ended, and somebody had reaped it, before it could be opened: the number is free for others.
     was_gone: bool,
+    /// Whether it descends from this process. Only then is it ever sent a signal.
+    pub(super) descends: bool,
 }
 
 impl Process {
@@ -29,7 +31,8 @@ impl Process {
             Ok(pidfd) => (Some(pidfd), false),
             Err(error) => (None, matches!(error, Error::Os { errno: libc::ESRCH, .. })),
         };
-        Self { pid, pidfd, start_time, started, was_gone }
+        let descends = sys::pidfd::descends(pid);
+        Self { pid, pidfd, start_time, started, was_gone, descends }
     }
 
     /// Whether it has ended, reaped or not.
@@ -56,7 +59,7 @@ impl Process {
     }
 
     pub(super) fn signal(&self, signal: i32) {
-        if self.has_exited() {
+        if !self.descends || self.has_exited() {
             return;
         }
         // A process that has just ended is no error here.
@@ -93,6 +96,39 @@ mod tests {
     }
 
     #[test]
+    fn this_process_and_strangers_are_not_signalled() {
+        // Signal 0 would show nothing: this one would end the test.
+        Process::open(std::process::id() as i32).signal(libc::SIGKILL);
+        let parent = std::os::unix::process::parent_id() as i32;
+        for pid in [0, -1, i32::MIN, 1, parent, i32::MAX] {
+            assert!(!Process::open(pid).descends, "{pid}");
+        }
+    }
+
+    #[test]
+    fn a_grandchild_is_signalled_as_long_as_its_parent_is_a_child() {
+        // As a fork server and its worker.
+        let mut shell = Command::new("sh")
+            .args(["-c", "sleep 100 >&- & echo $!; exec >&-; wait"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut number = String::new();
+        shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
+        let process = Process::open(number.trim().parse().unwrap());
+        assert!(process.descends);
+        // The parent may go: the process is known.
+        shell.kill().unwrap();
+        shell.wait().unwrap();
+        process.signal(libc::SIGKILL);
+        let deadline = sys::clock::monotonic() + Duration::from_secs(30);
+        while !process.has_exited() {
+            assert!(sys::clock::monotonic() < deadline);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
     fn without_pidfd_and_start_time_only_a_child_is_signalled() {
         // The shell's child is none of ours, and becomes init's.
         let mut shell = Command::new("sh")
@@ -104,7 +140,8 @@ mod tests {
         shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
         shell.wait().unwrap();
         let started = Duration::ZERO;
-        let unknown = |pid| Process { pid, pidfd: None, start_time: 0, started, was_gone: false };
+        let unknown =
+            |pid| Process { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: true };
         let stranger = number.trim().parse().unwrap();
         let watch = PidFd::open(stranger).unwrap();
         unknown(stranger).signal(libc::SIGKILL);

@@ -184,6 +184,9 @@ fn ask(
     file: std::os::fd::BorrowedFd<'_>,
     patience: Duration,
 ) -> std::result::Result<String, String> {
+    if !process.descends {
+        return Err("it is not a child of the main process, which sends it no signals".into());
+    }
     let signal = sys::signal::stack_signal();
     // Without a handler the signal would end the process.
     if !sys::signal::catches(process.pid, signal) {

@@ -22,14 +22,16 @@ mod turn;
 
 use pyo3::prelude::*;
 
-#[pymodule]
+// The code relies on the GIL: `PyEngine::finish`, `sys::hold`, the borrowed items of `codec::encode`. A free-threaded Python
+// takes the GIL again when it loads a module that says so, and warns of it. Without this PyO3 would say the opposite.
+#[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
     use super::codec::roundtrip::{_collate, _roundtrip};
     #[pymodule_export]
     use super::dlpack::{LeaseBuffer, heap_storage};
     #[pymodule_export]
-    use super::engine::{_trim_pool, PyEngine, begin_forks, end_forks, engine_batches};
+    use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
     use super::indices::{StoppableIndices, WorkerStopped};
     #[pymodule_export]

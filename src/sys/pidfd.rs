@@ -165,6 +165,24 @@ pub fn is_child(pid: i32) -> bool {
     wait_status(libc::P_PID, pid as libc::id_t).is_ok()
 }
 
+/// Whether the process `pid` is a child of the calling one, or a child of such a child, as multiprocessing's fork server
+/// is. False for the calling process itself, and for what names a group or no process.
+pub fn descends(pid: i32) -> bool {
+    let me = std::process::id() as i32;
+    if pid <= 0 || pid == me {
+        return false;
+    }
+    let parent = parent(pid);
+    // Where /proc cannot be read, or shows other numbers, waitid has to do.
+    parent == Some(me) || is_child(pid) || parent.is_some_and(|parent| parent > 0 && is_child(parent))
+}
+
+/// The parent of the process `pid`, where /proc shows it.
+fn parent(pid: i32) -> Option<i32> {
+    let stat = read_file(format!("/proc/{pid}/stat").as_ref()).ok()?;
+    parse_field(&stat, 4)
+}
+
 /// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
@@ -208,11 +226,16 @@ fn exists(pid: i32) -> bool {
     answer == 0 || errno() != libc::ESRCH
 }
 
-/// Field 22. Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
 fn parse_start_time(stat: &[u8]) -> Option<u64> {
+    parse_field(stat, 22)
+}
+
+/// A field from the third on, by its number in proc(5). Field 2 is the program's name in parentheses, which may hold
+/// blanks and parentheses itself.
+fn parse_field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
-    rest.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
+    rest.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
 /// The C library's words for a signal, like "Killed" or "Segmentation fault".
@@ -235,6 +258,7 @@ mod tests {
     fn names_with_parentheses_do_not_shift_the_fields() {
         let tail = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21";
         assert_eq!(parse_start_time(format!("7 (a) 1 2 (b) {tail}").as_bytes()), Some(4711));
+        assert_eq!(parse_field(format!("7 (a) 1 2 (b) {tail}").as_bytes(), 4), Some(1));
         assert_eq!(parse_start_time(b"7 (a"), None);
         assert_eq!(parse_start_time(b"7 (a) S 1"), None);
     }

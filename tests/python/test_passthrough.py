@@ -283,6 +283,9 @@ HANDOVERS = {
         _utils.worker, "_worker_loop", functools.partial(_utils.worker._worker_loop)
     ),
     "method": lambda patch: patch.setattr(TorchIter, "_get_data", lambda self, real=TorchIter._get_data: real(self)),
+    "processes": lambda patch: patch.setattr(
+        torch.multiprocessing, "Process", lambda real=torch.multiprocessing.Process, **kw: real(**kw)
+    ),
     "no memory": lambda patch: patch.setattr(rustloader._handover, "Engine", refused),
     "subclass": lambda patch: None,
 }

@@ -282,6 +282,12 @@ pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)
 }
 
+/// Whether a process is a child of this one, or a child of a child, as under the fork server; False for this process itself.
+#[pyfunction]
+pub fn descends(pid: i64) -> bool {
+    i32::try_from(pid).is_ok_and(crate::sys::pidfd::descends)
+}
+
 /// Lets go of the arenas that wait for the next iterator; says how many there were.
 #[pyfunction]
 pub fn _trim_pool(py: Python<'_>) -> usize {

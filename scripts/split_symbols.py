@@ -1,0 +1,54 @@
+"""Moves the debug information of a wheel's extension into a file of its own.
+
+    python scripts/split_symbols.py dist/rustloader-*-linux_x86_64.whl
+
+The wheel must have been built with `--profile dist`. It is rewritten in its place: the names of functions stay, the
+lines of the sources go to `symbols/WHEEL.debug` beside it. gdb finds that file when it lies beside the installed
+`_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's processor.
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+from pure_wheel import write_wheel
+
+
+def split(wheel: pathlib.Path) -> pathlib.Path:
+    """Rewrites the wheel and writes the file beside it: its path.
+
+    Raises:
+        ValueError: the wheel has no extension, or one without debug information.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {item: archive.read(item) for item in archive.namelist() if not item.endswith("/")}
+    extensions = [item for item in contents if re.search(r"/_core\.[^/]*so$", item)]
+    if len(extensions) != 1:
+        raise ValueError(f"{wheel} has {len(extensions)} compiled extensions, not 1")
+    if b".debug_line" not in contents[extensions[0]]:
+        raise ValueError(f"{wheel} has no debug information to split off: build it with --profile dist")
+    symbols = wheel.parent / "symbols" / f"{wheel.stem}.debug"
+    symbols.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        extension = pathlib.Path(folder, "extension.so")
+        extension.write_bytes(contents[extensions[0]])
+        _objcopy("--only-keep-debug", "--compress-debug-sections=zlib", extension, symbols)
+        # The link holds the file's name and checksum.
+        _objcopy("--strip-debug", f"--add-gnu-debuglink={symbols}", extension)
+        contents[extensions[0]] = extension.read_bytes()
+    symbols.chmod(0o644)
+    write_wheel(wheel, contents)
+    return symbols
+
+
+def _objcopy(*arguments: str | pathlib.Path) -> None:
+    subprocess.run(["objcopy", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} WHEEL")
+    print(split(pathlib.Path(sys.argv[1])))
