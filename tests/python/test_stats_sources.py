@@ -160,3 +160,37 @@ def test_an_iterable_of_another_library_over_our_iterator():
     with rustloader.installed():
         assert len(list(loader)) == 4
     assert rustloader.stats(loader).batches == 4
+
+
+# The log
+
+
+@pytest.mark.handover
+def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
+    def lines():
+        return [r.getMessage().partition("iterator: ")[2] for r in caplog.records if r.name == "rustloader"]
+
+    loader, persistent = (DataLoader(Numbers(3), num_workers=1, persistent_workers=kept) for kept in (False, True))
+    before = set(vars(loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
+        for _ in range(3):
+            list(loader)
+        first = "torch.utils.data._utils.worker._worker_loop was replaced"
+        assert lines() == [first]
+        list(persistent), list(persistent)
+        assert lines() == [first] * 2
+        persistent._iterator._shutdown_workers()
+    assert len(list(loader)) == 3
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    with monkeypatch.context() as patch:
+        patch.setattr(iterator, "_try_put_index", lambda self: TRY_PUT_INDEX(self))
+        list(loader), list(loader)
+    second = "_try_put_index of torch's own iterator was replaced"
+    assert lines() == [first, first, second]
+    assert {(it.reason, it.count) for it in rustloader.stats(loader).fallbacks} == {(first, 3), (second, 2)}
+    # Nothing of that stands in the loader.
+    assert set(vars(loader)) == before
+
+
+TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index
