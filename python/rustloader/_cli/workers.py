@@ -96,7 +96,7 @@ def kill(group: int) -> None:
     for pid in list(members(group)):
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"resource_tracker" in file.read():
+                if b"multiprocessing.resource_tracker import" in file.read():
                     continue
             os.kill(pid, signal.SIGKILL)
 
