@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = ["UNNOTICED", "advice", "dead", "death", "how", "kill", "places"]
 UNNOTICED = 12.0
 # Number of workers that are asked where they are.
 _ASKED = 8
+# Seconds that processes have to end, and multiprocessing's resource tracker to clean up after them.
+_CLEANING = 10.0
 # torch's text for a worker's death, which is the engine's as well.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 
@@ -92,13 +95,17 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
 
 
 def kill(group: int) -> None:
-    """Ends a process group at once. multiprocessing's resource tracker is left: it cleans up, and ends by itself."""
-    for pid in list(members(group)):
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"multiprocessing.resource_tracker import" in file.read():
-                    continue
-            os.kill(pid, signal.SIGKILL)
+    """Ends a process group at once. multiprocessing's resource tracker is left to clean up (semaphores, shared memory)
+    and to end by itself, which is waited for."""
+    deadline = time.monotonic() + _CLEANING
+    while (found := list(members(group))) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    is_tracker = b"multiprocessing.resource_tracker import" in file.read()
+                if not is_tracker:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _stat(pid: int) -> list[str]:
