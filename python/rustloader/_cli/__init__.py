@@ -20,9 +20,10 @@ examples:
   {prog} bench train.py:make_loader
 """
 _RUN = """\
-Runs a script as `python script ...` does, with rustloader.install() in force as soon as it imports torch: every
-DataLoader with workers uses the Rust engine, whoever builds it. Processes that the program spawns by multiprocessing
-do the same. The options are for loaders that have torch's default for them."""
+Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
+DataLoader with workers uses the Rust engine, whichever library builds it. Processes that the program starts with
+multiprocessing do the same. The options apply to loaders that leave them at torch's default. Exit status: the
+script's."""
 _RUN_EXAMPLES = """\
 examples:
   {prog} run train.py --epochs 3
@@ -32,12 +33,13 @@ examples:
   accelerate launch -m rustloader run train.py
 """
 _DOCTOR = """\
-Looks at what the engine needs of this machine, and lets it deliver some batches. Exit status: 0 if the engine works
-here, 1 if loaders would be handed to torch's iterator."""
+Checks what the engine needs on this machine, and runs a small loader on it. Prints one block to copy into a bug
+report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
 _CHECK = """\
-Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory is called for each,
-with the same seeds; it takes no arguments and returns a DataLoader. Exit status: 0 if nothing differs, 1 if something
-does, 2 if there was nothing to compare."""
+Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
+and returns a DataLoader. It is called in a process of its own for each, with the same seeds. A dead worker, or a wait
+longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+nothing to compare."""
 _CHECK_EXAMPLES = """\
 examples:
   {prog} check mypackage.data:train_loader
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_const", const="version", dest="command", help="say the versions")
+    parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
@@ -115,9 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
-    run.add_argument("-m", dest="module", action="store_true", help="the script is named as a module, as by python -m")
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
     run.add_argument("--out-of-order", action="store_true", help="deliver batches as they are ready (in_order=False)")
-    run.add_argument("--prefetch-factor", type=positive_int, metavar="N", help="batches that each worker has under way")
+    run.add_argument("--prefetch-factor", type=positive_int, metavar="N", help="batches in flight per worker")
     run.add_argument("--persistent-workers", action="store_true", help="keep the workers from epoch to epoch")
     run.add_argument(
         "--multiprocessing-context",
@@ -125,10 +127,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="METHOD",
         help="how workers are started: fork, forkserver or spawn",
     )
-    run.add_argument("script", help="the script; all that follows it is the script's")
+    run.add_argument("script", help="the script; what follows it are its own arguments")
 
-    doctor = command("doctor", "say whether the engine works on this machine", _DOCTOR)
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES)
     add = check.add_argument
