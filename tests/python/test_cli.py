@@ -1,7 +1,5 @@
 """The command line: `python -m rustloader` and its commands, in this process where that can be."""
 
-import errno
-import json
 import os
 import pathlib
 import pkgutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-import types
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader import _cli
-    from rustloader._cli import doctor, factory
     from rustloader._cli.leaves import difference, summary
 
 # Liveness of a script in a process of its own, on a machine that does much else; one that imports torch needs longer.
@@ -291,228 +287,6 @@ def test_without_torch_what_is_missing_is_named(tmp_path):
     assert (doctor.returncode, doctor.stderr) == (1, "") and "-> pip install torch\n" in doctor.stdout
     name = run("-c", "import rustloader; rustloader.DataLoader")
     assert name.returncode == 1 and name.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
-
-
-# doctor
-
-
-def test_the_doctor_finds_the_engine_at_work(capsys):
-    assert _cli.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("The engine works here.\n") and "8 batches by the Rust engine" in out
-    assert "BAD" not in out and "cannot be looked at" not in out
-    for subject in (
-        "kernel Python torch rustloader memfd_create seals pidfd_open open_files address_space file_size processes "
-        "memory /dev/shm huge_pages_for_shmem start_method cores"
-    ).split():
-        assert subject.replace("_", " ") in out.replace("_", " ")
-
-
-def test_the_doctor_speaks_json(capsys):
-    assert _cli.main(["doctor", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["works"] is True
-    assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in said["findings"]
-
-
-def refused(number):
-    def call(*args, **kw):
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-@pytest.mark.handover
-def test_the_doctor_names_what_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(os, "memfd_create", refused(errno.EPERM))
-    monkeypatch.setattr(os, "pidfd_open", refused(errno.ENOSYS))
-    monkeypatch.setattr(rustloader._handover, "Engine", refused(errno.EPERM))
-    assert _cli.main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "BAD   memfd_create           Operation not permitted\n" in out and "Docker's default profile" in out
-    assert "note  pidfd_open             Function not implemented\n" in out
-    assert "BAD   trial, 2 workers" in out and "no shared memory can be had" in out
-    assert out.endswith("loaders run on torch's iterator.\n")
-
-
-@pytest.mark.parametrize(
-    "look, place, name, value, state, words",
-    [
-        ("_system", "platform", "release", lambda: "4.18.0-x", "note", "pidfds"),
-        ("_system", "platform", "release", lambda: "2.6.32", "bad", "memfd_create"),
-        ("_system", "sys", "platform", "darwin", "bad", "Linux"),
-        ("_versions", "metadata", "version", lambda name: "2.5.1+cu124", "bad", "2.6 or newer"),
-        ("_versions", "metadata", "version", lambda name: "3.0.0", "note", "tested up to 2.15"),
-        ("_limits", "resource", "getrlimit", lambda what: (512, -1), "note", "ulimit -n"),
-        ("_limits", "resource", "getrlimit", lambda what: (1 << 29, -1), "bad", "ulimit -v"),
-        ("_shared_memory", "os", "statvfs", refused(errno.ENOENT), "note", "does not use it"),
-        ("_cores", "os", "sched_getaffinity", lambda pid: {0}, "note", "one core"),
-    ],
-)
-def test_the_doctor_says_what_to_do(look, place, name, value, state, words, monkeypatch):
-    fake = types.SimpleNamespace(**vars(getattr(doctor, place)) | {name: value})
-    monkeypatch.setattr(doctor, place, fake)
-    found = list(getattr(doctor, look)())
-    assert any(finding.state == state and words in finding.advice for finding in found), found
-
-
-def test_what_the_doctor_cannot_look_at_is_no_reason_to_stop(monkeypatch, capsys):
-    def _broken_thing():
-        raise LookupError("nothing there")
-        yield
-
-    monkeypatch.setattr(doctor, "_LOOKS", (_broken_thing, doctor._trial))
-    assert _cli.main(["doctor"]) == 0
-    assert "note  broken thing           LookupError: nothing there\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text, cores", [("max 100000", None), ("150000 100000", 1.5)])
-def test_the_cgroups_share_of_cores(text, cores, monkeypatch):
-    monkeypatch.setattr(doctor, "_cgroup", lambda second, first: text)
-    assert doctor._cgroup_cores() == cores
-
-
-# check
-
-
-LOADERS = """
-    import os, random
-    import numpy as np
-    import torch
-    import rustloader
-    from torch.utils.data import DataLoader, Dataset
-
-    class Draws(Dataset):
-        def __len__(self):
-            return 12
-        def __getitem__(self, i):
-            if i == self.fails_at:
-                raise KeyError(f"no sample {i}")
-            return {"i": i, "x": torch.rand(3), "n": np.random.rand(2), "p": random.random()}
-        fails_at = None
-
-    class OnUs(Draws):
-        '''The seventh sample differs with the engine.'''
-        def __getitem__(self, i):
-            sample = super().__getitem__(i)
-            if i == 7 and rustloader._torchs.IterType.stand_in is not None:
-                sample["x"][1] = 5.0
-            return sample
-
-    class FromTheSystem(Draws):
-        def __getitem__(self, i):
-            return {"x": torch.tensor(list(os.urandom(8)))}
-
-    def shuffled():
-        return DataLoader(Draws(), batch_size=4, shuffle=True, num_workers=2)
-    def ours():
-        return rustloader.DataLoader(Draws(), batch_size=4, shuffle=True, num_workers=2)
-    def failing():
-        dataset = Draws()
-        dataset.fails_at = 5
-        return DataLoader(dataset, batch_size=4, num_workers=2)
-    def different():
-        return DataLoader(OnUs(), batch_size=4, num_workers=2)
-    def random_anyhow():
-        return DataLoader(FromTheSystem(), batch_size=4, num_workers=2)
-    def single():
-        return DataLoader(Draws())
-    def several():
-        return shuffled(), shuffled()
-    def forgotten():
-        shuffled()
-    def broken():
-        raise OSError("no such data")
-    nothing = 3
-"""
-
-
-def check(*arguments, capsys):
-    status = _cli.main(["check", *arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-@pytest.mark.parametrize(
-    "name, told",
-    [("shuffled", "3 batches"), ("ours", "3 batches"), ("failing", "2 batches and 1 errors")],
-)
-def test_loaders_that_agree(name, told, folder, capsys):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    status, out, err = check(f"loaders_of_mine:{name}", capsys=capsys)
-    assert (status, err) == (0, "") and f"same: {told}, bit for bit" in out
-    assert "batches came from the Rust engine\n" in out and "\n0 batches came" not in out
-
-
-def test_part_of_an_epoch_out_of_a_file(folder, capsys):
-    write(folder / "sub" / "my-loaders.py", LOADERS)
-    status, out, _ = check("sub/my-loaders.py:shuffled", "--batches", "2", "--seed", "7", capsys=capsys)
-    assert status == 0 and "same: 2 batches" in out
-
-
-def test_a_difference_is_named(folder, capsys):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    status, out, _ = check("loaders_of_mine:different", capsys=capsys)
-    assert status == 1
-    assert "different at call 1 of next(): batch['x'] (torch.Tensor float32 [4, 3]): 1 of 12 elements differ" in out
-    assert "the first at [3, 1]: torch 0." in out and out.endswith("rustloader 5.0\n")
-
-
-def test_a_dataset_that_differs_from_itself_is_told_from_a_fault_of_ours(folder, capsys):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    status, out, _ = check("loaders_of_mine:random_anyhow", capsys=capsys)
-    assert status == 1 and "torch's iterator differs from itself there as well" in out
-
-
-@pytest.mark.handover
-def test_a_loader_that_is_handed_over_is_no_comparison(folder, capsys, monkeypatch):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    monkeypatch.setattr(rustloader._handover, "Engine", refused(errno.EPERM))
-    status, _, err = check("loaders_of_mine:shuffled", capsys=capsys)
-    assert status == 2 and "nothing to compare: a DataLoader runs on torch's own iterator: no shared memory" in err
-
-
-@pytest.mark.parametrize(
-    "target, text",
-    [
-        ("loaders_of_mine", "'loaders_of_mine' names no function; write module:function or file.py:function"),
-        ("no_such_thing:f", "there is no module 'no_such_thing', neither here"),
-        ("loaders_of_mine.sub:f", "there is no module 'loaders_of_mine.sub'"),
-        ("no_such_file.py:f", "there is no file no_such_file.py"),
-        ("loaders_of_mine:shufled", "loaders_of_mine has no 'shufled'; did you mean shuffled?"),
-        ("loaders_of_mine:nothing", "loaders_of_mine:nothing is a int, not a function that returns a DataLoader"),
-        ("loaders_of_mine:single", "has num_workers=0, which is torch's own loop; give it workers"),
-        (
-            "loaders_of_mine:several",
-            "returned a tuple, not a torch.utils.data.DataLoader; let it return one of its loaders",
-        ),
-        ("loaders_of_mine:forgotten", "returned a NoneType, not a torch.utils.data.DataLoader; is a `return` missing?"),
-        ("loaders_of_mine:broken", "loaders_of_mine:broken failed; it is called without arguments"),
-        ("broken_module:f", "the import of broken_module failed"),
-        ("broken_module.py:f", "the import of broken_module.py failed"),
-        ("json.py:f", "json.py cannot be imported by the name 'json'; give the file another one"),
-    ],
-)
-def test_what_is_no_factory(target, text, folder, capsys):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    write(folder / "broken_module.py", "import a_missing_library")
-    write(folder / "json.py", "")
-    status, _, err = check(target, capsys=capsys)
-    assert status == 2 and err.startswith("rustloader check: ") and text in err
-
-
-def test_a_users_error_has_the_users_traceback(folder):
-    write(folder / "loaders_of_mine.py", LOADERS)
-    write(folder / "broken_module.py", "import a_missing_library")
-    for target, last in [
-        ("loaders_of_mine:broken", "OSError: no such data"),
-        ("broken_module:f", "ModuleNotFoundError: No module named 'a_missing_library'"),
-    ]:
-        with pytest.raises(factory.Unusable) as raised:
-            factory.make(factory.find(target), target)
-        lines = str(raised.value).splitlines()
-        assert lines[0] == "Traceback (most recent call last):" and target.partition(":")[0] + ".py" in lines[1]
-        assert last in lines
 
 
 # the leaves of batches

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import sys
+
+from rustloader._cli.arguments import counts, integer, positive_int, positive_seconds, seconds
 
 __all__ = ["main"]
 
@@ -19,9 +20,10 @@ examples:
   {prog} bench train.py:make_loader
 """
 _RUN = """\
-Runs a script as `python script ...` does, with rustloader.install() in force as soon as it imports torch: every
-DataLoader with workers uses the Rust engine, whoever builds it. Processes that the program spawns by multiprocessing
-do the same. The options are for loaders that have torch's default for them."""
+Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
+DataLoader with workers uses the Rust engine, whichever library builds it. Processes that the program starts with
+multiprocessing do the same. The options apply to loaders that leave them at torch's default. Exit status: the
+script's."""
 _RUN_EXAMPLES = """\
 examples:
   {prog} run train.py --epochs 3
@@ -31,12 +33,13 @@ examples:
   accelerate launch -m rustloader run train.py
 """
 _DOCTOR = """\
-Looks at what the engine needs of this machine, and lets it deliver some batches. Exit status: 0 if the engine works
-here, 1 if loaders would be handed to torch's iterator."""
+Checks what the engine needs on this machine, and runs a small loader on it. Prints one block to copy into a bug
+report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
 _CHECK = """\
-Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory is called for each,
-with the same seeds; it takes no arguments and returns a DataLoader. Exit status: 0 if nothing differs, 1 if something
-does, 2 if there was nothing to compare."""
+Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
+and returns a DataLoader. It is called in a process of its own for each, with the same seeds. A dead worker, or a wait
+longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+nothing to compare."""
 _CHECK_EXAMPLES = """\
 examples:
   {prog} check mypackage.data:train_loader
@@ -61,6 +64,7 @@ the factory, in train.py:
   def make_loader():
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
+_VERBOSE = "print the whole traceback of an error in your code"
 # Options of `run` whose value is the next argument.
 _VALUED = ("--prefetch-factor", "--multiprocessing-context")
 
@@ -99,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_const", const="version", dest="command", help="say the versions")
+    parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
@@ -113,9 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
-    run.add_argument("-m", dest="module", action="store_true", help="the script is named as a module, as by python -m")
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
     run.add_argument("--out-of-order", action="store_true", help="deliver batches as they are ready (in_order=False)")
-    run.add_argument("--prefetch-factor", type=_positive, metavar="N", help="batches that each worker has under way")
+    run.add_argument("--prefetch-factor", type=positive_int, metavar="N", help="batches in flight per worker")
     run.add_argument("--persistent-workers", action="store_true", help="keep the workers from epoch to epoch")
     run.add_argument(
         "--multiprocessing-context",
@@ -123,58 +127,40 @@ def _parser() -> argparse.ArgumentParser:
         metavar="METHOD",
         help="how workers are started: fork, forkserver or spawn",
     )
-    run.add_argument("script", help="the script; all that follows it is the script's")
+    run.add_argument("script", help="the script; what follows it are its own arguments")
 
-    doctor = command("doctor", "say whether the engine works on this machine", _DOCTOR)
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES)
-    check.add_argument("factory", help="module:function or file.py:function")
-    check.add_argument("--batches", type=_positive, metavar="N", help="compare so many batches, not the whole epoch")
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="for torch, numpy and random (0)")
+    add = check.add_argument
+    add("factory", help="module:function or file.py:function")
+    add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
+    add("--seed", type=integer, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="give up after SECONDS without progress (default: 60)",
+    )
+    add("--verbose", action="store_true", help=_VERBOSE)
 
     bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES)
     add = bench.add_argument
     add("factory", help="module:function or file.py:function")
-    add("--workers", type=_counts, metavar="N,...", help="measure with each num_workers, and recommend one")
-    add("--step", type=_seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
-    add("--epochs", type=_positive, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
-    add("--batches", type=_positive, metavar="N", help="batches of an epoch at the most")
-    add("--seconds", type=_some_seconds, default=5.0, metavar="S", help="seconds of an epoch at the most (%(default)s)")
-    add("--json", action="store_true", help="as JSON")
+    add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    add("--step", type=seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
+    add("--epochs", type=positive_int, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
+    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most")
+    add(
+        "--seconds",
+        type=positive_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds of an epoch at the most (%(default)s)",
+    )
+    add("--json", action="store_true", help="print JSON")
+    add("--verbose", action="store_true", help=_VERBOSE)
     add("--plot", metavar="FILE.png", help="draw what main and workers do when, and the rates (needs matplotlib)")
     return parser
-
-
-def _counts(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 0:
-        raise ValueError(text)
-    return numbers
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise ValueError(text)
-    return number
-
-
-def _some_seconds(text: str) -> float:
-    number = _seconds(text)
-    if number == 0:
-        raise ValueError(text)
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise ValueError(text)
-    return number
-
-
-# As argparse names them: "invalid positive number value".
-_counts.__name__ = "list of numbers"
-_seconds.__name__ = _some_seconds.__name__ = "number of seconds"
-_positive.__name__ = "positive number"

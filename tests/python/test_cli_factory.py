@@ -1,0 +1,247 @@
+"""Factories of `check` and `bench`: what is none is named, with the way out; a user's error comes first."""
+
+import os
+import pickle
+import sys
+import textwrap
+
+import pytest
+import torch
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader._cli import factory
+    from rustloader._cli.failure import failure
+
+FACTORIES = """
+    import argparse, sys
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+        def __getitem__(self, i):
+            return i
+    class Loader(DataLoader):
+        pass
+    class Module:
+        def train_dataloader(self):
+            return loader()
+    class Fabric:
+        def setup_dataloaders(self, loader):
+            return loader
+    class FabricDataLoader:
+        pass
+
+    def loader():
+        return DataLoader(Numbers(), num_workers=1)
+    def derived():
+        return Loader(Numbers(), num_workers=1)
+    def with_arguments_of_its_own():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--workers", type=int, default=3)
+        return DataLoader(Numbers(), num_workers=parser.parse_args().workers)
+    def with_defaults(root=".", *more, **options):
+        return loader()
+    def single():
+        return DataLoader(Numbers())
+    def several():
+        return loader(), loader()
+    def forgotten():
+        loader()
+    def generator():
+        yield loader()
+    async def coroutine():
+        return loader()
+    def iterator():
+        return iter(DataLoader(Numbers()))
+    def dataset():
+        return Numbers()
+    def module():
+        return Module()
+    def fabric():
+        return Fabric()
+    def wrapped():
+        return FabricDataLoader()
+    def number():
+        return 3
+    def needing(root, batch_size=4, *, workers):
+        return loader()
+    def broken():
+        raise OSError("no such data")
+    def wrong():
+        return DataLoader(Numbers(), num_workers=1, shuffle=True, sampler=[1])
+    def exiting():
+        sys.exit("where is the data?")
+    def interrupted():
+        raise KeyboardInterrupt
+    class Space:
+        @staticmethod
+        def loader():
+            return loader()
+    instance = loader()
+    if __name__ == "__main__":
+        raise AssertionError("this is not the script")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to be in; modules that are imported out of it are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    before = set(sys.modules)
+    (tmp_path / "factories.py").write_text(textwrap.dedent(FACTORIES))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def made(target, **kw):
+    return factory.make(factory.find(target), target, **kw)
+
+
+@pytest.mark.parametrize("name", ["loader", "derived", "with_arguments_of_its_own", "with_defaults", "Space.loader"])
+@pytest.mark.parametrize("place", ["factories", "factories.py", "./factories.py"])
+def test_loaders(place, name, folder):
+    assert isinstance(made(f"{place}:{name}"), torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("factories", "'factories' names no function; write module:function or file.py:function"),
+        ("no_such_thing:f", "there is no module 'no_such_thing', neither here"),
+        ("factories.sub:f", "there is no module 'factories.sub'"),
+        ("no_such_file.py:f", "there is no file no_such_file.py"),
+        ("./factories:f", "there is no file ./factories; did you mean ./factories.py?"),
+        ("factories:loadr", "factories has no 'loadr'; did you mean loader"),
+        (
+            "factories:instance",
+            "factories:instance is a DataLoader, not a function that returns a DataLoader; write a f",
+        ),
+        ("factories:needing", "factories:needing needs arguments (root, workers), and is called without any"),
+        ("factories:several", "returned a tuple, not a torch.utils.data.DataLoader; return one of its loaders"),
+        ("factories:forgotten", "returned None, not a torch.utils.data.DataLoader; is a `return` missing?"),
+        ("factories:generator", "returned a generator, not a torch.utils.data.DataLoader; use `return`, not `yield`"),
+        ("factories:coroutine", "returned a coroutine, not a torch.utils.data.DataLoader; write `def`, not `async"),
+        ("factories:iterator", "DataLoader; return the loader, not iter(loader)"),
+        ("factories:dataset", "returned a Numbers, not a torch.utils.data.DataLoader; return a DataLoader of it"),
+        ("factories:module", "return its train_dataloader()"),
+        ("factories:fabric", "return a DataLoader as it is before setup_dataloaders()"),
+        ("factories:wrapped", "return a DataLoader as it is before a framework wraps it"),
+        ("factories:number", "factories:number returned an int, not a torch.utils.data.DataLoader"),
+        ("factories:broken", "factories:broken failed: OSError: no such data (factories.py:{broken} in broken)"),
+        ("factories:wrong", "failed: ValueError: sampler option is mutually exclusive with shuffle (factories.py:"),
+        ("factories:exiting", "failed: it called sys.exit('where is the data?') (factories.py:"),
+        ("factories:interrupted", "factories:interrupted failed: KeyboardInterrupt (factories.py:"),
+        ("broken_module:f", "the import of broken_module failed: ModuleNotFoundError: No module named 'a_missing_lib"),
+        ("broken_module.py:f", "No module named 'a_missing_library' (broken_module.py:1 in <module>)"),
+        (
+            "script.py:f",
+            "failed: it called sys.exit(1) (script.py:2 in <module>)\n  put what runs as a script under `if",
+        ),
+        ("syntax.py:f", "the import of syntax.py failed: SyntaxError: "),
+        ("latin.py:f", "the import of latin.py failed: SyntaxError: "),
+        ("json.py:f", "json.py cannot be imported by the name 'json'; give the file another one"),
+    ],
+)
+def test_what_is_no_factory(target, text, folder):
+    (folder / "broken_module.py").write_text("import a_missing_library")
+    (folder / "script.py").write_text("import sys\nsys.exit(1)\n")
+    (folder / "syntax.py").write_text("def f(:\n")
+    (folder / "latin.py").write_bytes(b"name = 'caf\xe9'\n")
+    (folder / "json.py").write_text("")
+    lines = (folder / "factories.py").read_text().splitlines()
+    with pytest.raises(factory.Unusable) as raised:
+        made(target)
+    assert text.format(broken=lines.index("def broken():") + 2) in str(raised.value)
+
+
+def test_a_loader_without_workers(folder):
+    text = (
+        "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+        "Set num_workers to 1 or more in factories:single"
+    )
+    for remedy in ("", ", or pass --workers 2"):
+        with pytest.raises(factory.Unusable) as raised:
+            made("factories:single", remedy=remedy)
+        assert str(raised.value) == f"{text}{remedy}."
+    assert made("factories:single", workers=2).num_workers == 2
+
+
+def test_the_cause_first_and_the_traceback_on_demand(folder):
+    with pytest.raises(factory.Unusable) as raised:
+        made("factories:broken")
+    error = pickle.loads(pickle.dumps(raised.value))
+    cause, hint = error.message(verbose=False).splitlines()
+    assert cause.startswith("factories:broken failed: OSError: no such data (factories.py:")
+    assert hint == "  --verbose prints the whole traceback"
+    first, empty, title, frame, *_, last = error.message(verbose=True).splitlines()
+    assert (first, empty, title) == (cause, "", "Traceback (most recent call last):")
+    assert "factories.py" in frame and last == "OSError: no such data"
+
+
+def test_without_details_there_is_nothing_to_add():
+    error = factory.Unusable("so it is")
+    assert error.message(True) == error.message(False) == str(error) == "so it is"
+
+
+# The short form of errors
+
+
+class Odd(Exception):
+    def __init__(self, a, b):
+        super().__init__(a, b)
+
+
+class Failing(torch.utils.data.Dataset):
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        raise self.error
+
+
+HERE = os.path.basename(__file__)
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (ValueError("two\n  lines\nof text"), "ValueError: two\n  lines\nof text"),
+        (KeyError("a key"), "KeyError: 'a key'"),
+        (Odd(1, 2), f"{__name__}.Odd: (1, 2)"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_out_of_a_worker(error, text, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(__file__))
+    loader = torch.utils.data.DataLoader(Failing(error), num_workers=1)
+    with pytest.raises(Exception) as raised:
+        next(iter(loader))
+    found = failure(raised.value)
+    assert found.text == text
+    assert found.where.startswith(f"{HERE}:") and found.where.endswith(" in __getitem__, worker 0")
+    assert "Original Traceback" in found.details
+
+
+def test_the_users_frame_is_the_innermost_one_that_is_no_librarys(monkeypatch):
+    monkeypatch.chdir(os.path.dirname(__file__))
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(2).reshape(3)
+    found = failure(raised.value)
+    assert found.where == f"{HERE}:{raised.traceback[0].lineno + 1} in {raised.traceback[0].name}"
+    assert str(found) == f"{found.text} ({found.where})"
+
+
+def test_a_long_text_is_cut():
+    assert len(str(failure(ValueError("x" * 100_000)))) < 1200
