@@ -549,7 +549,7 @@ def a_timeline(workers, scale):
         for worker in range(workers)
     }
     asked = [scale * k for k in range(60)]
-    return {"workers": workers, "skipped": 8, "asked": asked, "got": [t + scale / 2 for t in asked], "spans": spans}
+    return timeline.Timeline(workers, 8, asked, [t + scale / 2 for t in asked], spans)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.01])

@@ -19,6 +19,7 @@ from rustloader._cli.passes import Limits, Pass
 from rustloader._cli.probe import Probe
 from rustloader._cli.progress import Progress
 from rustloader._cli.results import WITHIN, Point, Side, best, headline, settle, sweep_table, table
+from rustloader._cli.timeline import Timeline
 
 __all__ = ["main"]
 
@@ -120,7 +121,7 @@ class _Bench:
         if before is not None and peak.bytes is not None:
             side.memory_bytes = max(0, peak.bytes - before)
 
-    def _timelines(self, count: int, points: list[Point], progress: Progress) -> dict[str, Any]:
+    def _timelines(self, count: int, points: list[Point], progress: Progress) -> dict[str, Timeline]:
         """What main and workers of both sides do when; nothing where there are no workers."""
         if count == 0:
             count = max(point.workers for point in points)
@@ -135,7 +136,7 @@ class _Bench:
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with Probe(self._order(name, count, folder)) as probe:
                     probe.answer()
-                    found[name] = {"workers": count, "skipped": skipped, **probe.ask("watch", limits)}
+                    found[name] = Timeline(count, skipped, **probe.ask("watch", limits))
             progress.step()
         return found
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from rustloader._cli.results import WITHIN, Point
+from rustloader._cli.results import WITHIN, Point, counted
+from rustloader._cli.timeline import Timeline
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
@@ -26,27 +27,26 @@ _LANES = 16
 _INK = "#333333"
 
 
-def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any], step: float) -> Figure:
+def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Timeline], step: float) -> Figure:
     """The figure: a timeline for each engine, and the rates if there are several numbers of workers.
 
     Args:
         title: the loader's name.
         points: what was measured.
         chosen: the number of workers that is recommended.
-        timelines: by engine, as ``watch`` of a process that measures gives them, with "workers", and how many batches
-            of the beginning to leave out, "skipped".
+        timelines: by engine; empty where there are no workers.
         step: seconds of the training step.
     """
     swept = len(points) > 1
-    lanes = 1 + min(_LANES, next((one["workers"] for one in timelines.values()), 0))
+    lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13, color=_INK)
-    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if timelines:
-        _draw_timelines(panels[: len(timelines)], timelines, step)
+        draw_timelines(panels[: len(timelines)], timelines, step)
         panels[0].legend(
-            handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _kinds(timelines, step)],
+            handles=timeline_legend(timelines, step),
             loc="lower right",
             bbox_to_anchor=(1, 1),  # beside the title
             ncols=len(_COLOURS),
@@ -61,48 +61,61 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any]
     return figure
 
 
-def _kinds(timelines: dict[str, Any], step: float) -> list[str]:
-    seen = {what for one in timelines.values() for spans in one["spans"].values() for what, *_ in spans}
-    return [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
+def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
+    """The legend's entries for what these timelines show."""
+    seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
+    shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
+    return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
 
 
-def _draw_timelines(panels: Any, timelines: dict[str, Any], step: float) -> None:
-    # The same batches on both sides: after those that were under way at the start.
-    count = min(len(one["got"]) for one in timelines.values())
-    first = min(next(iter(timelines.values()))["skipped"], count // 2)
-    windows = {name: _window(one, first, count) for name, one in timelines.items()}
+def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
+    """Draws each engine's timeline, of the same batches and on the same scale.
+
+    Args:
+        panels: one for each timeline, from top to bottom.
+        timelines: by engine: "torch", "rustloader".
+        step: seconds of the training step.
+    """
+    # The same batches on both sides: after those that were in flight at the start.
+    count = min(len(one.got) for one in timelines.values())
+    first = min(*(one.skipped for one in timelines.values()), count // 2)
+    windows = {name: one.window(first, count) for name, one in timelines.items()}
     longest = max(end - begin for begin, end in windows.values())
     for panel, (name, one) in zip(panels, timelines.items(), strict=True):
         begin, end = windows[name]
-        _draw_timeline(panel, one, begin, end, step)
+        draw_timeline(panel, one, begin, end, step)
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
-        text = f"{name}, {one['workers']} workers: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        text = f"{name}, {counted(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
         panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
     panels[-1].set_xlabel("ms", color=_INK)
 
 
-def _window(one: dict[str, Any], first: int, count: int) -> tuple[float, float]:
-    """From when to when the batches from the ``first`` to the last one of ``count`` came."""
-    return one["got"][first - 1] if first else one["asked"][0], one["got"][count - 1]
+def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, step: float) -> None:
+    """Draws one engine's timeline: a lane for the main process and one for each worker.
 
+    Args:
+        panel: where. Its x axis is in milliseconds from ``begin``.
+        timeline: what was recorded.
+        begin, end: the part to draw, in seconds of the monotonic clock.
+        step: seconds of the training step; 0 draws none.
+    """
 
-def _draw_timeline(panel: Axes, one: dict[str, Any], begin: float, end: float, step: float) -> None:
     def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
         panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.3)
 
-    asked, got = one["asked"], one["got"]
+    asked, got = timeline.asked, timeline.got
     bars(0, list(zip(asked, got, strict=False)), "wait")
     if step:
         bars(0, list(zip(got, asked[1:], strict=False)), "step")
-    shown = range(min(one["workers"], _LANES))
+    shown = range(min(timeline.workers, _LANES))
     for worker in shown:
         for kind in ("fetch", "collate", "send"):
-            spans = [(a, b) for what, a, b in one["spans"].get(worker, ()) if what == kind]
+            spans = [(a, b) for what, a, b in timeline.spans.get(worker, ()) if what == kind]
             bars(worker + 1, spans, kind)
-    more = "" if one["workers"] <= _LANES else f" of {one['workers']}"
+    more = "" if timeline.workers <= _LANES else f" of {timeline.workers}"
     panel.set_yticks([0, *(worker + 1 for worker in shown)], ["main", *(f"worker {worker}{more}" for worker in shown)])
     panel.set_ylim(len(shown) + 0.6, -0.6)
     _plain(panel)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rustloader._cli.passes import Pass
 
-__all__ = ["WITHIN", "Point", "Side", "best", "headline", "settle", "sweep_table", "table"]
+__all__ = ["WITHIN", "Point", "Side", "best", "counted", "headline", "settle", "sweep_table", "table"]
 
 # A number of workers will do if its rate is at most this part below the best one.
 WITHIN = 0.05
@@ -121,6 +121,12 @@ def best(rates: dict[int, float]) -> int:
     """The fewest workers whose rate is at most ``WITHIN`` below the best one."""
     enough = (1 - WITHIN) * max(rates.values())
     return min(workers for workers, rate in rates.items() if rate >= enough)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 worker", "2,000 batches"."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def headline(point: Point) -> str:

@@ -6,10 +6,34 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Recorder", "watch"]
+__all__ = ["Recorder", "Timeline", "watch"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one engine's main process and workers did when. All times are seconds of the monotonic clock.
+
+    Attributes:
+        workers: the number of workers.
+        skipped: batches at the start that a picture leaves out, because they were in flight before the first one came.
+        asked: when the main process called ``next`` for each batch.
+        got: when ``next`` returned it.
+        spans: by worker, ("fetch", "collate" or "send", begin, end) of each part of its work.
+    """
+
+    workers: int
+    skipped: int
+    asked: list[float]
+    got: list[float]
+    spans: dict[int, list[tuple[str, float, float]]]
+
+    def window(self, first: int, count: int) -> tuple[float, float]:
+        """From when to when the batches from ``first`` up to, but not including, ``count`` were delivered."""
+        return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
 class Recorder:
