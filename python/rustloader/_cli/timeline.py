@@ -1,4 +1,4 @@
-"""What main and the workers of a loader do when, in seconds of the monotonic clock, which all processes share."""
+"""Timelines of the main process and the workers, in seconds of the monotonic clock, which all processes share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rustloader._cli.passes import Limits, Nobody, Watcher, end_iterator
 
 __all__ = ["Recorder", "Timeline", "watch"]
 
@@ -101,15 +103,24 @@ class Recorder:
         _Worker.send = send  # type: ignore[assignment,method-assign]
 
 
-def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
-    """A pass over a loader: when each batch was asked for, and when it was there."""
-    from rustloader._cli.passes import end_iterator
+def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
+    """Passes over a loader once.
 
+    Args:
+        loader: a DataLoader.
+        limits: where to end.
+        watcher: is told how it goes on.
+
+    Returns:
+        When each batch was asked for, and when it was there.
+    """
+    watcher = watcher or Nobody()
     asked: list[float] = []
     got: list[float] = []
     iterator = iter(loader)
     deadline: float | None = None
     try:
+        watcher.began(iterator)
         while len(got) != limits.batches and (deadline is None or time.monotonic() < deadline):
             asked.append(time.monotonic())
             try:
@@ -118,9 +129,15 @@ def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
                 asked.pop()
                 break
             got.append(time.monotonic())
+            watcher.beat()
             deadline = deadline or got[0] + limits.seconds
             if limits.step:
                 time.sleep(limits.step)
+    except Exception as error:
+        watcher.failed(error)
+        raise
     finally:
         end_iterator(loader, iterator)
+    if not got:
+        raise StopIteration
     return asked, got
