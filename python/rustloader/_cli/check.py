@@ -1,129 +1,189 @@
-"""``check``: one epoch on torch's iterator and one on the engine have to be the same."""
+"""``check``: an epoch on torch's iterator and one on the engine must be the same."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
-import pickle
-import random
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from rustloader._cli.log import warnings
+from rustloader._cli.factory import Unusable
+
+if TYPE_CHECKING:
+    from rustloader._cli.side import Event
+    from rustloader._cli.watched import Watched
 
 __all__ = ["main"]
 
-# So many errors of `next` in a row are no epoch any more: a worker that has died is told at each call.
+# Errors in a row after which an epoch is not continued.
 _ERRORS_IN_A_ROW = 20
+# Seconds between two lines about how far a side has come.
+_BETWEEN_LINES = 15.0
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP."""
 
 
 def main(options: Any) -> int:
-    """Compares, and says what it found."""
-    from rustloader._cli.factory import Unusable, find
-
+    """Compares, and prints the result. Returns the exit status."""
     try:
-        return _compare(find(options.factory), options)
+        if not sys.platform.startswith("linux"):
+            raise Unusable("the engine runs on Linux only: there is nothing to compare")
+        with _terminable():
+            return _Comparison(options).run()
     except Unusable as error:
-        print(f"rustloader check: {error}", file=sys.stderr)
+        print(f"rustloader check: {error.message(options.verbose)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nrustloader check: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except _Terminated as error:
+        print("rustloader check: terminated", file=sys.stderr)
+        return 128 + int(error.args[0])
 
 
-def _compare(factory: Callable[[], Any], options: Any) -> int:
-    import rustloader
-    from rustloader._cli.engines import on_torch
-    from rustloader._cli.leaves import difference
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the sides as well."""
 
-    rustloader.uninstall()  # RUSTLOADER_INSTALL may have been set
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated(number)
 
-    def events(engine: Any) -> Iterator[_Event]:
-        return _epoch(factory, engine, options)
+    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    print(f"torch       one epoch of {options.factory} ...", flush=True)
-    theirs = [event.key for event in events(on_torch)]
-    print(f"rustloader  {_counted(theirs)} to compare ...", flush=True)
-    before = rustloader.engine_batches()
-    with warnings() as lines:
-        for k, (key, event) in enumerate(itertools.zip_longest(theirs, events(rustloader.installed))):
-            if event is not None and k == 0 and lines and rustloader.engine_batches() == before:
-                print(f"rustloader check: nothing to compare: {lines[0]}", file=sys.stderr)
-                return 2
-            if event is None or key != event.key:
+
+class _Comparison:
+    """One run of the command."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def run(self) -> int:
+        """The exit status: 0 if nothing differs, 1 if something does."""
+        theirs = self._torchs()
+        with self._side("rustloader") as side:
+            side.load()
+            print(f"rustloader  comparing {_counted(theirs)} ...", flush=True)
+            pairs = itertools.zip_longest(theirs, self._epoch(side))
+            for k, (torchs, ours) in enumerate(pairs):
+                if torchs is None or ours is None or torchs[:2] != ours[:2]:
+                    return self._differs(k, torchs, ours, side)
+                if ours.kind == "batch" and k == 0:
+                    _served(side)
+                elif ours.kind == "error":
+                    _same_error(k, ours)
+            batches, _ = _served(side)
+        print(f"same: {_counted(theirs)} compared, bit for bit; the main process's random state is the same, too")
+        print(f"{_number(batches, 'batch', 'batches')} came from the Rust engine")
+        return 0
+
+    def _torchs(self) -> list[Event]:
+        with self._side("torch") as side:
+            about = side.load()
+            workers = _number(about["num_workers"], "worker", "workers")
+            print(f"torch       {self._options.factory}, {workers} ...", flush=True)
+            events = list(self._epoch(side, about["may_be_endless"]))
+            if side.ask("served")[0]:
+                raise Unusable(
+                    "nothing to compare: torch's side used the Rust engine; "
+                    "the program must not call rustloader.install() after its loader is made"
+                )
+        if events[0].kind == "state":
+            raise Unusable(f"nothing to compare: the loader of {self._options.factory} gave no batch")
+        return events
+
+    def _side(self, engine: str, quiet: bool | None = None) -> Watched:
+        from rustloader._cli.watched import Watched
+
+        return Watched(engine, self._options, engine != "torch" if quiet is None else quiet)
+
+    def _epoch(self, side: Watched, may_be_endless: bool = False) -> Iterator[Event]:
+        """The events of an epoch, and the random state after it. An error in the first place is all of it."""
+        from rustloader._cli.side import Event
+
+        due = time.monotonic() + _BETWEEN_LINES
+        in_a_row = 0
+        for k, event in enumerate(side.events(), start=1):
+            if event.kind == "end":
                 break
-        else:
-            print(f"same: {_counted(theirs)}, bit for bit; the main process's random state is the same afterwards")
-            print(f"{rustloader.engine_batches() - before} batches came from the Rust engine")
-            return 0
-    # Once more on torch: as far as here, to have what differs, and to see whether torch agrees with itself.
-    again = next(itertools.islice(events(on_torch), k, None), None)
-    where = _where(k, key, event)
-    if (again.key if again else None) != key:
-        print(f"different at {where}, but torch's iterator differs from itself there as well.")
-        print("The dataset, the sampler or collate_fn draws on something that no seed governs, or in_order is False.")
-        return 1
-    if event is None or again is None:
-        print(f"different at {where}: {'rustloader' if event is None else 'torch'} had come to its end")
-    elif event.kind == again.kind == "batch":
-        print(f"different at {where}: {difference(again.value, event.value)}")
-    else:
-        print(f"different at {where}: torch {again.told()}, rustloader {event.told()}")
-    return 1
+            yield event
+            in_a_row = in_a_row + 1 if event.kind == "error" else 0
+            if k == in_a_row:
+                return
+            if in_a_row == _ERRORS_IN_A_ROW or k == self._options.batches:
+                break
+            if time.monotonic() >= due:
+                due = time.monotonic() + _BETWEEN_LINES
+                hint = "; --batches N ends an endless one" if may_be_endless and not self._options.batches else ""
+                print(f"{side.engine}: {_number(k, 'batch', 'batches')} so far{hint}", file=sys.stderr, flush=True)
+        yield Event("state", side.ask("finish"))
 
-
-class _Event:
-    """What one call of `next` brought, or what is the case after the last."""
-
-    def __init__(self, kind: str, value: Any, key: Any) -> None:
-        self.kind, self.value, self.key = kind, value, (kind, key)
-
-    def told(self) -> str:
-        return {"batch": "gives a batch", "error": f"raises {self.value}", "state": "ends the epoch"}[self.kind]
-
-
-def _epoch(factory: Callable[[], Any], engine: Any, options: Any) -> Iterator[_Event]:
-    import numpy as np
-    import torch
-
-    from rustloader._cli.factory import make
-    from rustloader._cli.leaves import summary
-
-    torch.manual_seed(options.seed)
-    np.random.seed(options.seed % 2**32)
-    random.seed(options.seed)
-    loader = make(factory, options.factory)
-    with engine():
-        iterator: Any = None
+    def _differs(self, k: int, torchs: Event | None, ours: Event | None, side: Watched) -> int:
+        """Prints what differs. torch is run once more, to see whether it agrees with itself."""
+        where = _where(k, torchs, ours)
         try:
-            errors = taken = 0
-            while errors < _ERRORS_IN_A_ROW and taken != options.batches:
-                try:
-                    if iterator is None:
-                        iterator = iter(loader)
-                    batch = next(iterator)
-                except StopIteration:
-                    break
-                except Exception as error:
-                    errors = _ERRORS_IN_A_ROW if iterator is None else errors + 1
-                    text = f"{type(error).__qualname__}: {(str(error).strip().splitlines() or [''])[-1]}"
-                    yield _Event("error", text, text)
-                else:
-                    errors, taken = 0, taken + 1
-                    yield _Event("batch", batch, summary(batch))
-                    del batch
-        finally:
-            # Named by the class, so that one with a place of its own for them is not in the way.
-            if hasattr(iterator, "_shutdown_workers"):
-                iterator._shutdown_workers()
-    state = pickle.dumps((torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()))
-    yield _Event("state", None, hashlib.blake2b(state, digest_size=16).digest())
+            with self._side("torch", quiet=True) as again:
+                again.load()
+                event = next(itertools.islice(self._epoch(again), k, None), None)
+                if (event[:2] if event else None) != (torchs[:2] if torchs else None):
+                    print(f"different at {where}, but torch's iterator differs from itself there as well.")
+                    print("The dataset, the sampler or collate_fn uses something that no seed governs (the time,")
+                    print("os.urandom, the order in which workers finish), or in_order is False.")
+                    return 1
+                if event is not None and ours is not None and event.kind == ours.kind == "batch":
+                    print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
+                    return 1
+        except Unusable as error:
+            print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
+        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(ours)}")
+        return 1
 
 
-def _counted(keys: list[Any]) -> str:
-    batches = sum(kind == "batch" for kind, _ in keys)
-    errors = sum(kind == "error" for kind, _ in keys)
-    return f"{batches} batches" + (f" and {errors} errors" if errors else "")
+def _served(side: Watched) -> tuple[int, str]:
+    """How many batches the engine has delivered.
+
+    Raises:
+        Unusable: none.
+    """
+    count, line = side.ask("served")
+    if count == 0:
+        why = line or "none of the batches came from the Rust engine; the loader has an iterator of its own"
+        raise Unusable(f"nothing to compare: {why}")
+    return count, line
 
 
-def _where(k: int, key: Any, event: _Event | None) -> str:
-    kinds = {key[0] if key else None, event.kind if event else None}
-    return "the end: the main process's random state" if kinds == {"state"} else f"call {k} of next()"
+def _same_error(k: int, event: Event) -> None:
+    if k == 0:
+        raise Unusable(f"nothing to compare: both engines raise at the first batch: {event.text}", event.details)
+    print(f"batch {k}: both raise {event.text}")
+
+
+def _did(event: Event | None) -> str:
+    if event is None:
+        return "has ended before"
+    return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
+
+
+def _where(k: int, torchs: Event | None, ours: Event | None) -> str:
+    kinds = {torchs.kind if torchs else None, ours.kind if ours else None}
+    return "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
+
+
+def _counted(events: list[Event]) -> str:
+    errors = sum(event.kind == "error" for event in events)
+    text = _number(sum(event.kind == "batch" for event in events), "batch", "batches")
+    return f"{text} and {_number(errors, 'error', 'errors')}" if errors else text
+
+
+def _number(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rustloader._cli.failure import Failure, failure
+
 __all__ = ["Unusable", "find", "make"]
+
+# What a program may return in the place of a loader: an attribute that such an object has, and what to return instead.
+_INSTEAD = {
+    "train_dataloader": "return its train_dataloader()",
+    "get_train_dataloader": "return its get_train_dataloader()",
+    "setup_dataloaders": "return a DataLoader as it is before setup_dataloaders()",
+    "prepare_data_loader": "return a DataLoader as it is before prepare()",
+}
 
 
 class Unusable(Exception):
-    """A factory that gives no loader. The text says why and what would do."""
+    """There is nothing to compare or to measure.
+
+    Args:
+        cause: what is wrong, and the way out.
+        details: a longer form for ``--verbose``, such as a traceback; "" if there is none.
+    """
+
+    def __init__(self, cause: str, details: str = "") -> None:
+        super().__init__(cause, details)
+        self.details = details
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def message(self, verbose: bool) -> str:
+        """The cause, then the details or how to get them."""
+        if not self.details:
+            return str(self)
+        return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
 
 
 def find(target: str) -> Callable[[], Any]:
-    """The function that a target names.
+    """The function that a target names. What the user's code sees in sys.argv is that file or module alone.
 
     Raises:
         Unusable: there is none.
@@ -26,9 +54,9 @@ def find(target: str) -> Callable[[], Any]:
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
         raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+    sys.argv = [place]
     is_file = place.endswith(".py") or os.sep in place
-    module = _file(place) if is_file else _module(place)
-    found: Any = module
+    found: Any = _file(place) if is_file else _module(place)
     for part in name.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else [])
@@ -36,17 +64,24 @@ def find(target: str) -> Callable[[], Any]:
             raise Unusable(f"{place} has no {name!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise Unusable(f"{target} is a {type(found).__name__}, not a function that returns a DataLoader")
+        kind = type(found).__name__
+        raise Unusable(f"{target} is {_a(kind)}, not a function that returns a DataLoader; write a function for it")
+    if missing := _missing(found):
+        raise Unusable(
+            f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
+            "write a function without arguments that calls it"
+        )
     return found
 
 
-def make(factory: Callable[[], Any], target: str, workers: int | None = None) -> Any:
+def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
     """A loader.
 
     Args:
         factory: what ``find`` has found.
         target: its name.
-        workers: the num_workers that the loader gets; None: that which it has, which must not be 0.
+        workers: the loader's num_workers; None: as the factory sets it, which must not be 0.
+        remedy: what else the user can do about num_workers=0, as a continuation of the sentence.
 
     Raises:
         Unusable: the factory fails, or returns no loader with workers.
@@ -55,24 +90,79 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None) ->
 
     try:
         loader = factory()
-    except Exception as error:
-        raise Unusable(f"{_user_traceback(error)}{target} failed; it is called without arguments") from None
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _failed(f"{target} failed", error) from None
     if not isinstance(loader, DataLoader):
-        hint = ""
-        if loader is None:
-            hint = "; is a `return` missing?"
-        elif isinstance(loader, (tuple, list, dict)):
-            hint = "; let it return one of its loaders"
-        raise Unusable(f"{target} returned a {type(loader).__name__}, not a torch.utils.data.DataLoader{hint}")
+        kind = type(loader).__name__
+        if inspect.iscoroutine(loader):
+            loader.close()
+        raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
     if workers is not None:
         _set_workers(loader, workers)
     elif loader.num_workers == 0:
-        raise Unusable(f"the loader of {target} has num_workers=0, which is torch's own loop; give it workers")
+        raise Unusable(
+            "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+            f"Set num_workers to 1 or more in {target}{remedy}."
+        )
     return loader
 
 
+def _failed(what: str, error: BaseException) -> Unusable:
+    found = failure(error)
+    if isinstance(error, SystemExit):
+        exit = f"it called sys.exit({error.code!r})"
+        found = Failure(f'{exit}; what runs as a script belongs under `if __name__ == "__main__":`', found.where, "")
+        return Unusable(f"{what}: {found}")
+    return Unusable(f"{what}: {found}", found.details)
+
+
+def _missing(function: Any) -> list[str]:
+    """Names of the parameters that a call has to give."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # the call decides
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _a(kind: str) -> str:
+    """A type's name with its article."""
+    return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def _hint(found: Any) -> str:
+    """What to return instead of what a factory has returned."""
+    from torch.utils.data import Dataset
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    if found is None:
+        return "; is a `return` missing?"
+    if isinstance(found, (tuple, list, dict)):
+        return "; return one of its loaders"
+    if inspect.isgenerator(found):
+        return "; use `return`, not `yield`"
+    if inspect.iscoroutine(found):
+        return "; write `def`, not `async def`"
+    if isinstance(found, _BaseDataLoaderIter):
+        return "; return the loader, not iter(loader)"
+    if isinstance(found, Dataset):
+        return "; return a DataLoader of it"
+    for name, instead in _INSTEAD.items():
+        # Not getattr: such objects may compute what they do not have.
+        if inspect.getattr_static(found, name, None) is not None:
+            return f"; {instead}"
+    if "DataLoader" in type(found).__name__ or "CombinedLoader" in type(found).__name__:
+        return "; return a DataLoader as it is before a framework wraps it"
+    return ""
+
+
 def _set_workers(loader: Any, workers: int) -> None:
-    """Has a loader make its next iterator with so many workers, as if it had been made with them."""
+    """Sets num_workers of a loader, with the attributes that depend on it."""
     loader.num_workers = workers
     if workers == 0:
         loader.timeout = 0  # torch's own loop takes no other
@@ -84,17 +174,17 @@ def _module(name: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise Unusable(f"there is no module {error.name!r}, neither here ({os.getcwd()}) nor installed") from None
-        raise Unusable(f"{_user_traceback(error)}the import of {name} failed") from None
-    except Exception as error:
-        raise Unusable(f"{_user_traceback(error)}the import of {name} failed") from None
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(missing + ".")):
+            raise Unusable(f"there is no module {missing!r}, neither here ({os.getcwd()}) nor installed") from None
+        raise _failed(f"the import of {name} failed", error) from None
 
 
 def _file(path: str) -> Any:
     if not os.path.isfile(path):
-        raise Unusable(f"there is no file {path}")
+        hint = f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else ""
+        raise Unusable(f"there is no file {path}{hint}")
     folder, file = os.path.split(os.path.abspath(path))
     name = os.path.splitext(file)[0]
     if name in sys.modules or "." in name:
@@ -103,17 +193,5 @@ def _file(path: str) -> Any:
     sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
-    except Exception as error:
-        raise Unusable(f"{_user_traceback(error)}the import of {path} failed") from None
-
-
-def _user_traceback(error: BaseException) -> str:
-    """A traceback from the user's first frame on."""
-    trace = error.__traceback__
-    while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)) + "\n"
-
-
-def _is_machinery(file: str) -> bool:
-    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _failed(f"the import of {path} failed", error) from None

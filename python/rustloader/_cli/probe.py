@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rustloader._cli.factory import Unusable
 from rustloader._cli.measure import Order
 from rustloader._cli.memory import members
+
+if TYPE_CHECKING:
+    from rustloader._cli.side import SideOrder
 
 __all__ = ["Probe"]
 
@@ -28,18 +31,23 @@ class Probe:
 
     Args:
         order: what it has to measure. The process gets ready by itself; see ``answer``.
+        code: what the process runs, with the number of its descriptor as an argument.
+        environment: variables that it gets in addition.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(
+        self, order: Order | SideOrder, code: str = _CODE, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.engine = order.engine
         self._connection, there = multiprocessing.Pipe()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _CODE, str(there.fileno())],  # type: ignore[attr-defined]
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, str(there.fileno())],  # type: ignore[attr-defined]
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # what the user's code prints is no result
                 process_group=0,
+                env=os.environ | (environment or {}),
             )
         self._connection.send(order)
 
@@ -74,7 +82,7 @@ class Probe:
             self._await_end(5.0)
             raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}") from None
         if name == "unusable":
-            raise Unusable(value)
+            raise value if isinstance(value, Unusable) else Unusable(value)
         return value
 
     def __enter__(self) -> Probe:

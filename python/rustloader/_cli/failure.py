@@ -1,0 +1,90 @@
+"""Exceptions of the user's code in a short form: the error, and the user's innermost frame."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Failure", "failure", "short_path", "users"]
+
+# torch's text for an exception out of a worker.
+_WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Longest text of an error that the short form shows, in characters.
+_LONGEST = 1000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an exception says.
+
+    Attributes:
+        text: the type and the message.
+        where: the user's innermost frame, as "file.py:12 in function"; with the worker, if it was one; may be "".
+        details: the whole traceback.
+    """
+
+    text: str
+    where: str
+    details: str
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= _LONGEST else self.text[:_LONGEST] + " ..."
+        return f"{text} ({self.where})" if self.where else text
+
+
+def failure(error: BaseException) -> Failure:
+    """The short and the long form of an exception. One out of a worker is described by the worker's traceback."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = text.splitlines()
+    if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
+        return _of_worker(lines)
+    trace = error.__traceback__
+    while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    details = "".join(traceback.format_exception(type(error), error, trace)).strip()
+    if isinstance(error, SyntaxError) and error.filename:
+        text = f"{type(error).__name__}: {error.msg}"
+        return Failure(text, f"{short_path(error.filename)}:{error.lineno}", details)
+    frames = ((frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(trace))
+    return Failure(text, _innermost(frames), details)
+
+
+def users(file: str) -> bool:
+    """Whether a file with code is the user's own: no library's, and not part of this package."""
+    return not file.startswith(("<", _OURS + os.sep, *_LIBRARIES))
+
+
+def short_path(file: str) -> str:
+    """A file's path, relative to the current directory if it lies below that."""
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)
+
+
+def _of_worker(lines: list[str]) -> Failure:
+    frames = {k: found for k, line in enumerate(lines) if (found := _FRAME.match(line))}
+    last = max(frames, default=1)
+    # The error comes after the last frame and its source lines, which are indented.
+    begin = next((k for k in range(last + 1, len(lines)) if lines[k][:1].strip()), len(lines) - 1)
+    where = _innermost((found[1], int(found[2]), found[3]) for found in frames.values())
+    found = _WORKER.search(lines[0])
+    place = "".join(filter(None, found.groups())) if found else ""
+    text = "\n".join(lines[begin:]).strip()
+    return Failure(text, ", ".join(filter(None, (where, place))), "\n".join(lines))
+
+
+def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
+    """The last of the frames that is the user's."""
+    found = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
+    return found[-1] if found else ""
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith(("<frozen importlib", _OURS + os.sep)) or file == importlib.__file__
