@@ -20,11 +20,12 @@ from typing import Any
 
 from rustloader._cli import stacks
 from rustloader._cli.factory import Unusable, find, make
-from rustloader._cli.failure import death, failure
+from rustloader._cli.failure import failure
 from rustloader._cli.log import warnings as logged_warnings
 from rustloader._cli.machine import machine
 from rustloader._cli.passes import run_pass
 from rustloader._cli.timeline import Recorder, watch
+from rustloader._cli.workers import advice, death
 
 __all__ = ["Order", "serve"]
 
@@ -88,7 +89,7 @@ def _serve(connection: Connection) -> None:
         _send(connection, "unusable", error)
     except Exception as error:
         found = failure(error)
-        _send(connection, "unusable", Unusable(f"on {engine}'s iterator: {found}", found.details))
+        _send(connection, "unusable", Unusable(f"with {engine}'s iterator: {found}", found.details))
 
 
 def _send(connection: Connection, name: str, value: Any) -> None:
@@ -108,6 +109,7 @@ class _Side:
     """A loader on an engine. The methods from ``about`` on are the requests. It watches its own passes."""
 
     def __init__(self, order: Order, connection: Connection) -> None:
+        connection.send(("stacks", stacks.install()))
         if order.quiet:
             warnings.simplefilter("ignore")
         factory = find(order.target)  # before torch is imported: a wrong name is an error at once
@@ -129,7 +131,6 @@ class _Side:
         self._cut_short = False
         self._workers: list[Any] = []
         self._dead: str | None = None
-        self._stacks = stacks.install()
 
     # --- watching a pass
 
@@ -167,7 +168,6 @@ class _Side:
             "persistent_workers": bool(loader.persistent_workers),
             "pin_memory": bool(loader.pin_memory),
             "start_method": method() if method else type(context).__name__,
-            "stacks": self._stacks,
         }
 
     def run(self, number: int, limits: Any, weigh: bool) -> dict[str, Any]:
@@ -209,7 +209,8 @@ class _Side:
             except Exception as error:
                 if self._dead is None:
                     raise
-                raise Unusable(f"on {engine}'s iterator, {self._dead}", failure(error).details) from None
+                text = f"with {engine}'s iterator, {self._dead}\n  {advice(self._dead)}"
+                raise Unusable(text, failure(error).details) from None
         served = rustloader.engine_batches() > before
         if engine == "rustloader" and not served and self._loader.num_workers > 0:
             raise Unusable(f"nothing to compare: {lines[0] if lines else 'the Rust engine delivered nothing'}")

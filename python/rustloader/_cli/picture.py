@@ -8,7 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from rustloader._cli.results import WITHIN, Point, counted
+from rustloader._cli.recommendation import Choice
+from rustloader._cli.results import Point
+from rustloader._cli.text import counted
 from rustloader._cli.timeline import Timeline
 
 __all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
@@ -27,13 +29,15 @@ _LANES = 16
 _INK = "#333333"
 
 
-def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Timeline], step: float) -> Figure:
+def draw(
+    title: str, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline], step: float
+) -> Figure:
     """The figure: a timeline for each engine, and the rates if there are several numbers of workers.
 
     Args:
         title: the loader's name.
         points: what was measured.
-        chosen: the number of workers that is recommended.
+        choices: by engine, the number of workers that is recommended.
         timelines: by engine; empty where there are no workers.
         step: seconds of the training step.
     """
@@ -57,7 +61,7 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Time
             fontsize=8,
         )
     if swept:
-        _draw_rates(panels[-1], points, chosen)
+        _draw_rates(panels[-1], points, choices)
     return figure
 
 
@@ -122,11 +126,8 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
     panel.tick_params(axis="y", length=0)
 
 
-def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
+def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
     workers = [point.workers for point in points]
-    panel.axvline(chosen, color=_ENGINES["rustloader"], alpha=0.12, linewidth=14, zorder=0)
-    most = max(point.rustloader.rate for point in points)
-    panel.axhline(most * (1 - WITHIN), color="#999999", linewidth=0.8, linestyle=":", zorder=0)
     for name, colour in _ENGINES.items():
         sides = [getattr(point, name) for point in points]
         panel.plot(workers, [side.rate for side in sides], marker="o", color=colour, label=name, linewidth=1.8)
@@ -136,8 +137,7 @@ def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
-    text = f"num_workers={chosen} will do (dotted: {WITHIN:.0%} below the best)"
-    panel.set_title(text, loc="left", fontsize=11, color=_INK)
+    panel.set_title("Rates; a small dot is an epoch", loc="left", fontsize=11, color=_INK)
     panel.legend(frameon=False, fontsize=9)
     _plain(panel)
 

@@ -70,7 +70,8 @@ def _waits_for_storage(point: Point, cores: int) -> bool:
     """Whether workers spend most of their work waiting, so that more of them than cores are of use."""
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
     times = [(worker.get("cpu_seconds"), worker.get("queued_seconds")) for worker in workers]
-    if not times or any(cpu is None or queued is None for cpu, queued in times):
+    known = [(cpu, queued) for cpu, queued in times if cpu is not None and queued is not None]
+    if not workers or len(known) < len(workers):
         return point.rustloader.cores_used < (1 - _IDLE) * cores
     busy = sum(worker[f"{part}_seconds"] for worker in workers for part in ("fetch", "collate", "pack"))
-    return bool(busy - sum(cpu + queued for cpu, queued in times) > _WAITING * busy)
+    return bool(busy - sum(cpu + queued for cpu, queued in known) > _WAITING * busy)

@@ -11,7 +11,7 @@ from rustloader._cli.comparison import Comparison, Interval, compare, median_int
 from rustloader._cli.passes import Pass
 from rustloader._cli.text import aligned, duration, megabytes, number, times
 
-__all__ = ["Point", "Side", "settle", "sweep_table", "table"]
+__all__ = ["Point", "Side", "settle", "starting", "sweep_table", "table"]
 
 
 @dataclass
@@ -145,6 +145,21 @@ def settle(points: Iterable[Point]) -> None:
     steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
     for side in sides:
         side.steady = steady
+
+
+def starting(side: Side) -> dict[str, Any]:
+    """The verdict where most of a whole epoch is the start of its workers; else empty. A loader's own statistics do not
+    show it in epochs of a few batches.
+    """
+    first, whole = side.median("first_batch_seconds"), side.median("seconds")
+    if first < whole / 2 or not all(one.complete for one in side.passes):
+        return {}
+    return {
+        "kind": "starting",
+        "sentence": "The start of the workers limits; persistent_workers=True keeps them from epoch to epoch.",
+        "reason": f"the first batch takes {duration(first)} of an epoch's {duration(whole)}",
+        "workers_needed": None,
+    }
 
 
 def table(point: Point) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ __all__ = ["aligned", "counted", "duration", "listed", "megabytes", "number", "p
 
 # Columns of a terminal that all output fits.
 _WIDTH = 100
+_OPTION = re.compile(r"(--[a-z]+) ")
 
 
 def plural(noun: str, count: int) -> str:
@@ -65,5 +67,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def wrapped(text: str, indent: str = "") -> str:
     """A paragraph in lines that fit; all lines but the first begin with ``indent``."""
-    lines = textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
+    held = _OPTION.sub("\\1\0", text)  # an option and its value stay in one line
+    lines = textwrap.wrap(held, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
