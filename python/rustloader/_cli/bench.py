@@ -99,12 +99,12 @@ class _Bench:
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(self._probe(name, count)) for name in names]
             self._about, *_ = [probe.answer() for probe in probes]
-            begin = time.monotonic()
             sides = {probe.engine: Side() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
                 self._warm_up(probe, sides[probe.engine])
-                progress.step(self._at(begin))
+                progress.step(self._at(0.0))
+            begin = time.monotonic()
             point = Point(self._about["num_workers"], sides["torch"], sides.get("rustloader", sides["torch"]))
             self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
             self._spent += time.monotonic() - begin
@@ -126,7 +126,7 @@ class _Bench:
                 of = f" of {self._plan.epochs}" if self._plan.epochs else ""
                 progress.say(f"{where}{probe.engine}, epoch {number}{of}")
                 sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
-                progress.step(self._at(begin))
+                progress.step(self._at(time.monotonic() - begin))
             longest = max(longest, time.monotonic() - started)
 
     def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
@@ -152,9 +152,9 @@ class _Bench:
             decided = interval.confidence >= CONFIDENCE and interval.narrow
         return seconds > longest and not decided
 
-    def _at(self, begin: float) -> float | None:
-        """How far the bar is, in seconds; None if it counts steps."""
-        return None if self._plan.steps else self._spent + time.monotonic() - begin
+    def _at(self, seconds: float) -> float | None:
+        """How far the bar is after so many seconds with this number of workers; None if it counts steps."""
+        return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: LimitedProbe, side: Side) -> None:
         """The first passes, which are not timed: they measure memory and sizes."""

@@ -1,4 +1,4 @@
-"""The picture of ``bench``: what main and workers do when, and the rates of a sweep. Needs matplotlib."""
+"""The plot of ``bench``: a timeline of the main process and the workers, and the rates of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from matplotlib.patches import Patch
 
 from rustloader._cli.recommendation import Choice
 from rustloader._cli.results import Point
-from rustloader._cli.text import counted
+from rustloader._cli.text import counted, listed
 from rustloader._cli.timeline import Timeline
 
 __all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
 _WORDS = {
     "fetch": "worker: fetch",
@@ -25,7 +25,14 @@ _WORDS = {
     "step": "main: training step",
 }
 _ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
+# Workers with a lane of their own.
 _LANES = 16
+# The part of a timeline below which a bar is thin.
+_THIN = 0.01
+_CAPTION = (
+    "One run of each engine, recorded apart from the measurement. Blank: idle. "
+    "What torch's workers send is not shown: a thread of theirs does it."
+)
 _INK = "#333333"
 
 
@@ -60,6 +67,7 @@ def draw(
             frameon=False,
             fontsize=8,
         )
+        figure.supxlabel(_CAPTION, fontsize=8, color=_INK)
     if swept:
         _draw_rates(panels[-1], points, choices)
     return figure
@@ -108,7 +116,9 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
     def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
-        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.3)
+        # White edges keep bars apart, but would hide the shortest ones.
+        edges = [0.3 if b - a > _THIN * (end - begin) else 0.0 for a, b in inside]
+        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
 
     asked, got = timeline.asked, timeline.got
     bars(0, list(zip(asked, got, strict=False)), "wait")
@@ -137,9 +147,14 @@ def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) ->
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
-    panel.set_title("Rates; a small dot is an epoch", loc="left", fontsize=11, color=_INK)
+    panel.set_title(f"{_recommended(choices)} (small dots: epochs)", loc="left", fontsize=11, color=_INK)
     panel.legend(frameon=False, fontsize=9)
     _plain(panel)
+
+
+def _recommended(choices: dict[str, Choice]) -> str:
+    found = [f"{choice.workers} with {engine}" for engine, choice in choices.items() if choice.workers is not None]
+    return f"Recommended num_workers: {listed(found)}" if found else "Too few epochs to recommend a number of workers"
 
 
 def _plain(panel: Axes) -> None:

@@ -12,7 +12,7 @@ __all__ = ["Plan", "check_plot"]
 
 # Seconds of an epoch, and of all that is measured with one number of workers.
 _SECONDS, _BUDGET = 3.0, 60.0
-# Epochs that fit into the budget: two to warm up, and seven pairs.
+# Epochs that fit into the budget: eight pairs.
 _EPOCHS = 16
 
 
@@ -68,7 +68,7 @@ class Plan:
         if self.budget is None:
             return text
         budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"
-        return f"{text}; up to {budget}, less if the result is clear before"
+        return f"{text}; up to {budget} after a warm-up, less if the result is clear before"
 
 
 def check_plot(path: str) -> None:

@@ -45,15 +45,15 @@ class Summary:
     def _lines(self) -> Iterator[str]:
         about, point = self._about, self.shown
         start = "persistent" if about["persistent_workers"] else "started for each epoch"
-        loader = f"{start} by {about['start_method']}, prefetch_factor={about['prefetch_factor']}"
+        loader = f"({about['start_method']}, {start}), prefetch_factor={about['prefetch_factor']}"
         if self._choices:
-            yield f"workers {loader}\n"
+            yield f"Workers {loader}\n"
             yield sweep_table(self._points, self._choices["rustloader"].workers)
             yield ""
             yield from self._recommendation()
             yield f"\nWith {counted(point.workers, 'worker')}:\n"
         else:
-            yield f"{counted(point.workers, 'worker')}, {loader}\n"
+            yield f"{counted(point.workers, 'worker')} {loader}\n"
         yield table(point)
         yield ""
         yield from self._result(point)
@@ -96,7 +96,8 @@ class Summary:
             rates = "Rates and CPU include the start of the workers: the epochs are too short to leave it out."
         return (
             f"{rates} CPU and memory are of main process and workers together; memory is the peak beyond what there "
-            "was before iter(). A ratio above 1 means that rustloader is better."
+            "was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the median over "
+            "the pairs of epochs."
         )
 
     def as_dict(self) -> dict[str, Any]:

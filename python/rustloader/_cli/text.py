@@ -14,8 +14,8 @@ _OPTION = re.compile(r"(--[a-z]+) ")
 
 
 def plural(noun: str, count: int) -> str:
-    """A noun in the form that its count asks for: "batch", "batches"."""
-    return noun if count == 1 else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    """A noun in the form that its count asks for: "batch", "batches"; "epoch", "epochs"."""
+    return noun if count == 1 else f"{noun}es" if noun.endswith("tch") else f"{noun}s"
 
 
 def counted(count: int, noun: str) -> str:
