@@ -24,6 +24,11 @@ _ERRORS_IN_A_ROW = 20
 # Seconds between two lines about how far a side has come.
 _BETWEEN_LINES = 15.0
 
+_UNSEEDED = (
+    "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
+)
+_OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
+
 
 class _Terminated(BaseException):
     """SIGTERM or SIGHUP."""
@@ -79,12 +84,14 @@ class _Comparison:
                 if torchs is None or ours is None or torchs[:2] != ours[:2]:
                     return self._differs(k, torchs, ours, side)
                 if ours.kind == "batch" and k == 0:
-                    _served(side)
+                    _served(side)  # early: an epoch may take long
                 elif ours.kind == "error":
                     _same_error(k, ours)
-            batches, _ = _served(side)
+            served = _served(side)
         print(f"same: {_counted(theirs)} compared, bit for bit; the main process's random state is the same, too")
-        print(f"{_number(batches, 'batch', 'batches')} came from the Rust engine")
+        batches = sum(event.kind == "batch" for event in theirs)
+        part = f"{served:,} of the {batches:,} batches" if served < batches else _number(batches, "batch", "batches")
+        print(f"{part} came from the Rust engine")
         return 0
 
     def _torchs(self) -> list[Event]:
@@ -133,12 +140,13 @@ class _Comparison:
         where = _where(k, torchs, ours)
         try:
             with self._side("torch", quiet=True) as again:
-                again.load()
+                about = again.load()
                 event = next(itertools.islice(self._epoch(again), k, None), None)
+                if not about["in_order"]:
+                    print(f"different at {where}, but {_OUT_OF_ORDER}")
+                    return 1
                 if (event[:2] if event else None) != (torchs[:2] if torchs else None):
-                    print(f"different at {where}, but torch's iterator differs from itself there as well.")
-                    print("The dataset, the sampler or collate_fn uses something that no seed governs (the time,")
-                    print("os.urandom, the order in which workers finish), or in_order is False.")
+                    print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
                 if event is not None and ours is not None and event.kind == ours.kind == "batch":
                     print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
@@ -149,17 +157,18 @@ class _Comparison:
         return 1
 
 
-def _served(side: Watched) -> tuple[int, str]:
+def _served(side: Watched) -> int:
     """How many batches the engine has delivered.
 
     Raises:
         Unusable: none.
     """
+    count: int
     count, line = side.ask("served")
     if count == 0:
         why = line or "none of the batches came from the Rust engine; the loader has an iterator of its own"
         raise Unusable(f"nothing to compare: {why}")
-    return count, line
+    return count
 
 
 def _same_error(k: int, event: Event) -> None:
@@ -180,9 +189,10 @@ def _where(k: int, torchs: Event | None, ours: Event | None) -> str:
 
 
 def _counted(events: list[Event]) -> str:
-    errors = sum(event.kind == "error" for event in events)
-    text = _number(sum(event.kind == "batch" for event in events), "batch", "batches")
-    return f"{text} and {_number(errors, 'error', 'errors')}" if errors else text
+    kinds = [event.kind for event in events]
+    batches, errors = kinds.count("batch"), kinds.count("error")
+    parts = [_number(batches, "batch", "batches")] if batches or not errors else []
+    return " and ".join([*parts, _number(errors, "error", "errors")] if errors else parts)
 
 
 def _number(count: int, one: str, several: str) -> str:

@@ -15,8 +15,10 @@ from typing import Any
 
 from rustloader._cli.log import warnings
 
-if sys.platform != "win32":
+if sys.platform.startswith("linux"):
     import resource
+
+    from rustloader._cli.limits import cores, kilobytes, memory
 
 __all__ = ["main"]
 
@@ -37,7 +39,9 @@ class Finding:
 
 
 def main(options: Any) -> int:
-    """Prints the findings: 0 if the engine works, else 1."""
+    """Prints the findings. Returns 0 if the engine works, else 1."""
+    if not options.json:
+        print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
     findings = []
     for look in _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]:
         for finding in _safely(look):
@@ -49,6 +53,7 @@ def main(options: Any) -> int:
         print(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         print("The engine works here." if works else "The engine does not work here: loaders run on torch's iterator.")
+        print("```")
     return 0 if works else 1
 
 
@@ -63,9 +68,9 @@ def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
     except Exception as error:
-        # What hides one thing from us is no reason to say nothing of the others: the trial decides.
+        # One thing that cannot be looked at does not hide the others: the trial decides.
         subject = look.__name__.strip("_").replace("_", " ")
-        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if look is _trial else NOTE, "see above")
+        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if look is _trial else NOTE)
 
 
 def _system() -> Iterator[Finding]:
@@ -75,9 +80,9 @@ def _system() -> Iterator[Finding]:
         return
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if version < (3, 17):
-        yield Finding("kernel", found, BAD, "3.17 is the oldest that has memfd_create")
+        yield Finding("kernel", found, BAD, "3.17 or newer is needed, for memfd_create")
     elif version < (5, 3):
-        yield Finding("kernel", found, NOTE, "before 5.3 there are no pidfds; the engine does without, and polls")
+        yield Finding("kernel", found, NOTE, "before 5.3 there are no pidfds; the engine polls instead")
     else:
         yield Finding("kernel", found)
 
@@ -96,12 +101,35 @@ def _versions() -> Iterator[Finding]:
     if version < _TORCH[0]:
         yield Finding("torch", torch, BAD, f"{first} or newer is needed")
     elif version > _TORCH[1]:
-        yield Finding("torch", torch, NOTE, f"tested up to {last}; compare your loader by `rustloader check`")
+        yield Finding("torch", torch, NOTE, f"tested up to {last}; compare your loader with `rustloader check`")
     else:
         yield Finding("torch", torch)
     from rustloader import __version__
 
     yield Finding("rustloader", __version__)
+    yield Finding("numpy", _version("numpy"))
+    names = sorted(name for name in os.environ if name.startswith(("RUSTLOADER_", "OMP_", "MKL_", "PYTORCH_")))
+    yield Finding(
+        "environment", ", ".join(f"{name}={os.environ[name]}" for name in names) or "no variables that matter"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        yield Finding("accelerator", "none: pin_memory=True has no effect")
+        return
+    found = torch.accelerator.current_accelerator()
+    kind = found.type if found is not None else "unknown"
+    yield Finding("accelerator", f"{kind} {torch.cuda.get_device_name()}" if kind == "cuda" else kind)
 
 
 def _memory_files() -> Iterator[Finding]:
@@ -118,13 +146,13 @@ def _memory_files() -> Iterator[Finding]:
         try:
             os.ftruncate(fd, 1 << 20)
             mmap.mmap(fd, 1 << 20).close()
-            yield Finding("memfd_create, mmap", "can be had")
+            yield Finding("memfd_create, mmap", "available")
         except OSError as error:
             yield Finding("memfd_create, mmap", _reason(error), BAD, "see the limits below")
             return
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            yield Finding("seals", "can be had")
+            yield Finding("seals", "available")
         except OSError as error:
             yield Finding("seals", _reason(error), BAD, sandbox)
     finally:
@@ -134,9 +162,14 @@ def _memory_files() -> Iterator[Finding]:
 def _pidfd() -> Iterator[Finding]:
     try:
         os.close(os.pidfd_open(os.getpid()))
-        yield Finding("pidfd_open", "can be had")
+        yield Finding("pidfd_open", "available")
     except OSError as error:
-        yield Finding("pidfd_open", _reason(error), NOTE, "the engine does without; deaths are seen a little later")
+        yield Finding(
+            "pidfd_open",
+            _reason(error),
+            NOTE,
+            "the engine polls instead; it notices the death of a worker a little later",
+        )
 
 
 def _limits() -> Iterator[Finding]:
@@ -145,42 +178,47 @@ def _limits() -> Iterator[Finding]:
     yield Finding("open files", _limit(files), NOTE if few else OK, "raise `ulimit -n` to 1024 or more" if few else "")
 
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    left = space if space == resource.RLIM_INFINITY else space - _kilobytes("/proc/self/status", "VmSize:")
+    left = space if space == resource.RLIM_INFINITY else space - kilobytes("/proc/self/status", "VmSize:")
     short = left != resource.RLIM_INFINITY and left < 2 * _SMALLEST
-    found = "unlimited" if left == resource.RLIM_INFINITY else f"{_size(left)} left of {_size(space)}"
-    yield Finding("address space", found, BAD if short else OK, "raise `ulimit -v`; 2 GiB are needed" if short else "")
+    found = "unlimited" if left == resource.RLIM_INFINITY else f"{_size(max(0, left))} left of {_size(space)}"
+    advice = "raise `ulimit -v`; the engine needs 2 GiB" if short else ""
+    yield Finding("address space", found, BAD if short else OK, advice)
 
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     short = size != resource.RLIM_INFINITY and size < _SMALLEST
     found = "unlimited" if size == resource.RLIM_INFINITY else _size(size)
-    yield Finding("file size", found, BAD if short else OK, "raise `ulimit -f`; 1 GiB is needed" if short else "")
+    advice = "raise `ulimit -f`; the engine needs 1 GiB" if short else ""
+    yield Finding("file size", found, BAD if short else OK, advice)
 
     yield Finding("processes", _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
 
 
 def _memory() -> Iterator[Finding]:
-    available = _kilobytes("/proc/meminfo", "MemAvailable:")
-    found = f"{_size(available)} available"
-    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    if limit is not None and limit.isdecimal() and int(limit) < 1 << 60:
-        found += f", the cgroup's limit is {_size(int(limit))}"
-    short = available < _SMALLEST
-    advice = "use fewer workers, a smaller prefetch_factor or smaller batches" if short else ""
-    yield Finding("memory", found, NOTE if short else OK, advice)
+    found = memory()
+    parts = [f"{_size(found.left)} left", f"{_size(found.available)} available on the machine"]
+    if found.cgroup_limit is not None and found.cgroup_left is not None:
+        parts.append(f"{_size(found.cgroup_left)} left of the cgroup's {_size(found.cgroup_limit)}")
+    if found.address_space_left is not None:
+        parts.append(f"{_size(found.address_space_left)} left of the address space")
+    if found.left >= _SMALLEST:
+        yield Finding("memory", "; ".join(parts))
+        return
+    advice = "use fewer workers, a smaller prefetch_factor or smaller batches"
+    if found.left == found.cgroup_left:
+        advice += ", or raise the cgroup's limit (docker run --memory, Slurm --mem, Kubernetes resources.limits.memory)"
+    yield Finding("memory", "; ".join(parts), NOTE, advice)
 
 
 def _shared_memory() -> Iterator[Finding]:
     try:
         status = os.statvfs("/dev/shm")
     except OSError as error:
-        yield Finding(
-            "/dev/shm", _reason(error), NOTE, "the engine does not use it; what torch's iterator serves needs it"
-        )
+        yield Finding("/dev/shm", _reason(error), NOTE, "the engine does not use it; torch's iterator does")
         return
-    size = status.f_frsize * status.f_blocks
-    small = size < _SMALLEST
-    advice = "the engine does not use it; for what torch's iterator serves: docker run --shm-size=8g" if small else ""
-    yield Finding("/dev/shm", _size(size), NOTE if small else OK, advice)
+    size, left = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
+    small = left < _SMALLEST
+    advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if small else ""
+    yield Finding("/dev/shm", f"{_size(left)} left of {_size(size)}", NOTE if small else OK, advice)
 
 
 def _huge_pages() -> Iterator[Finding]:
@@ -194,26 +232,25 @@ def _huge_pages() -> Iterator[Finding]:
     chosen = re.search(r"\[(\w+)\]", text)
     found = chosen[1] if chosen else text.strip()
     wasteful = found in ("always", "force")
-    advice = "a block of any size may take 2 MiB; `never` or `advise` take less memory" if wasteful else ""
+    advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if wasteful else ""
     yield Finding("huge pages for shmem", found, NOTE if wasteful else OK, advice)
 
 
 def _start_method() -> Iterator[Finding]:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     slow = method != "fork"
-    advice = "workers import the program anew; dataset and functions have to be picklable" if slow else ""
+    advice = "workers import the program again; the dataset and its functions must be picklable" if slow else ""
     yield Finding("start method", method, NOTE if slow else OK, advice)
 
 
 def _cores() -> Iterator[Finding]:
-    machine, affinity = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    found, cores = f"{affinity} of the machine's {machine}", float(affinity)
-    quota = _cgroup_cores()
-    if quota is not None:
-        found += f", the cgroup allows {quota:g}"
-        cores = min(cores, quota)
-    advice = "with one core workers take time from the training loop" if cores < 2 else ""
-    yield Finding("cores", found, NOTE if cores < 2 else OK, advice)
+    found = cores()
+    text = f"{found.effective:g} usable; {found.affinity} of the machine's {found.machine} by affinity"
+    if found.quota is not None:
+        text += f", {found.quota:g} by the cgroup's CPU quota"
+    few = found.effective < 2
+    advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if few else ""
+    yield Finding("cores", text, NOTE if few else OK, advice)
 
 
 class _Squares:
@@ -247,6 +284,7 @@ def _trial() -> Iterator[Finding]:
 _LOOKS = (
     _system,
     _versions,
+    _accelerator,
     _memory_files,
     _pidfd,
     _limits,
@@ -274,34 +312,3 @@ def _size(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
-
-
-def _kilobytes(path: str, name: str) -> int:
-    """A figure that a file of the kernel's has in kB, in bytes."""
-    with open(path) as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
-
-
-def _cgroup(second: str, first: str) -> str | None:
-    """A file of this process's cgroup: the second version's by one name, the first's by another."""
-    group = ""
-    with open("/proc/self/cgroup") as file:
-        for line in file:
-            if line.startswith("0::"):
-                group = line[3:].strip()
-    for path in (f"/sys/fs/cgroup{group}/{second}", f"/sys/fs/cgroup/{second}", f"/sys/fs/cgroup/{first}"):
-        try:
-            with open(path) as file:
-                return file.read().strip()
-        except OSError:
-            continue
-    return None
-
-
-def _cgroup_cores() -> float | None:
-    text = _cgroup("cpu.max", "cpu/cpu.cfs_quota_us")
-    if text is None or text.startswith(("max", "-1")):
-        return None
-    quota, _, period = text.partition(" ")
-    period = period or _cgroup("cpu.max", "cpu/cpu.cfs_period_us") or "100000"
-    return int(quota) / int(period)

@@ -22,6 +22,8 @@ _INSTEAD = {
     "prepare_data_loader": "return a DataLoader as it is before prepare()",
 }
 
+_SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
+
 
 class Unusable(Exception):
     """There is nothing to compare or to measure.
@@ -107,12 +109,11 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
     return loader
 
 
-def _failed(what: str, error: BaseException) -> Unusable:
+def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
     found = failure(error)
     if isinstance(error, SystemExit):
-        exit = f"it called sys.exit({error.code!r})"
-        found = Failure(f'{exit}; what runs as a script belongs under `if __name__ == "__main__":`', found.where, "")
-        return Unusable(f"{what}: {found}")
+        found = Failure(f"it called sys.exit({error.code!r})", found.where, "")
+        return Unusable(f"{what}: {found}{advice}")
     return Unusable(f"{what}: {found}", found.details)
 
 
@@ -173,12 +174,9 @@ def _set_workers(loader: Any, workers: int) -> None:
 def _module(name: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (name == missing or name.startswith(missing + ".")):
-            raise Unusable(f"there is no module {missing!r}, neither here ({os.getcwd()}) nor installed") from None
-        raise _failed(f"the import of {name} failed", error) from None
+        return _import(name, name)
+    except ModuleNotFoundError as error:
+        raise Unusable(f"there is no module {error.name!r}, neither here ({os.getcwd()}) nor installed") from None
 
 
 def _file(path: str) -> Any:
@@ -191,7 +189,14 @@ def _file(path: str) -> Any:
         raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
     # By its name, so that workers that are spawned can import it as well.
     sys.path.insert(0, folder)
+    return _import(name, path)
+
+
+def _import(name: str, shown: str) -> Any:
+    """A module. ModuleNotFoundError only if it is this one, or a package of it, that is missing."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise _failed(f"the import of {path} failed", error) from None
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise _failed(f"the import of {shown} failed", error, _SCRIPT) from None

@@ -16,7 +16,12 @@ __all__ = ["Failure", "failure", "short_path", "users"]
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Longest first: packages may lie below the standard library.
+_LIBRARIES = sorted(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    key=len,
+    reverse=True,
+)
 # Longest text of an error that the short form shows, in characters.
 _LONGEST = 1000
 
@@ -63,9 +68,11 @@ def users(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """A file's path, relative to the current directory if it lies below that."""
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    """A file's path, relative to the current directory if it lies below that, or to where libraries lie."""
+    for folder in (os.getcwd() + os.sep, *_LIBRARIES):
+        if file.startswith(folder):
+            return file.removeprefix(folder)
+    return file
 
 
 def _of_worker(lines: list[str]) -> Failure:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import pickle
 import random
-import re
 import signal
 import sys
 import warnings
@@ -25,11 +24,9 @@ from rustloader._cli.factory import Unusable, find, make
 from rustloader._cli.failure import failure
 from rustloader._cli.log import warnings as logged_warnings
 from rustloader._cli.measure import _end_with, _interrupt
+from rustloader._cli.workers import death
 
 __all__ = ["Event", "SideOrder", "serve"]
-
-# torch's text for a worker's death, which is the engine's as well.
-_DEATH = re.compile(r"DataLoader worker \(pid")
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,11 @@ class Side:
         self._loader = make(self._factory, self._order.target)
         rustloader.uninstall()  # by the factory
         endless = isinstance(self._loader.dataset, IterableDataset)
-        return {"num_workers": self._loader.num_workers, "may_be_endless": endless}
+        return {
+            "num_workers": self._loader.num_workers,
+            "in_order": getattr(self._loader, "in_order", True),
+            "may_be_endless": endless,
+        }
 
     def start(self) -> Event | dict[int, int]:
         """Starts the workers. Returns their process ids, by number."""
@@ -215,42 +216,13 @@ class Side:
 
     def _raised(self, error: BaseException) -> Event:
         found = failure(error)
-        dead = self._death(error)
-        if dead is not None:
-            return Event("death", None, dead, found.details)
+        if died := death(self._workers(), error):
+            return Event("death", None, died)
         return Event("error", found.text, str(found), found.details)
-
-    def _death(self, error: BaseException) -> str | None:
-        """Which worker has died, and how; None if none has."""
-        told = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
-        for k, worker in enumerate(self._workers()):
-            code = _exitcode(worker)
-            # Workers of an iterable dataset end with 0 when they have no more; torch's text says that others must not.
-            if code or (code == 0 and told and str(worker.pid) in re.findall(r"\d+", str(error))):
-                return f"worker {k} (pid {worker.pid}) {how(code)}"
-        return str(error).splitlines()[0] if told else None
-
-
-def how(exitcode: int) -> str:
-    """How a process ended, in words."""
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"
 
 
 def _no_factory() -> None:
     raise AssertionError("load() comes first")
-
-
-def _exitcode(worker: Any) -> int | None:
-    try:
-        code: int | None = worker.exitcode
-    except (AttributeError, ValueError):  # no process, or one that the program has closed
-        return None
-    return code
 
 
 def _digest(content: bytes) -> bytes:

@@ -6,7 +6,6 @@ that are forked inherit it; of others nothing is known.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import re
@@ -37,8 +36,9 @@ def install() -> int | None:
     return fd
 
 
-def place(pid: int, owner: int, descriptor: int) -> str:
-    """The user's innermost frame in a process, as "file.py:12 in function"; "" if it is not known.
+def place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
+    """The user's innermost frame in a process, as "file.py:12 in function"; "" if it is not known. Where there is none,
+    the innermost of a library. The second part says whether it is the user's.
 
     Args:
         pid: the process to ask.
@@ -49,11 +49,11 @@ def place(pid: int, owner: int, descriptor: int) -> str:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
             before = file.seek(0, os.SEEK_END)
             if not _catches(pid):
-                return ""
+                return "", False
             os.kill(pid, _SIGNAL)
             return _innermost(_read(file.fileno(), before))
     except OSError:
-        return ""
+        return "", False
 
 
 def _catches(pid: int) -> bool:
@@ -76,13 +76,10 @@ def _read(descriptor: int, offset: int) -> str:
     return text.decode(errors="replace")
 
 
-def _innermost(text: str) -> str:
+def _innermost(text: str) -> tuple[str, bool]:
     frames = [found.groups() for line in text.splitlines() if (found := _FRAME.match(line))]
-    for file, number, name in frames:
-        if users(file):
-            return f"{short_path(file)}:{number} in {name}"
-    # Of libraries' frames alone the innermost one is the best there is.
-    with contextlib.suppress(IndexError):
-        file, number, name = frames[0]
-        return f"{short_path(file)}:{number} in {name}"
-    return ""
+    chosen = next((frame for frame in frames if users(frame[0])), None)
+    if not frames:
+        return "", False
+    file, number, name = chosen or frames[0]
+    return f"{short_path(file)}:{number} in {name}", chosen is not None

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from rustloader._cli import stacks
 from rustloader._cli.factory import Unusable
-from rustloader._cli.memory import members
 from rustloader._cli.probe import Probe
-from rustloader._cli.side import Event, SideOrder, how
+from rustloader._cli.side import Event, SideOrder
+from rustloader._cli.workers import UNNOTICED, advice, dead, how, kill, places
 
 __all__ = ["Watched"]
 
 _CODE = "import sys; from rustloader._cli.side import serve; serve(int(sys.argv[1]))"
 # Seconds: the least limit for what is not only the user's code, such as the start of Python and the end of workers.
 _PATIENT = 60.0
-# Seconds after which a worker that has died is reported although its iterator has not noticed. torch looks every 5 s.
-_UNNOTICED = 12.0
 # Seconds between two looks at the workers.
 _BETWEEN = 0.5
-# Workers that are asked where they are.
-_ASKED = 8
 
 _MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 _SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
@@ -52,10 +45,8 @@ class Watched:
     def __init__(self, engine: str, options: Any, quiet: bool) -> None:
         self.engine = engine
         self._options = options
-        # Both sides see sets of strings in the same order.
-        seed = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
         order = SideOrder(options.factory, engine, options.seed, quiet, os.getpid())
-        self._probe = Probe(order, _CODE, {"PYTHONHASHSEED": seed})
+        self._probe = Probe(order, _CODE, _environment(options.seed))
         self._stacks: int | None = None
         self._workers: dict[int, int] = {}
         self._batch = 0
@@ -66,9 +57,10 @@ class Watched:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._hangs:
-            self._kill()
-        # After an error of its own a side has ended, or ends when the connection is closed.
-        self._probe.__exit__(None if kind is not None and issubclass(kind, Exception) else kind, *rest)
+            kill(self._probe.group)
+        elif kind is not None and issubclass(kind, Exception):
+            kind = None  # the side has ended, or ends by itself when the connection is closed
+        self._probe.__exit__(kind, *rest)
 
     def load(self) -> dict[str, Any]:
         """Imports the user's code and calls the factory. Returns what the side says about the loader."""
@@ -108,9 +100,9 @@ class Watched:
             if now < due:
                 return
             due = now + _BETWEEN
-            for number, code in self._dead():
-                if now - unnoticed.setdefault(number, now) >= _UNNOTICED:
-                    raise self._died(f"worker {number} (pid {self._workers[number]}) {how(code)}", "")
+            for number, code in dead(self._workers):
+                if now - unnoticed.setdefault(number, now) >= UNNOTICED:
+                    raise self._died(f"worker {number} (pid {self._workers[number]}) {how(code)}")
             if now - begin >= limit:
                 raise self._hang(what, limit)
 
@@ -120,56 +112,26 @@ class Watched:
 
     def _living(self, event: Event) -> Event:
         if event.kind == "death":
-            raise self._died(event.text, event.details)
+            raise self._died(event.text)
         return event
 
-    def _died(self, text: str, details: str) -> Unusable:
-        advice = "code in the worker ended it; with num_workers=0 the error may show"
-        if signal.SIGKILL.name in text:
-            advice = "the system may have been out of memory: use fewer workers or smaller batches"
-        elif signal.SIGBUS.name in text:
-            advice = "/dev/shm may be full: use fewer workers or smaller batches, or enlarge it"
-        elif "killed by" in text:
-            advice = "native code in the worker may have crashed; `python -X faulthandler` shows where"
-        return Unusable(f"{self.engine}: {text}, before batch {self._batch} came\n  {advice}", details)
-
-    def _dead(self) -> list[tuple[int, int]]:
-        """Workers that have failed and that nothing has waited for: number and exit code."""
-        found = []
-        for number, pid in self._workers.items():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-                if fields[0] == "Z" and (code := os.waitstatus_to_exitcode(int(fields[-1]))):
-                    found.append((number, code))
-        return found
+    def _died(self, text: str) -> Unusable:
+        seen = f"seen while waiting for batch {self._batch}"
+        return Unusable(f"{self.engine}: {text}, {seen}\n  {advice(text)}")
 
     # --- hangs
 
     def _hang(self, what: str, limit: float) -> Unusable:
         self._hangs = True
         place = self._options.factory.rpartition(":")[0]
-        text, advice = _HANGS.get(what, _NO_ANSWER)
+        text, remedy = _HANGS.get(what, _NO_ANSWER)
         text = text.format(place=place, target=self._options.factory, batch=self._batch, limit=limit)
-        return Unusable("\n  ".join([f"{self.engine}: {text}", *self._places(), advice]))
+        found = places(self._probe.group, self._workers, self._stacks)
+        return Unusable("\n  ".join([f"{self.engine}: {text}", *found, remedy]))
 
-    def _places(self) -> Iterator[str]:
-        """Where main and workers are in the user's code."""
-        for number, code in self._dead():
-            yield f"worker {number} (pid {self._workers[number]}) {how(code)}"
-        if self._stacks is None:
-            return
-        group = self._probe.group
-        processes = {"the main process": group}
-        processes |= {f"worker {number}": pid for number, pid in list(self._workers.items())[:_ASKED]}
-        for name, pid in processes.items():
-            if place := stacks.place(pid, group, self._stacks):
-                yield f"{name} (pid {pid}) is at {place}"
 
-    def _kill(self) -> None:
-        """Ends the group at once, but for multiprocessing's resource tracker, which cleans up and leaves by itself."""
-        for pid in list(members(self._probe.group)):
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"resource_tracker" in file.read():
-                        continue
-                os.kill(pid, signal.SIGKILL)
+def _environment(seed: int) -> dict[str, str]:
+    # Both sides see sets of strings in the same order. What is left of a side that is ended is no news.
+    hashes = os.environ.get("PYTHONHASHSEED") or str(seed % 2**32)
+    filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
+    return {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}

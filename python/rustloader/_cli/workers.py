@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = ["UNNOTICED", "advice", "dead", "death", "how", "kill", "places"]
 UNNOTICED = 12.0
 # Number of workers that are asked where they are.
 _ASKED = 8
+# Seconds that processes have to end, and multiprocessing's resource tracker to clean up after them.
+_CLEANING = 10.0
 # torch's text for a worker's death, which is the engine's as well.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 
@@ -39,8 +42,8 @@ def advice(death: str) -> str:
     if signal.SIGBUS.name in death:
         return "/dev/shm may be full: use fewer workers or smaller batches, or enlarge it"
     if "killed by" in death:
-        return "native code in the worker may have crashed; `python -X faulthandler` shows where"
-    return "code in the worker ended it; with num_workers=0 the error may show"
+        return "run the loader with num_workers=0 under `python -X faulthandler` to see where"
+    return "its code called sys.exit() or os._exit(), or crashed; run the loader with num_workers=0 to see where"
 
 
 def death(workers: Sequence[Any], error: BaseException) -> str | None:
@@ -65,42 +68,67 @@ def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
     Args:
         workers: process ids, by number.
     """
-    found = []
-    for number, pid in workers.items():
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            if fields[0] == "Z" and (code := os.waitstatus_to_exitcode(int(fields[-1]))):
-                found.append((number, code))
-    return found
+    return [(number, code) for number, pid in workers.items() if (code := _failed(pid))]
 
 
 def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
-    """What is known about a process that hangs: dead workers, and where main and workers are in the user's code.
+    """What is known about a process that hangs: workers that are dead or stopped, and where main and workers are in the
+    user's code. Where that is unknown of all, where they are in a library.
 
     Args:
         group: the process, which called ``stacks.install``.
         workers: process ids, by number.
         descriptor: what ``stacks.install`` returned.
     """
-    for number, code in dead(workers):
-        yield f"worker {number} (pid {workers[number]}) {how(code)}"
+    processes = {f"worker {number}": pid for number, pid in workers.items()}
+    odd = [f"{name} (pid {pid}) {state}" for name, pid in processes.items() if (state := _odd(pid))]
+    yield from odd[:_ASKED]
     if descriptor is None:
         return
-    processes = {"the main process": group}
-    processes |= {f"worker {number}": pid for number, pid in list(workers.items())[:_ASKED]}
-    for name, pid in processes.items():
-        if place := stacks.place(pid, group, descriptor):
-            yield f"{name} (pid {pid}) is at {place}"
+    of_users: list[str] = []
+    of_libraries: list[str] = []
+    for name, pid in [("the main process", group), *list(processes.items())[:_ASKED]]:
+        place, is_users = stacks.place(pid, group, descriptor)
+        if place:
+            (of_users if is_users else of_libraries).append(f"{name} (pid {pid}) is at {place}")
+    yield from of_users if of_users or odd else of_libraries
 
 
 def kill(group: int) -> None:
-    """Ends a process group at once. multiprocessing's resource tracker is left: it cleans up, and ends by itself."""
-    for pid in list(members(group)):
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"resource_tracker" in file.read():
-                    continue
-            os.kill(pid, signal.SIGKILL)
+    """Ends a process group at once. multiprocessing's resource tracker is left to clean up (semaphores, shared memory)
+    and to end by itself, which is waited for."""
+    deadline = time.monotonic() + _CLEANING
+    while (found := list(members(group))) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    is_tracker = b"multiprocessing.resource_tracker import" in file.read()
+                if not is_tracker:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat, from the state on; none if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _failed(pid: int) -> int | None:
+    """The exit code of a process that has failed and that nothing has waited for; None for all others."""
+    fields = _stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) or None if fields[:1] == ["Z"] else None
+
+
+def _odd(pid: int) -> str:
+    """What is wrong with a process that cannot be at any place; "" if nothing is."""
+    if code := _failed(pid):
+        return how(code)
+    state = "".join(_stat(pid)[:1])
+    return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state, "")
 
 
 def _exitcode(worker: Any) -> int | None:
