@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -22,8 +23,9 @@ from rustloader._cli.progress import Progress
 from rustloader._cli.recommendation import Choice, recommend
 from rustloader._cli.results import Point, Side, settle, starting
 from rustloader._cli.summary import Summary
-from rustloader._cli.text import counted
 from rustloader._cli.timeline import Timeline
+from rustloader._processor import effective_cores
+from rustloader._texts import count_of
 
 __all__ = ["main"]
 
@@ -71,7 +73,7 @@ class _Bench:
         with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
             points = [self._point(count, len(counts) - k, progress) for k, count in enumerate(counts)]
             settle(points)
-            cores: int = self._about["machine"]["cores"]
+            cores = math.ceil(effective_cores())
             choices = {engine: recommend(points, engine, cores) for engine in _ENGINES} if len(points) > 1 else {}
             summary = Summary(self._options, self._plan, self._about, points, choices)
             timelines = self._timelines(summary.shown.workers, progress) if self._options.plot else {}
@@ -95,7 +97,7 @@ class _Bench:
         """Measures both engines with one number of workers. ``left``: numbers of workers to come, with this one."""
         with ExitStack() as stack:
             names = _ENGINES[:1] if count == 0 else _ENGINES
-            where = "" if count is None else f"{counted(count, 'worker')}: "
+            where = "" if count is None else f"{count_of(count, 'worker')}: "
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(self._probe(name, count)) for name in names]
             self._about, *_ = [probe.answer() for probe in probes]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from rustloader._cli.text import counted, times
+from rustloader._cli.text import times
+from rustloader._texts import count_of
 
 __all__ = [
     "CONFIDENCE",
@@ -170,7 +171,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 def too_few(epochs: int, batches: int) -> str:
     """What is missing to say anything, or an empty text."""
     if epochs < FEWEST_EPOCHS:
-        return f"{counted(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
+        return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
     if batches < FEWEST_BATCHES:
-        return f"{counted(batches, 'batch')} of each engine, and it takes at least {FEWEST_BATCHES}"
+        return f"{count_of(batches, 'batch')} of each engine, and it takes at least {FEWEST_BATCHES}"
     return ""

@@ -10,8 +10,9 @@ from matplotlib.patches import Patch
 
 from rustloader._cli.recommendation import Choice
 from rustloader._cli.results import Point
-from rustloader._cli.text import counted, listed
+from rustloader._cli.text import listed
 from rustloader._cli.timeline import Timeline
+from rustloader._texts import count_of
 
 __all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 
@@ -98,7 +99,7 @@ def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step:
         draw_timeline(panel, one, begin, end, step)
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
-        text = f"{name}, {counted(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        text = f"{name}, {count_of(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
         panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
     panels[-1].set_xlabel("ms", color=_INK)
 

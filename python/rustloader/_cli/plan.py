@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from rustloader._cli.factory import Unusable
-from rustloader._cli.text import counted, duration, listed
+from rustloader._cli.text import duration, listed
+from rustloader._texts import count_of
 
 __all__ = ["Plan", "check_plot"]
 
@@ -59,10 +60,10 @@ class Plan:
     def __str__(self) -> str:
         most = f"at most {duration(self.seconds)}"
         if self._batches is not None:
-            most += f" or {counted(self._batches, 'batch')}"
+            most += f" or {count_of(self._batches, 'batch')}"
         text = f"epochs of torch and rustloader in turn, each {most}"
         if self.epochs is not None:
-            text = f"{counted(self.epochs, 'epoch')} of torch and of rustloader in turn, each {most}"
+            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader in turn, each {most}"
         if len(self.counts) > 1:
             text = f"with {listed(self.counts)} workers: {text}"
         if self.budget is None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rustloader._cli.results import Point, Side
-from rustloader._cli.text import counted, listed
+from rustloader._cli.text import listed
+from rustloader._texts import count_of
 
 __all__ = ["RULE", "Choice", "recommend"]
 
@@ -50,11 +51,11 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     sides: dict[int, Side] = {point.workers: getattr(point, engine) for point in points}
     for workers, side in sides.items():
         if side.too_few:
-            return Choice(None, f"too few epochs or batches with {counted(workers, 'worker')}")
+            return Choice(None, f"too few epochs or batches with {count_of(workers, 'worker')}")
     beyond = [point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)]
     allowed = {workers: side for workers, side in sides.items() if workers not in beyond}
     if not allowed:
-        return Choice(None, f"all numbers of workers are above the {counted(cores, 'core')} available")
+        return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
     best = max(allowed.values(), key=lambda side: side.rate)
     same = [workers for workers, side in allowed.items() if side.interval.overlaps(best.interval)]
     near = [workers for workers, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
@@ -62,7 +63,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     if len(same) > 1:
         reasons.append(f"no measurable difference between {listed(same)} workers")
     if beyond and max(sides.values(), key=lambda side: side.rate) is not best:
-        reasons.append(f"more than {counted(cores, 'worker')} would compete for {counted(cores, 'core')}")
+        reasons.append(f"more than {count_of(cores, 'worker')} would compete for {count_of(cores, 'core')}")
     return Choice(min(same + near), "; ".join(reasons))
 
 

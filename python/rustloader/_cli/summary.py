@@ -8,7 +8,8 @@ from typing import Any
 from rustloader._cli.plan import Plan
 from rustloader._cli.recommendation import RULE, Choice
 from rustloader._cli.results import Point, sweep_table, table
-from rustloader._cli.text import counted, wrapped
+from rustloader._cli.text import wrapped
+from rustloader._texts import count_of
 
 __all__ = ["Summary"]
 
@@ -51,9 +52,9 @@ class Summary:
             yield sweep_table(self._points, self._choices["rustloader"].workers)
             yield ""
             yield from self._recommendation()
-            yield f"\nWith {counted(point.workers, 'worker')}:\n"
+            yield f"\nWith {count_of(point.workers, 'worker')}:\n"
         else:
-            yield f"{counted(point.workers, 'worker')} {loader}\n"
+            yield f"{count_of(point.workers, 'worker')} {loader}\n"
         yield table(point)
         yield ""
         yield from self._result(point)

@@ -1,4 +1,4 @@
-"""How figures are written: numbers with units, plurals, aligned columns, lines that fit a terminal."""
+"""How figures are written: numbers with units, aligned columns, lines that fit a terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,11 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["aligned", "counted", "duration", "listed", "megabytes", "number", "plural", "times", "wrapped"]
+__all__ = ["aligned", "duration", "listed", "megabytes", "number", "times", "wrapped"]
 
 # Columns of a terminal that all output fits.
 _WIDTH = 100
 _OPTION = re.compile(r"(--[a-z]+) ")
-
-
-def plural(noun: str, count: int) -> str:
-    """A noun in the form that its count asks for: "batch", "batches"; "epoch", "epochs"."""
-    return noun if count == 1 else f"{noun}es" if noun.endswith("tch") else f"{noun}s"
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with its noun: "1 worker", "2,000 batches"."""
-    return f"{count:,} {plural(noun, count)}"
 
 
 def listed(items: Sequence[object], last: str = "and") -> str:
