@@ -204,7 +204,7 @@ def sweep_table(points: Iterable[Point], chosen: int | None) -> str:
                     "<-" if point.workers == chosen and name != "torch" else "",
                 )
             )
-    return aligned(rows, left=2)
+    return aligned(rows, left=2, gap=2)
 
 
 def _between(interval: Interval) -> str:

@@ -42,8 +42,9 @@ def megabytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1e6:,.0f} MB"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns under each other, the first ``left`` of them to the left, the others to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: int = 3) -> str:
+    """Columns under each other, the first ``left`` of them to the left, the others to the right. ``gap`` spaces lie
+    between them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -51,7 +52,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
             cell.ljust(width) if k < left else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("   ".join(cells).rstrip())
+        lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
 
 
