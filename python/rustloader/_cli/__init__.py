@@ -50,15 +50,15 @@ the factory, in train.py:
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _BENCH = """\
-Measures a loader of yours on torch's iterator and on the engine, each in a process of its own, epoch by epoch in turn,
-and says by how much they differ and what limits. The factory takes no arguments and returns a DataLoader. Exit
+Measures your loader on torch's iterator and on the Rust engine, each in a process of its own, epoch by epoch in turn.
+Prints which one is faster, and what limits the loader. The factory takes no arguments and returns a DataLoader. Exit
 status: 0, or 2 if there was nothing to measure."""
 _BENCH_EXAMPLES = """\
 examples:
   {prog} bench train.py:make_loader
   {prog} bench train.py:make_loader --step 0.05
   {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
-  {prog} bench train.py:make_loader --epochs 5 --batches 500 --json > bench.json
+  {prog} bench train.py:make_loader --budget 300 --json > bench.json
 
 the factory, in train.py:
   def make_loader():
@@ -150,17 +150,31 @@ def _parser() -> argparse.ArgumentParser:
     add = bench.add_argument
     add("factory", help="module:function or file.py:function")
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
-    add("--step", type=seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
-    add("--epochs", type=positive_int, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
-    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most")
     add(
-        "--seconds",
-        type=positive_seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds of an epoch at the most (%(default)s)",
+        "--step",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="simulate a training step by sleeping SECONDS per batch (default: 0)",
     )
+    amount = bench.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--budget",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help="measure for up to SECONDS in all, less if the result is clear before (default: 60 per number of workers)",
+    )
+    amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
+    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
+    add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="give up after SECONDS without progress (default: 60)",
+    )
+    add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     add("--verbose", action="store_true", help=_VERBOSE)
-    add("--plot", metavar="FILE.png", help="draw what main and workers do when, and the rates (needs matplotlib)")
     return parser

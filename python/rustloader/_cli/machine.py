@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -36,8 +37,12 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_seconds(workers: Iterable[int]) -> float:
-    """Processor time of this process, of the children it has waited for, and of workers that run, by process id."""
-    total = sum(map(_process_cpu_seconds, workers))
+    """Processor time of this process, of the children it has waited for, and of workers that run, by process id. One
+    that ends meanwhile counts as 0."""
+    total = 0.0
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            total += _process_cpu_seconds(worker)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime

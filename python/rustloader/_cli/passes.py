@@ -1,4 +1,4 @@
-"""One pass over a loader, timed. Nothing here imports torch before a loader is at hand."""
+"""One pass over a loader, timed. Nothing here imports torch before there is a loader."""
 
 from __future__ import annotations
 
@@ -6,51 +6,72 @@ import gc
 import multiprocessing
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rustloader._cli.machine import cpu_seconds
 
-__all__ = ["Limits", "Mark", "Pass", "run_pass", "steady"]
+__all__ = ["Limits", "Mark", "Nobody", "Pass", "Watcher", "end_iterator", "run_pass", "steady"]
 
-# Seconds between two marks. To read the clocks of all processes costs some microseconds, which this makes small.
+# Seconds between two marks. Reading the clocks of all processes takes some microseconds; the interval makes that small.
 _BETWEEN = 0.05
+# Seconds between two signs of life.
+_BEAT = 0.25
 
 
 class Limits(NamedTuple):
-    """How far a pass goes, whichever comes first, and what it does with a batch."""
+    """Where a pass ends, whichever comes first, and what it does with each batch."""
 
     # Batches; None: to the end of the epoch.
     batches: int | None
     # Seconds from the first batch on.
     seconds: float
-    # Seconds that the training step takes, which sleeps.
+    # Seconds that the simulated training step sleeps.
     step: float = 0.0
 
 
+class Watcher(Protocol):
+    """Is told how a pass goes on."""
+
+    def began(self, iterator: Any) -> None:
+        """The workers have been started."""
+
+    def beat(self) -> None:
+        """Batches have come since the last time. Called a few times per second at most."""
+
+    def failed(self, error: Exception) -> None:
+        """The loader has raised an error; its workers are as it left them."""
+
+
+class Nobody:
+    """A watcher that does nothing."""
+
+    def began(self, iterator: Any) -> None: ...
+    def beat(self) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
 class Mark(NamedTuple):
-    """How far a pass has come."""
+    """How far a pass has come: batches, seconds of the clock, processor time of all processes."""
 
     batches: int
-    # Of the clock.
     time: float
-    # Processor time of all processes.
     cpu: float
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over a loader gave.
+    """The figures of one pass over a loader.
 
     Attributes:
         batches: batches taken.
-        complete: whether the epoch came to its end.
+        complete: whether the epoch ended by itself.
         seconds: from ``iter()`` to the last batch.
         first_batch_seconds: from ``iter()`` to the first one.
-        batches_per_second: the rate of all of it.
+        batches_per_second: the rate over all of these seconds.
         cpu_seconds_per_batch: processor time of all processes.
         steady_batches_per_second, steady_cpu_seconds_per_batch: the same without the start of the workers, see
-            ``steady()``; None where there are too few batches for that.
-        batch_bytes: bytes of tensors, arrays and bytes objects of a batch, on average; 0 where nobody has looked.
+            ``steady()``; None if there are too few batches.
+        batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
     """
 
     batches: int
@@ -64,52 +85,64 @@ class Pass:
     batch_bytes: float = 0.0
 
 
-def run_pass(loader: Any, limits: Limits, weigh: bool = False) -> Pass:
+def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher | None = None) -> Pass:
     """Iterates over a loader.
 
     Args:
         loader: a DataLoader.
         limits: where to end.
-        weigh: look at the batches' bytes, which costs time.
+        weigh: whether to count the bytes of the batches, which takes time.
+        watcher: is told how it goes on.
 
     Raises:
         StopIteration: there was no batch at all.
     """
+    watcher = watcher or Nobody()
+    gc.collect()
+    begin = _mark(0)
+    iterator = iter(loader)
+    try:
+        watcher.began(iterator)
+        return _pass(loader, iterator, limits, weigh, watcher, begin)
+    except Exception as error:
+        watcher.failed(error)
+        raise
+    finally:
+        end_iterator(loader, iterator)
+
+
+def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watcher, begin: Mark) -> Pass:
     from rustloader._cli.leaves import nbytes
 
-    gc.collect()
     rhythm = max(1, loader.num_workers)
     # By then each worker has sent its first batches, and is sent a task for each batch that is taken.
     warm = rhythm * (loader.prefetch_factor or 1)
     taken, weight, complete = 0, 0, False
-    begin = _mark(0)
-    deadline = due = begin.time
     marks: list[Mark] = []
-    iterator = iter(loader)
-    try:
-        batch = next(iterator)
-        now = first = time.perf_counter()
-        deadline += first - begin.time + limits.seconds
-        while True:
-            taken += 1
-            if weigh:
-                weight += nbytes(batch)
-            del batch
-            # Workers may end in step with each other: only marks at the same place of their round compare.
-            if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
-                marks.append(_mark(taken))
-                due = marks[-1].time + _BETWEEN
-            if taken == limits.batches or now >= deadline:
-                break
-            if limits.step:
-                time.sleep(limits.step)
-            batch = next(iterator, marks)
-            if batch is marks:
-                complete = True
-                break
-            now = time.perf_counter()
-    finally:
-        end_iterator(loader, iterator)
+    batch = next(iterator)
+    now = first = due = beat = time.perf_counter()
+    deadline = first + limits.seconds
+    while True:
+        taken += 1
+        if weigh:
+            weight += nbytes(batch)
+        del batch
+        # Workers may end in step with each other: only marks at the same place of their round compare.
+        if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
+            marks.append(_mark(taken))
+            due = marks[-1].time + _BETWEEN
+        if now >= beat:
+            watcher.beat()
+            beat = now + _BEAT
+        if taken == limits.batches or now >= deadline:
+            break
+        if limits.step:
+            time.sleep(limits.step)
+        batch = next(iterator, marks)
+        if batch is marks:
+            complete = True
+            break
+        now = time.perf_counter()
     rate, cpu = _rates(begin, Mark(taken, now, _mark(taken).cpu))
     window = steady(marks, taken)
     steady_rate, steady_cpu = (None, None) if window is None else _rates(*window)
@@ -127,8 +160,8 @@ def run_pass(loader: Any, limits: Limits, weigh: bool = False) -> Pass:
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """Between which marks the rate is taken that leaves out the start of the workers, and the batches that they had
-    ready: the first and the last one, if half of all batches lie there; else None.
+    """The marks between which a rate leaves out the start of the workers, and the batches that they had ready then: the
+    first and the last one, if at least half of all batches lie between them; else None.
     """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
@@ -136,16 +169,16 @@ def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Batches a second, and processor seconds a batch."""
+    """Batches per second, and processor seconds per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 
 
 def end_iterator(loader: Any, iterator: Any) -> None:
-    """Ends the workers of a pass, but not those that are there for the next one as well."""
+    """Ends the workers of a pass, unless they are persistent."""
     if loader.persistent_workers and loader.num_workers > 0:
         return
-    # A loader's class may have an iterator of its own about torch's.
+    # A loader's class may wrap torch's iterator in one of its own.
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):
             getattr(iterator, end)()

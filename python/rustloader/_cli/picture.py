@@ -1,18 +1,22 @@
-"""The picture of ``bench``: what main and workers do when, and the rates of a sweep. Needs matplotlib."""
+"""The plot of ``bench``: a timeline of the main process and the workers, and the rates of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from rustloader._cli.results import WITHIN, Point
+from rustloader._cli.recommendation import Choice
+from rustloader._cli.results import Point
+from rustloader._cli.text import listed
+from rustloader._cli.timeline import Timeline
+from rustloader._texts import count_of
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
 _WORDS = {
     "fetch": "worker: fetch",
@@ -22,31 +26,39 @@ _WORDS = {
     "step": "main: training step",
 }
 _ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
+# Workers with a lane of their own.
 _LANES = 16
+# The part of a timeline below which a bar is thin.
+_THIN = 0.01
+_CAPTION = (
+    "One run of each engine, recorded apart from the measurement. Blank: idle. "
+    "What torch's workers send is not shown: a thread of theirs does it."
+)
 _INK = "#333333"
 
 
-def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any], step: float) -> Figure:
+def draw(
+    title: str, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline], step: float
+) -> Figure:
     """The figure: a timeline for each engine, and the rates if there are several numbers of workers.
 
     Args:
         title: the loader's name.
         points: what was measured.
-        chosen: the number of workers that is recommended.
-        timelines: by engine, as ``watch`` of a process that measures gives them, with "workers", and how many batches
-            of the beginning to leave out, "skipped".
+        choices: by engine, the number of workers that is recommended.
+        timelines: by engine; empty where there are no workers.
         step: seconds of the training step.
     """
     swept = len(points) > 1
-    lanes = 1 + min(_LANES, next((one["workers"] for one in timelines.values()), 0))
+    lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13, color=_INK)
-    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if timelines:
-        _draw_timelines(panels[: len(timelines)], timelines, step)
+        draw_timelines(panels[: len(timelines)], timelines, step)
         panels[0].legend(
-            handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _kinds(timelines, step)],
+            handles=timeline_legend(timelines, step),
             loc="lower right",
             bbox_to_anchor=(1, 1),  # beside the title
             ncols=len(_COLOURS),
@@ -56,64 +68,77 @@ def draw(title: str, points: list[Point], chosen: int, timelines: dict[str, Any]
             frameon=False,
             fontsize=8,
         )
+        figure.supxlabel(_CAPTION, fontsize=8, color=_INK)
     if swept:
-        _draw_rates(panels[-1], points, chosen)
+        _draw_rates(panels[-1], points, choices)
     return figure
 
 
-def _kinds(timelines: dict[str, Any], step: float) -> list[str]:
-    seen = {what for one in timelines.values() for spans in one["spans"].values() for what, *_ in spans}
-    return [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
+def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
+    """The legend's entries for what these timelines show."""
+    seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
+    shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
+    return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
 
 
-def _draw_timelines(panels: Any, timelines: dict[str, Any], step: float) -> None:
-    # The same batches on both sides: after those that were under way at the start.
-    count = min(len(one["got"]) for one in timelines.values())
-    first = min(next(iter(timelines.values()))["skipped"], count // 2)
-    windows = {name: _window(one, first, count) for name, one in timelines.items()}
+def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
+    """Draws each engine's timeline, of the same batches and on the same scale.
+
+    Args:
+        panels: one for each timeline, from top to bottom.
+        timelines: by engine: "torch", "rustloader".
+        step: seconds of the training step.
+    """
+    # The same batches on both sides: after those that were in flight at the start.
+    count = min(len(one.got) for one in timelines.values())
+    first = min(*(one.skipped for one in timelines.values()), count // 2)
+    windows = {name: one.window(first, count) for name, one in timelines.items()}
     longest = max(end - begin for begin, end in windows.values())
     for panel, (name, one) in zip(panels, timelines.items(), strict=True):
         begin, end = windows[name]
-        _draw_timeline(panel, one, begin, end, step)
+        draw_timeline(panel, one, begin, end, step)
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
-        text = f"{name}, {one['workers']} workers: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        text = f"{name}, {count_of(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
         panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
     panels[-1].set_xlabel("ms", color=_INK)
 
 
-def _window(one: dict[str, Any], first: int, count: int) -> tuple[float, float]:
-    """From when to when the batches from the ``first`` to the last one of ``count`` came."""
-    return one["got"][first - 1] if first else one["asked"][0], one["got"][count - 1]
+def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, step: float) -> None:
+    """Draws one engine's timeline: a lane for the main process and one for each worker.
 
+    Args:
+        panel: where. Its x axis is in milliseconds from ``begin``.
+        timeline: what was recorded.
+        begin, end: the part to draw, in seconds of the monotonic clock.
+        step: seconds of the training step; 0 draws none.
+    """
 
-def _draw_timeline(panel: Axes, one: dict[str, Any], begin: float, end: float, step: float) -> None:
     def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
-        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.3)
+        # White edges keep bars apart, but would hide the shortest ones.
+        edges = [0.3 if b - a > _THIN * (end - begin) else 0.0 for a, b in inside]
+        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
 
-    asked, got = one["asked"], one["got"]
+    asked, got = timeline.asked, timeline.got
     bars(0, list(zip(asked, got, strict=False)), "wait")
     if step:
         bars(0, list(zip(got, asked[1:], strict=False)), "step")
-    shown = range(min(one["workers"], _LANES))
+    shown = range(min(timeline.workers, _LANES))
     for worker in shown:
         for kind in ("fetch", "collate", "send"):
-            spans = [(a, b) for what, a, b in one["spans"].get(worker, ()) if what == kind]
+            spans = [(a, b) for what, a, b in timeline.spans.get(worker, ()) if what == kind]
             bars(worker + 1, spans, kind)
-    more = "" if one["workers"] <= _LANES else f" of {one['workers']}"
+    more = "" if timeline.workers <= _LANES else f" of {timeline.workers}"
     panel.set_yticks([0, *(worker + 1 for worker in shown)], ["main", *(f"worker {worker}{more}" for worker in shown)])
     panel.set_ylim(len(shown) + 0.6, -0.6)
     _plain(panel)
     panel.tick_params(axis="y", length=0)
 
 
-def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
+def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
     workers = [point.workers for point in points]
-    panel.axvline(chosen, color=_ENGINES["rustloader"], alpha=0.12, linewidth=14, zorder=0)
-    most = max(point.rustloader.rate for point in points)
-    panel.axhline(most * (1 - WITHIN), color="#999999", linewidth=0.8, linestyle=":", zorder=0)
     for name, colour in _ENGINES.items():
         sides = [getattr(point, name) for point in points]
         panel.plot(workers, [side.rate for side in sides], marker="o", color=colour, label=name, linewidth=1.8)
@@ -123,10 +148,14 @@ def _draw_rates(panel: Axes, points: list[Point], chosen: int) -> None:
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
-    text = f"num_workers={chosen} will do (dotted: {WITHIN:.0%} below the best)"
-    panel.set_title(text, loc="left", fontsize=11, color=_INK)
+    panel.set_title(f"{_recommended(choices)} (small dots: epochs)", loc="left", fontsize=11, color=_INK)
     panel.legend(frameon=False, fontsize=9)
     _plain(panel)
+
+
+def _recommended(choices: dict[str, Choice]) -> str:
+    found = [f"{choice.workers} with {engine}" for engine, choice in choices.items() if choice.workers is not None]
+    return f"Recommended num_workers: {listed(found)}" if found else "Too few epochs to recommend a number of workers"
 
 
 def _plain(panel: Axes) -> None:

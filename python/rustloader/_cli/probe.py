@@ -1,4 +1,4 @@
-"""``bench``'s end of a process that measures."""
+"""The command's end of a process that has one loader on one engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rustloader._cli.factory import Unusable
 from rustloader._cli.measure import Order
@@ -30,7 +30,7 @@ class Probe:
     to us alone, and nothing of the group is left after the ``with`` statement.
 
     Args:
-        order: what it has to measure. The process gets ready by itself; see ``answer``.
+        order: what it has to do. The process gets ready by itself; see ``answer``.
         code: what the process runs, with the number of its descriptor as an argument.
         environment: variables that it gets in addition.
     """
@@ -63,15 +63,19 @@ class Probe:
         return self.answer(meanwhile)
 
     def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
-        """What the process says next; the first time, about the loader.
+        """The next answer of the process; the first one is about the loader.
 
         Args:
-            meanwhile: called again and again until it has said it.
+            meanwhile: called again and again until it arrives.
 
         Raises:
-            Unusable: it cannot go on.
+            Unusable: the process cannot go on.
         """
-        while not self._connection.poll(0.02 if meanwhile else 0.2):
+        return self._receive(meanwhile, 0.02)[1]
+
+    def _receive(self, meanwhile: Callable[[], object] | None, every: float) -> tuple[str, Any]:
+        """The next message, as its name and its value. ``meanwhile`` is called every so many seconds."""
+        while not self._connection.poll(every if meanwhile else 0.2):
             if self._has_ended() and not self._connection.poll():
                 raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}")
             if meanwhile is not None:
@@ -83,15 +87,15 @@ class Probe:
             raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}") from None
         if name == "unusable":
             raise value if isinstance(value, Unusable) else Unusable(value)
-        return value
+        return name, value
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._connection.close()
         try:
-            # Between two requests it sees that the connection is closed.
+            # Between two requests the process sees that the connection is closed.
             if not self._await_end(10.0 if kind is None else 0.0):
                 for number, seconds in ((signal.SIGINT, 5.0), (signal.SIGTERM, 2.0)):
                     os.killpg(self.group, number)
@@ -99,7 +103,7 @@ class Probe:
                         break
             self._await_workers(1.0)
         finally:
-            # Before it is waited for its number is nobody else's.
+            # The number cannot be reused before the process is waited for.
             os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 

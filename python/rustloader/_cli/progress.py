@@ -12,10 +12,10 @@ class Progress:
     """The bar; a context manager.
 
     Args:
-        total: steps in all.
+        total: steps in all, or seconds.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: float) -> None:
         self._bar: Any = None
         if not sys.stderr.isatty():
             return
@@ -23,18 +23,19 @@ class Progress:
             from tqdm import tqdm
         except ImportError:
             return
-        form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}  {desc}"
+        form = "{percentage:3.0f}% |{bar}| {elapsed}  {desc}"
         self._bar = tqdm(total=total, leave=False, bar_format=form, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        """Tells what begins."""
+        """Shows what begins."""
         if self._bar is not None:
             self._bar.set_description_str(text)
 
-    def step(self) -> None:
-        """A step is done."""
+    def step(self, reached: float | None = None) -> None:
+        """Moves the bar by a step, or to what has been reached, but not beyond its end."""
         if self._bar is not None:
-            self._bar.update()
+            bar = self._bar
+            bar.update(1 if reached is None else max(0.0, min(reached, bar.total) - bar.n))
 
     def __enter__(self) -> Progress:
         return self

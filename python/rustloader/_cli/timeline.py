@@ -1,4 +1,4 @@
-"""What main and the workers of a loader do when, in seconds of the monotonic clock, which all processes share."""
+"""Timelines of the main process and the workers, in seconds of the monotonic clock, which all processes share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,36 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Recorder", "watch"]
+from rustloader._cli.passes import Limits, Nobody, Watcher, end_iterator
+
+__all__ = ["Recorder", "Timeline", "watch"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one engine's main process and workers did when. All times are seconds of the monotonic clock.
+
+    Attributes:
+        workers: the number of workers.
+        skipped: batches at the start that a picture leaves out, because they were in flight before the first one came.
+        asked: when the main process called ``next`` for each batch.
+        got: when ``next`` returned it.
+        spans: by worker, ("fetch", "collate" or "send", begin, end) of each part of its work.
+    """
+
+    workers: int
+    skipped: int
+    asked: list[float]
+    got: list[float]
+    spans: dict[int, list[tuple[str, float, float]]]
+
+    def window(self, first: int, count: int) -> tuple[float, float]:
+        """From when to when the batches from ``first`` up to, but not including, ``count`` were delivered."""
+        return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
 class Recorder:
@@ -77,15 +103,24 @@ class Recorder:
         _Worker.send = send  # type: ignore[assignment,method-assign]
 
 
-def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
-    """A pass over a loader: when each batch was asked for, and when it was there."""
-    from rustloader._cli.passes import end_iterator
+def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
+    """Passes over a loader once.
 
+    Args:
+        loader: a DataLoader.
+        limits: where to end.
+        watcher: is told how it goes on.
+
+    Returns:
+        When each batch was asked for, and when it was there.
+    """
+    watcher = watcher or Nobody()
     asked: list[float] = []
     got: list[float] = []
     iterator = iter(loader)
     deadline: float | None = None
     try:
+        watcher.began(iterator)
         while len(got) != limits.batches and (deadline is None or time.monotonic() < deadline):
             asked.append(time.monotonic())
             try:
@@ -94,9 +129,15 @@ def watch(loader: Any, limits: Any) -> tuple[list[float], list[float]]:
                 asked.pop()
                 break
             got.append(time.monotonic())
+            watcher.beat()
             deadline = deadline or got[0] + limits.seconds
             if limits.step:
                 time.sleep(limits.step)
+    except Exception as error:
+        watcher.failed(error)
+        raise
     finally:
         end_iterator(loader, iterator)
+    if not got:
+        raise StopIteration
     return asked, got

@@ -1,0 +1,78 @@
+"""How many workers a sweep recommends: never more than its figures bear out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rustloader._cli.results import Point, Side
+from rustloader._cli.text import listed
+from rustloader._texts import count_of
+
+__all__ = ["RULE", "Choice", "recommend"]
+
+# A number of workers is as good as the best if its rate is at most this part below it.
+_WITHIN = 0.05
+# Workers wait for storage if they spend more than this part of their work neither computing nor queued for a core;
+# where the system does not say how long they queue, if all processes together leave this part of the cores idle.
+_WAITING, _IDLE = 0.5, 0.2
+RULE = (
+    f"the fewest workers with batches/s within {_WITHIN:.0%} of the best, or not measurably below; "
+    "more workers than cores only if they wait for storage"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The number of workers for one engine.
+
+    Attributes:
+        workers: one of those that were measured; None if there are too few figures to recommend one.
+        reason: why there is none, or which numbers of workers are no worse or were not considered; may be empty.
+    """
+
+    workers: int | None
+    reason: str = ""
+
+
+def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
+    """The fewest workers that do as well as any.
+
+    Args:
+        points: what was measured.
+        engine: "torch" or "rustloader".
+        cores: processor cores that the loader may use.
+
+    Example:
+        >>> recommend(points, "rustloader", cores=4)
+        Choice(workers=2, reason='no measurable difference between 2 and 4 workers')
+    """
+    sides: dict[int, Side] = {point.workers: getattr(point, engine) for point in points}
+    for workers, side in sides.items():
+        if side.too_few:
+            return Choice(None, f"too few epochs or batches with {count_of(workers, 'worker')}")
+    beyond = [point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)]
+    allowed = {workers: side for workers, side in sides.items() if workers not in beyond}
+    if not allowed:
+        return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
+    best = max(allowed.values(), key=lambda side: side.rate)
+    same = [workers for workers, side in allowed.items() if side.interval.overlaps(best.interval)]
+    near = [workers for workers, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
+    reasons = []
+    if len(same) > 1:
+        reasons.append(f"no measurable difference between {listed(same)} workers")
+    if beyond and max(sides.values(), key=lambda side: side.rate) is not best:
+        reasons.append(f"more than {count_of(cores, 'worker')} would compete for {count_of(cores, 'core')}")
+    return Choice(min(same + near), "; ".join(reasons))
+
+
+def _waits_for_storage(point: Point, cores: int) -> bool:
+    """Whether workers spend most of their work waiting, so that more of them than cores are of use."""
+    workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
+    times = [(worker.get("cpu_seconds"), worker.get("queued_seconds")) for worker in workers]
+    known = [(cpu, queued) for cpu, queued in times if cpu is not None and queued is not None]
+    if not workers or len(known) < len(workers):
+        return point.rustloader.cores_used < (1 - _IDLE) * cores
+    busy = sum(worker[f"{part}_seconds"] for worker in workers for part in ("fetch", "collate", "pack"))
+    return bool(busy - sum(cpu + queued for cpu, queued in known) > _WAITING * busy)

@@ -1,0 +1,41 @@
+"""Figures as `python -m rustloader bench` measures them, made up for tests."""
+
+from support import rustloader
+
+if rustloader is not None:
+    from rustloader._cli import passes, results, timeline
+
+
+def a_pass(rate, **kw):
+    """A pass at a rate; from the start of the workers on, at twice that rate."""
+    figures = {
+        "batches": 100,
+        "complete": True,
+        "steady_batches_per_second": 2 * rate,
+        "steady_cpu_seconds_per_batch": 0.001,
+        "seconds": 100 / rate,
+        "first_batch_seconds": 0.5,
+        "batches_per_second": rate,
+        "cpu_seconds_per_batch": 0.002,
+    }
+    return passes.Pass(**figures | kw)
+
+
+def a_point(workers, theirs, ours, batches=100, **kw):
+    """A number of workers, with a pass for each rate."""
+
+    def side(rates):
+        return results.Side([a_pass(rate, batches=batches) for rate in rates], 1e6, 50_000_000)
+
+    return results.Point(workers, side(theirs), side(ours), **kw)
+
+
+def a_timeline(workers, scale):
+    """60 batches, one every ``scale`` seconds."""
+    spans = {
+        worker: [("fetch", scale * k, scale * (k + 0.8)) for k in range(60)]
+        + [("send", scale * (k + 0.8), scale * (k + 0.9)) for k in range(60)]
+        for worker in range(workers)
+    }
+    asked = [scale * k for k in range(60)]
+    return timeline.Timeline(workers, 8, asked, [t + scale / 2 for t in asked], spans)

@@ -1,0 +1,268 @@
+"""`python -m rustloader bench`: passes over a loader, memory, timelines and the plot."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from bench_figures import a_point, a_timeline
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader._cli import memory, passes, timeline
+    from rustloader._cli.engines import ENGINES
+    from rustloader._cli.machine import cpu_seconds
+    from rustloader._cli.workers import death
+
+
+# Passes
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, length, seconds=0.0):
+        self.length, self.seconds = length, seconds
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        time.sleep(self.seconds)
+        return torch.tensor(i), b"abc"
+
+
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "persistent": True}])
+def test_a_pass_ends_where_it_should(engine, options):
+    persistent = options.pop("persistent", False)
+    loader = torch.utils.data.DataLoader(Numbers(12), batch_size=2, persistent_workers=persistent, **options)
+    with ENGINES[engine]():
+        whole = passes.run_pass(loader, passes.Limits(None, 60.0), weigh=True)
+        part = passes.run_pass(loader, passes.Limits(3, 60.0, step=0.001))
+        short = passes.run_pass(loader, passes.Limits(None, 1e-9))
+    assert (whole.batches, whole.complete, whole.batch_bytes) == (6, True, 2 * (8 + 3))
+    assert (part.batches, part.complete, part.batch_bytes) == (3, False, 0)
+    assert (short.batches, short.complete) == (2, False)  # the time begins with the first one
+    assert whole.batches_per_second == pytest.approx(6 / whole.seconds)
+    assert whole.seconds >= whole.first_batch_seconds > 0 and whole.cpu_seconds_per_batch > 0
+    if persistent:
+        loader._iterator._shutdown_workers()
+
+
+def test_a_long_pass_has_a_steady_rate():
+    loader = rustloader.DataLoader(Numbers(60, 0.004), batch_size=1, num_workers=2, collate_fn=len)
+    result = passes.run_pass(loader, passes.Limits(None, 60.0))
+    assert result.complete and result.batches == 60
+    assert result.steady_batches_per_second > 0 and result.steady_cpu_seconds_per_batch > 0
+
+
+def test_between_which_marks_the_rate_is_taken():
+    early, late = passes.Mark(8, 2.0, 1.0), passes.Mark(32, 7.0, 5.0)
+    assert passes.steady([early, passes.Mark(20, 3.0, 3.0), late], 40) == (early, late)
+    assert passes.steady([early], 40) is None
+    assert passes.steady([], 40) is None
+    assert passes.steady([passes.Mark(24, 5.0, 4.0), late], 40) is None
+
+
+class Watcher:
+    def __init__(self):
+        self.heard = []
+
+    def began(self, iterator):
+        self.heard.append(("began", len(iterator._workers)))
+        self.workers = list(iterator._workers)
+
+    def beat(self):
+        self.heard.append(("beat", None))
+
+    def failed(self, error):
+        self.heard.append(("failed", death(self.workers, error)))
+
+
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+@pytest.mark.parametrize("run", [passes.run_pass, timeline.watch] if rustloader is not None else [])
+def test_a_pass_is_watched(engine, run):
+    watcher = Watcher()
+    loader = torch.utils.data.DataLoader(Numbers(12), batch_size=2, num_workers=2)
+    with ENGINES[engine]():
+        run(loader, passes.Limits(None, 60.0), watcher=watcher)
+    assert watcher.heard[:2] == [("began", 2), ("beat", None)]
+    assert {what for what, _ in watcher.heard} == {"began", "beat"}
+
+
+class Deadly(Numbers):
+    def __getitem__(self, i):
+        if i == 5:
+            os._exit(3)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+def test_a_worker_that_dies_is_found_before_the_end_of_the_pass_ends_all(engine):
+    watcher = Watcher()
+    loader = torch.utils.data.DataLoader(Deadly(12), batch_size=2, num_workers=3)
+    with ENGINES[engine](), pytest.raises(RuntimeError, match="DataLoader worker"):
+        passes.run_pass(loader, passes.Limits(None, 60.0), watcher=watcher)
+    assert watcher.heard[-1] == ("failed", f"worker 2 (pid {watcher.workers[2].pid}) ended with exit code 3")
+
+
+def test_the_processor_time_of_a_process_that_has_just_ended_is_nothing():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert cpu_seconds([process.pid]) > 0  # of this process alone
+
+
+# Memory
+
+
+HOLDER = """
+    import mmap, os, sys, time
+    MB = 1 << 20
+    piece = b"x" * 4096  # larger objects would leave a heap behind
+    private = bytearray(30 * MB)
+    private[::4096] = private[1::4096]
+    def shared(size):
+        fd = os.memfd_create("rustloader-test")
+        os.ftruncate(fd, size)
+        return fd
+    mapped = mmap.mmap(fd := shared(20 * MB), 20 * MB)
+    for _ in range(20 * MB // 4096):
+        mapped.write(piece)
+    open_only = shared(10 * MB)
+    for _ in range(10 * MB // 4096):
+        os.write(open_only, piece)
+    if os.fork() == 0:
+        touched = sum(mapped[::4096])
+    os.write(1, b"ready\\n")  # print may take two steps, and the child's come between
+    time.sleep(600)
+"""
+
+
+def test_memory_counts_each_page_once(tmp_path):
+    """A process and its child, which map the same 20 MB, hold the same 30 MB, and have the same 10 MB open."""
+
+    def started(source):
+        command = [sys.executable, "-c", textwrap.dedent(source)]
+        return subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE)
+
+    holder, plain = (
+        started(HOLDER),
+        started("import mmap, os, time; os.fork(); os.write(1, b'ready\\n'); time.sleep(600)"),
+    )
+    try:
+        for process in (holder, plain):
+            assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+            assert len(list(memory.members(process.pid))) == 2
+        if memory.used(plain.pid) is None:
+            pytest.skip("/proc has no smaps_rollup here")
+        more = (memory.used(holder.pid) - memory.used(plain.pid)) / (1 << 20)
+        assert 55 < more < 70
+        peak = memory.Peak(holder.pid)
+        peak.look()
+        peak.look()
+        assert peak.looks == 1 and peak.bytes >= 55 << 20
+    finally:
+        for process in (holder, plain):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+    assert memory.used(holder.pid) is None
+
+
+# Timelines
+
+
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+def test_what_workers_do_when(engine, tmp_path):
+    begun = []
+    loader = torch.utils.data.DataLoader(Numbers(24, 0.001), batch_size=2, num_workers=2)
+    recorder = timeline.Recorder(str(tmp_path), begun.append)
+    loader.worker_init_fn = recorder
+    before = time.monotonic()
+    with ENGINES[engine]():
+        asked, got = timeline.watch(loader, passes.Limits(None, 60.0))
+    after = time.monotonic()
+    assert len(asked) == len(got) == 12
+    times = [moment for pair in zip(asked, got, strict=True) for moment in pair]
+    assert all(a <= b for a, b in pairwise([before, *times, after]))
+    spans = recorder.spans()
+    assert set(spans) == {0, 1}
+    for worker in spans.values():
+        kinds = {kind: [(a, b) for what, a, b in worker if what == kind] for kind in ("fetch", "collate", "send")}
+        assert [len(kinds[kind]) for kind in kinds] == [6, 6, 6 if engine == "rustloader" else 0]
+        for (begin, end), (inner, inner_end) in zip(kinds["fetch"], kinds["collate"], strict=True):
+            assert before <= begin <= inner <= inner_end <= end <= after
+            assert inner - begin >= 0.002  # the samples take that long
+
+
+def test_a_timeline_has_its_limits(tmp_path):
+    loader = rustloader.DataLoader(Numbers(24), batch_size=2, num_workers=1)
+    asked, got = timeline.watch(loader, passes.Limits(5, 60.0, step=0.001))
+    assert len(asked) == len(got) == 5
+    assert len(timeline.watch(loader, passes.Limits(None, 1e-9))[1]) == 1
+
+
+@pytest.mark.parametrize("step", [0.0, 0.01])
+def test_the_picture(step):
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    from rustloader._cli.picture import draw
+    from rustloader._cli.recommendation import Choice
+
+    timelines = {"torch": a_timeline(20, 0.02), "rustloader": a_timeline(20, 0.01)}
+    points = [a_point(1, (10, 11), (20, 21)), a_point(20, (30, 31), (60, 61))]
+    choices = {"torch": Choice(1), "rustloader": Choice(20)}
+    figure = draw("train.py:make_loader", points, choices, timelines, step)
+    theirs, ours, rates = figure.axes
+    assert theirs.get_title("left") == "torch, 20 workers: 52 batches in 1,040 ms"
+    assert ours.get_title("left") == "rustloader, 20 workers: 52 batches in 520 ms"
+    assert theirs.get_xlim() == ours.get_xlim() == (0, pytest.approx(1040))
+    lanes = [label.get_text() for label in ours.get_yticklabels()]
+    assert lanes == ["main", *(f"worker {k} of 20" for k in range(16))]
+    words = {text.get_text() for text in theirs.get_legend().get_texts()}
+    assert {"worker: fetch", "worker: send", "main: in next()"} <= words
+    assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
+    assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}
+    assert "Recommended num_workers: 1 with torch and 20 with rustloader" in rates.get_title("left")
+    assert "What torch's workers send is not shown" in figure.get_supxlabel()
+    assert [tick for tick in rates.get_xticks()] == [1, 20]
+    assert len(draw("x", points[1:], {}, timelines, step).axes) == 2
+    (rates,) = draw("x", points, {"torch": Choice(None), "rustloader": Choice(None)}, {}, step).axes
+    assert "Too few epochs to recommend" in rates.get_title("left")
+
+
+def test_one_timeline_can_be_drawn_alone():
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    from rustloader._cli.picture import draw_timeline, timeline_legend
+
+    one = a_timeline(1, 0.1)
+    panel = Figure().subplots()
+    draw_timeline(panel, one, 1.0, 2.0, 0.05)
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["main", "worker 0"]
+    bars = [path.get_extents() for collection in panel.collections for path in collection.get_paths()]
+    assert min(bar.x0 for bar in bars) >= 0 and max(bar.x1 for bar in bars) <= 1000.001
+    assert [patch.get_label() for patch in timeline_legend({"torch": one}, 0.0)] == [
+        "worker: fetch",
+        "worker: send",
+        "main: in next()",
+    ]
+
+
+def test_short_bars_have_no_edge_that_would_hide_them():
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    from rustloader._cli.picture import draw_timeline
+
+    one = timeline.Timeline(1, 0, [0.0], [0.001], {0: [("fetch", 0.0, 0.5), ("fetch", 0.6, 0.601)]})
+    panel = Figure().subplots()
+    draw_timeline(panel, one, 0.0, 1.0, 0.0)
+    fetches = next(collection for collection in panel.collections if len(collection.get_paths()) == 2)
+    assert list(fetches.get_linewidths()) == [0.3, 0.0]

@@ -1,0 +1,467 @@
+"""`python -m rustloader bench`: intervals, verdicts, recommendations and texts. No loader is measured here."""
+
+import json
+import random
+import types
+
+import pytest
+from bench_figures import a_pass, a_point
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader import _cli
+    from rustloader._cli import bench, comparison, plan, recommendation, results, text
+    from rustloader._cli.factory import Unusable
+    from rustloader._cli.summary import Summary
+
+
+# Intervals
+
+
+def coverage(n, k):
+    """The probability that the k-th smallest and the k-th largest of n values enclose the median: all sign patterns."""
+    counts = [pattern.bit_count() for pattern in range(2**n)]
+    return sum(k <= below <= n - k for below in counts) / 2**n
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_an_interval_is_the_narrowest_with_its_confidence(n):
+    values = [float(value) for value in random.Random(n).sample(range(100), n)]
+    found = comparison.median_interval(values)
+    k = sorted(values).index(found.low) + 1
+    assert found.high == sorted(values)[n - k]
+    assert found.confidence == pytest.approx(coverage(n, k))
+    assert coverage(n, k) >= 0.95 or k == 1
+    assert k + 1 > n - k or coverage(n, k + 1) < 0.95
+
+
+def test_an_interval_takes_six_values_for_its_confidence():
+    assert [comparison.median_interval([1.0] * n).confidence >= comparison.CONFIDENCE for n in (5, 6)] == [False, True]
+    assert comparison.median_interval([5.0, 1.0, 9.0, 2.0, 3.0, 4.0]) == (1.0, 9.0, 1 - 2 / 64)
+
+
+# Comparisons
+
+
+def compared(theirs, ours, batches=1000):
+    return comparison.compare(theirs, ours, batches)
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, verdict",
+    [
+        ((10, 11, 12), (30, 33, 36), "faster"),
+        ((10, 11, 12), (5, 5.5, 6), "slower"),
+        ((10, 11, 12), (10, 11.5, 12), "no measurable difference"),
+        ((10, 10.1, 10.2), (10.2, 10.3, 10.4), "no measurable difference"),  # 2 % is how much processes differ
+        ((10, 11, 14), (12, 13, 15), "too few to tell"),  # the pairs agree, the rates overlap
+        ((10, 20, 30), (20, 10, 45), "too few to tell"),
+        ((10, 11), (30, 33), "too few to tell"),
+    ],
+)
+def test_verdicts_of_comparisons(theirs, ours, verdict):
+    assert compared(theirs, ours).verdict == verdict
+
+
+def test_few_batches_have_no_winner():
+    assert compared((10, 11, 12), (30, 33, 36), 50).verdict == "faster"
+    few = compared((10, 11, 12), (30, 33, 36), 49)
+    assert few.verdict == "too few to tell" and not few.decided
+    assert str(few) == "Too few to tell: 49 batches of each engine, and it takes at least 50."
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, words",
+    [
+        ((10, 11, 12), (30, 33, 36), "3.00x as fast as torch (between 3.00x and 3.00x; 3 pairs of epochs, 75% confid"),
+        ((10, 11, 12), (5, 5.5, 6), "rustloader is slower: 0.50x as fast as torch (between 0.50x and 0.50x; 3 pairs"),
+        ((10, 11, 12), (10, 11, 12), "No measurable difference: rustloader is 1.00x as fast as torch (between 1.00x"),
+        ((10,), (30,), "Too few to tell: 1 epoch of each engine, and it takes at least 3."),
+        ((10, 11, 14), (12, 13, 15), "Too few to tell: rustloader was faster in most pairs of epochs, but the rates"),
+        ((10, 20, 30), (20, 10, 45), "Too few to tell: rustloader is 0.50x to 2.00x as fast as torch, as far as 3 pa"),
+    ],
+)
+def test_sentences_of_comparisons(theirs, ours, words):
+    assert words in str(compared(theirs, ours))
+
+
+def test_measuring_goes_on_until_the_interval_is_small_or_clear():
+    assert not compared([10.0] * 5, [30.0] * 5).decided  # below 95 %
+    assert compared([10.0] * 6, [30.0] * 6).decided
+    assert compared([10.0] * 6, [20.0, 30.0] * 3).decided  # wide, but clearly away from 1
+    assert compared([10.0] * 6, [10.0, 10.5] * 3).decided  # narrow about 1
+    assert not compared([10.0] * 6, [10.0, 12.0] * 3).decided
+
+
+def outcome(rng, effect, noise, most):
+    """The verdict of a measurement that goes on as the command does, with log-normal noise about a true ratio."""
+    theirs, ours = [], []
+    for pairs in range(1, most + 1):
+        theirs.append(rng.lognormvariate(0, noise))
+        ours.append(effect * rng.lognormvariate(0, noise))
+        found = comparison.compare(theirs, ours, 100 * pairs)
+        if found.decided:
+            break
+    return found.verdict
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_equal_engines_have_hardly_ever_a_winner(noise):
+    """Although the interval is looked at after each pair."""
+    rng = random.Random(7)
+    verdicts = [outcome(rng, 1.0, noise, 20) for _ in range(400)]
+    assert verdicts.count("faster") + verdicts.count("slower") <= 0.02 * len(verdicts)
+
+
+def test_a_difference_is_found():
+    rng = random.Random(7)
+    verdicts = [outcome(rng, 1.5, 0.1, 20) for _ in range(200)]
+    assert verdicts.count("faster") >= 0.95 * len(verdicts) and "slower" not in verdicts
+
+
+# Points
+
+
+def test_only_rates_of_one_kind_are_compared():
+    one, other = a_point(1, (10,), (20,)), a_point(2, (10,), (20,))
+    results.settle([one, other])
+    assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [20, 40, 0.001]
+    other.torch.passes.append(a_pass(10, steady_batches_per_second=None))
+    results.settle([one, other])
+    assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [10, 20, 0.002]
+
+
+def test_the_ratio_of_the_rates_is_that_of_the_pairs():
+    point = a_point(2, (10.0, 20.0, 40.0), (20.0, 40.0, 20.0))
+    assert point.ratios["batches_per_second"] == point.comparison.ratio == 2.0
+    assert point.comparison.batches == 300 and point.comparison.pairs == 3
+
+
+def test_a_loader_that_mostly_starts_is_told_so():
+    short = results.Side([a_pass(100, first_batch_seconds=0.9)] * 3)
+    assert results.starting(short)["kind"] == "starting"
+    assert "persistent_workers=True" in results.starting(short)["sentence"]
+    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
+    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
+
+
+# Recommendations
+
+
+def sweep(rates, cpu=0.001, verdict=None):
+    """A point for each number of workers, with the same rates on both engines."""
+    points = []
+    for workers, some in rates.items():
+        side = results.Side([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
+        points.append(results.Point(workers, side, side, verdict))
+    return points
+
+
+def recommended(points, cores=8):
+    return recommendation.recommend(points, "rustloader", cores)
+
+
+def test_the_fewest_workers_that_do_as_well():
+    assert recommended(sweep({1: [10.0] * 3, 2: [95.0] * 3, 4: [100.0] * 3, 8: [99.0] * 3})).workers == 2
+    assert recommended(sweep({1: [10.0] * 3, 2: [94.9] * 3, 4: [100.0] * 3, 8: [99.0] * 3})).workers == 4
+    assert recommended(sweep({0: [5.0] * 10})).workers == 0
+
+
+def test_noise_is_no_recommendation_for_more_workers():
+    noisy = {1: [10.0, 11, 12], 2: [80.0, 90, 105], 4: [85.0, 110, 120]}
+    choice = recommended(sweep(noisy))
+    assert choice == recommendation.Choice(2, "no measurable difference between 2 and 4 workers")
+    assert recommended(sweep(noisy | {4: [110.0, 115, 120]})).workers == 4
+
+
+@pytest.mark.parametrize("rates", [{1: [10.0] * 2, 2: [20.0] * 2}, {1: [10.0] * 3, 2: [20.0] * 2}])
+def test_too_few_epochs_recommend_nothing(rates):
+    choice = recommended(sweep(rates))
+    assert choice.workers is None and "too few epochs" in choice.reason
+
+
+def test_too_few_batches_recommend_nothing():
+    short = results.Side([a_pass(10.0, batches=16)] * 3)
+    assert recommended([results.Point(2, short, short)]).workers is None
+
+
+def test_more_workers_than_cores_only_where_they_wait_for_storage():
+    rates = {1: [50.0] * 3, 2: [100.0] * 3, 4: [150.0] * 3}
+    computing = sweep(rates, cpu=0.019)  # 150 batches/s keep 2.85 cores at work
+    assert recommended(computing, cores=2) == recommendation.Choice(2, "more than 2 workers would compete for 2 cores")
+    assert recommended(sweep(rates, cpu=0.001), cores=2).workers == 4
+    assert recommended(computing, cores=4).workers == 4
+
+
+@pytest.mark.parametrize("cpu, queued, workers", [(0.5, 0.0, 4), (4.0, 5.5, 2), (9.0, 0.5, 2), (None, None, 4)])
+def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
+    """Wall time of work, less processor time and the time in the queue for a core."""
+    worker = {"fetch_seconds": 9.0, "collate_seconds": 0.5, "pack_seconds": 0.5}
+    worker |= {"cpu_seconds": cpu, "queued_seconds": queued}
+    points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [worker] * 4}})
+    assert recommended(points, cores=2).workers == workers
+
+
+# Texts
+
+
+def test_the_table():
+    point = a_point(2, (1000.0, 1200.0, 900.0), (4.0, 5.0, 6.0))
+    assert results.table(point).splitlines() == [
+        "                               torch     rustloader            ratio",
+        "batches/s                      1,000           5.00            0.00x",
+        "  lowest to highest   900.0 to 1,200   4.00 to 6.00   0.00x to 0.01x",
+        "MB/s                           1,000           5.00            0.00x",
+        "CPU per batch                   2 ms           2 ms            1.00x",
+        "first batch                   500 ms         500 ms            1.00x",
+        "memory                         50 MB          50 MB            1.00x",
+    ]
+    alone = results.Point(0, point.torch, point.torch)
+    assert "torch's own loop" in results.table(alone) and "ratio" not in results.table(alone)
+    many = a_point(2, [10.0] * 9, [float(rate) for rate in range(20, 29)])
+    row = next(line for line in results.table(many).splitlines() if "96% confidence" in line)
+    assert row.split("confidence")[1].split() == "10.0 to 10.0 21.0 to 27.0 2.10x to 2.70x".split()
+
+
+def test_the_table_of_a_sweep_fits_a_terminal():
+    rates = (123456.0, 123999.0, 124999.0)
+    points = [a_point(count, rates, rates) for count in (2, 128)]
+    alone = results.Point(0, points[0].torch, points[0].torch)
+    lines = results.sweep_table([alone, *points], 2).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].split()[:3] == ["0", "torch's", "loop"]
+    assert [line.split()[0] for line in lines[2:]] == ["2", "rustloader", "128", "rustloader"]
+    assert [line.endswith("<-") for line in lines] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "found, words",
+    [
+        (lambda: text.number(0.1234), "0.123"),
+        (lambda: text.number(12345.6), "12,346"),
+        (lambda: text.duration(0.0000123), "12.3 us"),
+        (lambda: text.duration(0.5), "500 ms"),
+        (lambda: text.duration(3), "3 s"),
+        (lambda: text.times(None), "-"),
+        (lambda: text.times(13.64), "13.6x"),
+        (lambda: text.megabytes(None), "-"),
+        (lambda: text.listed([1]), "1"),
+        (lambda: text.listed([1, 2, 4]), "1, 2 and 4"),
+    ],
+)
+def test_figures_in_words(found, words):
+    assert found() == words
+
+
+def test_lines_fit_and_an_option_keeps_its_value():
+    lines = text.wrapped("word " * 18 + "--step SECONDS and so on", "  ").splitlines()
+    assert len(lines) == 2 and lines[1] == "  --step SECONDS and so on" and max(map(len, lines)) <= 100
+
+
+def options(*arguments):
+    return _cli._parser().parse_args(["bench", "train.py:make_loader", *arguments])
+
+
+ABOUT = {
+    "machine": {"cores": 2},
+    "num_workers": 2,
+    "prefetch_factor": 2,
+    "persistent_workers": False,
+    "start_method": "fork",
+}
+VERDICT = {
+    "kind": "transport",
+    "sentence": "Transport is the bottleneck.",
+    "reason": "it waits",
+    "workers_needed": None,
+}
+
+
+def summary(points, *arguments, choices=None):
+    given = options(*arguments)
+    return Summary(given, plan.Plan(given), ABOUT, points, choices or {})
+
+
+def test_the_summary_of_a_loader():
+    point = a_point(2, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT)
+    lines = summary([point]).text().splitlines()
+    assert lines[0] == "2 workers (fork, started for each epoch), prefetch_factor=2"
+    assert "Verdict on rustloader's iterator: Transport is the bottleneck." in lines
+    assert max(map(len, lines)) <= 100
+    text = " ".join(" ".join(lines).split())
+    assert "rustloader is 3.00x as fast as torch" in text and "To measure longer" not in text
+    assert "for loading alone; pass the time of yours: --step SECONDS" in text
+    # Each note once.
+    assert text.count("A ratio above 1") == text.count("Rates and CPU") == text.count("--step") == 1
+    assert "--step" not in summary([point], "--step", "0.1").text()
+
+
+@pytest.mark.parametrize(
+    "arguments, longer",
+    [((), "--budget 120"), (("--budget", "30"), "--budget 60"), (("--epochs", "2"), "leave out --epochs")],
+)
+def test_too_few_to_tell_has_a_remedy(arguments, longer):
+    point = a_point(2, (10.0, 11), (30.0, 33), verdict=VERDICT)
+    assert f"To measure longer: {longer}" in summary([point], *arguments).text()
+
+
+def test_the_summary_of_a_sweep():
+    alone = a_point(0, (10.0, 11, 12), ())
+    alone.rustloader = alone.torch
+    points = [alone, *(a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2))]
+    choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
+    found = summary(points, "--workers", "0,1,2", choices=choices)
+    lines = found.text().splitlines()
+    assert "Recommended with rustloader: num_workers=1 (no measurable difference between 1 and 2 workers)." in lines
+    assert "With 1 worker:" in lines and max(map(len, lines)) <= 100
+    assert " ".join(lines).count("A ratio above 1") == 1 and "recommendation are for loading alone" in " ".join(lines)
+    said = json.loads(json.dumps(found.as_dict()))
+    assert said["recommendation"]["rustloader"] == 1 and said["recommendation"]["step"] == 0.0
+    assert [one["comparison"] and one["comparison"]["verdict"] for one in said["results"]] == [None, "faster", "faster"]
+    interval = {"low": 3.0, "high": 3.0, "confidence": 0.75, "pairs": 3, "batches": 300, "reason": ""}
+    assert said["results"][1]["comparison"] == {"verdict": "faster", "ratio": 3.0} | interval
+    assert said["settings"]["budget"] == 180.0 and said["settings"]["epochs"] is None
+
+
+def test_a_sweep_without_figures_recommends_nothing():
+    points = [a_point(count, (10.0,), (30.0,), verdict=VERDICT) for count in (1, 2)]
+    choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
+    text = summary(points, "--workers", "1,2", "--epochs", "1", choices=choices).text()
+    assert "No recommendation for rustloader: too few epochs or batches with 1 worker." in text
+    assert "Recommended" not in text and "<-" not in text and "Rule" not in text
+
+
+# The plan, and what is checked before anything runs
+
+
+@pytest.mark.parametrize(
+    "arguments, text, budget, seconds",
+    [
+        ((), "in turn, each at most 3 s; up to 60 s after a warm-up, less if the result is clear before", 60, 3),
+        (("--workers", "0,1,2"), "with 0, 1 and 2 workers: epochs of torch and rustloader in turn", 180, 3),
+        (("--workers", "1,2", "--budget", "16"), "each at most 500 ms; up to 16 s", 16, 0.5),
+        (("--seconds", "10"), "each at most 10 s; up to 3 min", 160, 10),
+        (("--epochs", "1", "--batches", "1"), "1 epoch of torch and of rustloader in turn", None, 3),
+    ],
+)
+def test_plans(arguments, text, budget, seconds):
+    found = plan.Plan(options(*arguments))
+    assert text in str(found) and (found.budget, found.seconds) == (budget, seconds)
+
+
+def test_a_sweep_divides_the_budget():
+    found = plan.Plan(options("--workers", "1,2,4", "--budget", "60"))
+    assert found.share(0.0, 3) == 20 and found.share(10.0, 2) == 25 and found.share(70.0, 1) == 0
+
+
+def test_steps_of_a_fixed_number_of_epochs():
+    assert plan.Plan(options("--workers", "0,1", "--epochs", "3")).steps == 3 * 4
+    assert plan.Plan(options()).steps == 0
+
+
+def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch):
+    """``_goes_on`` by pairs so far, seconds left, and seconds of the longest pair."""
+    run = bench._Bench(options())
+    clear, unclear = a_point(2, [10.0] * 6, [30.0] * 6), a_point(2, [10.0] * 6, [10.0, 14.0] * 3)
+    assert run._goes_on(results.Point(2), 0, -1.0, 0.0)  # one pair in any case
+    assert not run._goes_on(clear, 6, 50.0, 5.0)
+    assert run._goes_on(unclear, 6, 50.0, 5.0)
+    assert not run._goes_on(unclear, 6, 4.0, 5.0)  # the next pair would not fit
+    few = a_point(2, [10.0] * 6, [30.0] * 6, batches=4)
+    assert run._goes_on(few, 6, 0.1, 5.0) and not run._goes_on(few, 6, 0.0, 5.0)
+    alone = a_point(0, [10.0] * 6, [])
+    alone.rustloader = alone.torch
+    assert not run._goes_on(alone, 6, 50.0, 5.0)
+    fixed = bench._Bench(options("--epochs", "2"))
+    assert fixed._goes_on(unclear, 1, 0.0, 5.0) and not fixed._goes_on(unclear, 2, 50.0, 5.0)
+
+
+def test_torchs_own_loop_alone_is_answered_with_what_to_do():
+    with pytest.raises(Unusable) as raised:
+        plan.Plan(options("--workers", "0"))
+    assert str(raised.value) == (
+        "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+        "Measure it beside a loader with workers: --workers 0,2"
+    )
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    monkeypatch.setattr(bench, "_Bench", None)
+
+
+def refused(path, capsys):
+    status = _cli.main(["bench", "x:y", "--plot", str(path)])
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    return captured.err
+
+
+def test_a_plot_needs_matplotlib(nothing_runs, capsys, monkeypatch):
+    for name in ("matplotlib", "matplotlib.backend_bases"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    assert refused("a.png", capsys) == "rustloader bench: --plot needs matplotlib: pip install 'rustloader[plot]'\n"
+
+
+def test_a_plot_that_cannot_be_written_is_an_error_at_once(nothing_runs, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    for name in ("a", "a.xyz", "a.png.txt"):
+        error = refused(name, capsys)
+        assert f"--plot {name}: the name of the file must end in " in error
+        assert all(suffix in error for suffix in (".pdf", ".png", ".svg"))
+    missing = tmp_path / "no" / "such"
+    assert f"there is no folder {missing}" in refused(missing / "a.png", capsys)
+    (tmp_path / "folder.png").mkdir()
+    assert "this is a folder; name a file" in refused(tmp_path / "folder.png", capsys)
+    monkeypatch.setattr(plan.os, "access", lambda path, mode: False)
+    assert "no permission to write there" in refused(tmp_path / "a.svg", capsys)
+
+
+def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    for name in ("a.png", "a.SVG", "a.b.pdf"):
+        plan.check_plot(str(tmp_path / name))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ([], "required: factory"),
+        (["x:y", "--workers", "1,a"], "argument --workers: must be a comma-separated list of integers"),
+        (["x:y", "--workers", "-1"], "argument --workers"),
+        (["x:y", "--seconds", "0"], "argument --seconds: must be a positive number of seconds, got 0"),
+        (["x:y", "--budget", "nan"], "argument --budget: must be a positive number of seconds, got 'nan'"),
+        (["x:y", "--timeout", "0"], "argument --timeout: must be a positive number of seconds, got 0"),
+        (["x:y", "--step=-1"], "argument --step: must be a number of seconds, 0 or more, got -1"),
+        (["x:y", "--epochs", "0"], "argument --epochs: must be a positive integer, got 0"),
+        (["x:y", "--batches", "0"], "argument --batches: must be a positive integer, got 0"),
+        (["x:y", "--epochs", "3", "--budget", "9"], "argument --budget: not allowed with argument --epochs"),
+    ],
+)
+def test_mistakes_are_usage_errors(arguments, error, nothing_runs, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["bench", *arguments])
+    assert ended.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_help_says_what_and_how(capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "examples:\n  python -m rustloader bench train.py:make_loader" in out
+
+
+def test_a_plot_that_fails_after_all_does_not_take_the_result(monkeypatch, capsys):
+    """The disk may be full by then."""
+    picture = types.ModuleType("rustloader._cli.picture")
+
+    def savefig(path):
+        raise OSError(28, "No space left on device")
+
+    picture.draw = lambda *arguments: types.SimpleNamespace(savefig=savefig)
+    monkeypatch.setitem(__import__("sys").modules, "rustloader._cli.picture", picture)
+    with pytest.raises(Unusable, match=r"the plot cannot be written to a.png: No space left on device"):
+        bench._Bench(options("--plot", "a.png"))._draw([], {}, {})
