@@ -34,7 +34,7 @@ fn dict_of<'py>(py: Python<'py>, observed: &Observed) -> PyResult<Bound<'py, PyD
     dict.set_item("pid", observed.pid)?;
     dict.set_item("state", observed.state.name())?;
     dict.set_item("seconds_in_state", seconds(observed.in_state_ns))?;
-    dict.set_item("age", seconds(observed.age_ns))?;
+    dict.set_item("started", seconds(observed.now_ns.saturating_sub(observed.age_ns)))?;
     dict.set_item("stopping", observed.stopping)?;
     dict.set_item("prefetch_factor", observed.prefetch_factor)?;
     dict.set_item("in_order", observed.in_order)?;
