@@ -1,15 +1,29 @@
-"""rustloader: a drop-in replacement for ``torch.utils.data.DataLoader`` with a Rust engine.
+"""A drop-in replacement for ``torch.utils.data.DataLoader`` with a Rust engine.
 
-``rustloader.DataLoader`` takes the same arguments as torch's and gives the same batches in the same order. Every
-public name of ``torch.utils.data`` is here as well, so that a program needs to change its import alone::
+The loader:
+    DataLoader: Loads batches with worker processes; torch's arguments, torch's batches in torch's order.
+
+Loaders that a framework builds:
+    install, uninstall: Make every DataLoader of torch in this process use the engine, and take that back.
+    installed: The same for the body of a ``with`` statement.
+    is_installed: Answers whether that is in force.
+
+Statistics:
+    stats: Gives the figures of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
+    report: Calls a function with them every few seconds.
+    engine_batches: Counts the batches that the engine has delivered in this process.
+    Stats, WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind: What they give.
+
+All public names of ``torch.utils.data`` are here as well, and are torch's own objects, so that a program changes only
+its import::
 
     from rustloader import DataLoader, Dataset, random_split
 
-Programs whose loaders are built by a framework need one line, or none: ``rustloader.install()``,
-``python -m rustloader run train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
+A program that a framework drives needs one line, or none: ``rustloader.install()``, ``python -m rustloader run
+train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
 
-Nothing of torch is imported before a name is used. On systems other than Linux there is no engine: all names are
-there, and loaders run on torch's own iterator.
+``import rustloader`` does not import torch; the first use of a name does. On systems other than Linux there is no
+engine: all names are there, and loaders run on torch's own loop.
 """
 
 from __future__ import annotations
@@ -24,36 +38,55 @@ if TYPE_CHECKING:
     from torch.utils.data import *  # noqa: F403
 
     from rustloader._core import engine_batches as engine_batches
+    from rustloader._figures import ArenaStats as ArenaStats
+    from rustloader._figures import CopyStats as CopyStats
+    from rustloader._figures import Fallback as Fallback
+    from rustloader._figures import PinningStats as PinningStats
+    from rustloader._figures import SlowBatch as SlowBatch
     from rustloader._figures import Stats as Stats
+    from rustloader._figures import WorkerStats as WorkerStats
     from rustloader._install import install as install
     from rustloader._install import installed as installed
+    from rustloader._install import is_installed as is_installed
     from rustloader._install import uninstall as uninstall
     from rustloader._report import report as report
     from rustloader._stats import stats as stats
     from rustloader._verdict import Verdict as Verdict
+    from rustloader._verdict import VerdictKind as VerdictKind
     from rustloader.dataloader import DataLoader as DataLoader
 
-# Where the names live that are ours; all others are torch's.
+# Where our names live; all others are torch's. Those of the second dict need no engine.
 _OURS = {
-    "DataLoader": "rustloader.dataloader",
-    "Stats": "rustloader._figures",
-    "Verdict": "rustloader._verdict",
     "engine_batches": "rustloader._core",
     "install": "rustloader._install",
     "installed": "rustloader._install",
+    "is_installed": "rustloader._install",
     "report": "rustloader._report",
     "stats": "rustloader._stats",
     "uninstall": "rustloader._install",
     "__version__": "rustloader._core",
 }
 if not sys.platform.startswith("linux"):
-    _OURS |= dict.fromkeys(_OURS.keys() - {"DataLoader", "Stats", "Verdict"}, "rustloader._elsewhere")
+    _OURS = dict.fromkeys(_OURS, "rustloader._elsewhere")
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(
         f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
         "broken. Install it again; in a source tree, build it: make build",
         name="rustloader._core",
     )
+
+_OURS |= {
+    "ArenaStats": "rustloader._figures",
+    "CopyStats": "rustloader._figures",
+    "DataLoader": "rustloader.dataloader",
+    "Fallback": "rustloader._figures",
+    "PinningStats": "rustloader._figures",
+    "SlowBatch": "rustloader._figures",
+    "Stats": "rustloader._figures",
+    "Verdict": "rustloader._verdict",
+    "VerdictKind": "rustloader._verdict",
+    "WorkerStats": "rustloader._figures",
+}
 
 # Modules that a program reaches as attributes: `data.distributed.DistributedSampler`.
 _TORCHS_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
@@ -76,7 +109,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OURS, *importlib.import_module("torch.utils.data").__all__})
+    return sorted(
+        {*__getattr__("__all__"), "__all__", "__version__", *(name for name in globals() if name[:2] == "__")}
+    )
 
 
 if "RUSTLOADER_INSTALL" in os.environ:

@@ -1,4 +1,4 @@
-"""The Rust extension. Its classes are for the modules of this package alone, but for ``engine_batches``."""
+"""The Rust extension. Only ``engine_batches`` is public; the rest is for the modules of this package."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
@@ -64,7 +64,7 @@ class WorkerStopped(BaseException):
 
 @final
 class Engine:
-    """The engine of one iterator. What is not marked "any time" waits for other threads' turns."""
+    """The engine of one iterator. Methods wait for other threads in ``next`` unless marked "any time"."""
 
     def __new__(
         cls,
@@ -268,9 +268,18 @@ class LeaseBuffer:
         """A storage of just these bytes."""
 
 def engine_batches() -> int:
-    """Number of batches that Rust engines of this process have delivered, all loaders together.
+    """Counts the batches that the Rust engine has delivered in this process, all loaders together.
 
-    What torch's own iterator delivers (``num_workers=0``, or a loader that was handed over) does not count.
+    Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+
+    Returns:
+        The number of batches.
+
+    Examples:
+        >>> before = rustloader.engine_batches()
+        >>> batches = list(rustloader.DataLoader(range(8), batch_size=4, num_workers=2))
+        >>> rustloader.engine_batches() - before
+        2
     """
 
 def observed() -> bool:

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader._figures import Stats, check_interval, no_loader
+from rustloader._installed import Installed
 from rustloader._wrappers import loader_in
 
-__all__ = ["engine_batches", "install", "installed", "report", "stats", "tell", "uninstall"]
+__all__ = ["engine_batches", "install", "installed", "is_installed", "report", "stats", "tell", "uninstall"]
 
 logger = logging.getLogger("rustloader")
 
@@ -66,15 +67,24 @@ def uninstall() -> None:
     """Does nothing: nothing is installed."""
 
 
-@contextlib.contextmanager
+def is_installed() -> bool:
+    """False: there is no engine here."""
+    return False
+
+
 def installed(
     *,
     in_order: bool | None = None,
     prefetch_factor: int | None = None,
     persistent_workers: bool | None = None,
     multiprocessing_context: str | BaseContext | None = None,
-) -> Iterator[None]:
+) -> Installed:
     """``install()`` for the body of a ``with`` statement."""
+    return Installed(_installed)
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
     tell()
     yield
 
@@ -83,7 +93,7 @@ def stats(source: Any) -> Stats:
     """The statistics of a loader or an iterator: none, and why.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: It is neither.
     """
     source = loader_in(source, lambda _: False)
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import logging
+import multiprocessing
 import os
 import sys
 import types
@@ -22,7 +23,6 @@ logger = logging.getLogger("rustloader")
 
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _FLAGS = ("in_order", "persistent_workers")
-_OPTIONS = (*_FLAGS, "prefetch_factor", "multiprocessing_context")
 # What waits for torch, once the variable is followed.
 _following: _AfterTorch | None = None
 
@@ -31,7 +31,7 @@ def follow(setting: str) -> None:
     """Does what the variable says: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: It says something else.
     """
     global _following
     options = _parsed(setting)
@@ -57,14 +57,16 @@ def _parsed(setting: str) -> dict[str, Any] | None:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name in _FLAGS and value in _YES + _NO[1:]:
             options[name] = value in _YES
-        elif name == "prefetch_factor" and value.isdecimal():
+        elif name == "prefetch_factor" and value.isdecimal() and int(value) > 0:
             options[name] = int(value)
-        elif name == "multiprocessing_context" and value:
+        elif name == "multiprocessing_context" and value in multiprocessing.get_all_start_methods():
             options[name] = value
         else:
+            methods = ", ".join(multiprocessing.get_all_start_methods())
             raise ValueError(
-                f"RUSTLOADER_INSTALL={setting}: it can be 1, 0, or options of rustloader.install() with commas between "
-                f"({', '.join(_OPTIONS)}), as in prefetch_factor=4,in_order=0"
+                "RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install(), separated by commas, for example "
+                f"prefetch_factor=4,in_order=0; got {setting!r}. The options: in_order and persistent_workers (1 or "
+                f"0), prefetch_factor (a positive integer), multiprocessing_context ({methods})"
             )
     return options
 

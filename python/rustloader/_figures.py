@@ -1,32 +1,45 @@
-"""The figures that ``rustloader.stats()`` gives, as a program and a reader see them."""
-
-from __future__ import annotations
+"""What ``rustloader.stats()`` gives."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rustloader._tables import headline, html, lines
 from rustloader._verdict import Verdict, judge
 
-__all__ = ["Arena", "Copies", "Handover", "Pinning", "SlowTask", "Stats", "Worker"]
+# No `from __future__ import annotations`: the fields' types are to be types, wherever somebody looks them up.
+__all__ = ["ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "Stats", "WorkerStats"]
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One worker; of a loader's iterators so far all workers of this number together.
+class WorkerStats:
+    """Holds the figures of one worker; for a loader, of all workers that had this number.
+
+    All times are wall time but for ``cpu_seconds``.
 
     Attributes:
-        id: its number, from 0.
-        pid: process id, of the latest.
-        alive: whether that process runs.
-        rss_bytes: its resident memory, pages that it shares among it; 0 when it has ended.
-        tasks: batches that it sent, and errors in the place of batches.
-        starting_seconds: before its first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
-        idle_seconds: waiting for tasks.
-        fetch_seconds: in the dataset.
-        collate_seconds: in ``collate_fn``.
-        pack_seconds: writing batches into the arena and publishing them.
+        id: Number of the worker, from 0.
+        pid: Process id, of the latest.
+        alive: Whether that process runs now.
+        rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end.
+        tasks: Batches sent, and errors sent in the place of a batch.
+        starting_seconds: Before the first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
+        idle_seconds: Waiting for tasks.
+        fetch_seconds: In the dataset.
+        collate_seconds: In ``collate_fn``.
+        pack_seconds: Writing batches into the arena, or pickling them, and publishing them.
+        cpu_seconds: Processor time in seconds: of all threads, of child processes that have ended, and of the start of
+            the process. Compare it with ``busy_seconds``: a worker that waits for storage has much less. None where it
+            is unknown: the system does not tell it, or a worker has ended by itself.
+        queued_seconds: Seconds in which the worker was ready to run and had no core. None where it is unknown.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> worker = rustloader.stats(loader).workers[0]
+        >>> worker.tasks, worker.alive, worker.fetch_seconds > 0
+        (2, False, True)
     """
 
     id: int
@@ -39,21 +52,31 @@ class Worker:
     fetch_seconds: float = 0.0
     collate_seconds: float = 0.0
     pack_seconds: float = 0.0
+    cpu_seconds: float | None = None
+    queued_seconds: float | None = None
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of work on batches."""
+        """Seconds of work on batches: fetch, collate and pack."""
         return self.fetch_seconds + self.collate_seconds + self.pack_seconds
 
 
 @dataclass(frozen=True)
-class SlowTask:
-    """One of the slowest batches.
+class SlowBatch:
+    """Names one of the slowest batches, and where its time went.
 
     Attributes:
-        index: its index batch as a text; of a large one the beginning.
-        worker: the number of the worker that made it.
-        fetch_seconds, collate_seconds, pack_seconds: as for a worker.
+        index: Index batch as a text; of a large one the beginning.
+        worker: Number of the worker that made it.
+        fetch_seconds: In the dataset.
+        collate_seconds: In ``collate_fn``.
+        pack_seconds: Writing it into the arena, or pickling it.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> sorted(batch.index for batch in rustloader.stats(loader).slowest)
+        ['[0, 1, 2, 3]', '[4, 5, 6, 7]']
     """
 
     index: str
@@ -69,14 +92,21 @@ class SlowTask:
 
 
 @dataclass(frozen=True)
-class Arena:
-    """The shared memory of the iterators that are at work.
+class ArenaStats:
+    """Holds the shared memory of the iterators that are at work now.
 
     Attributes:
-        leased_bytes: in blocks that tensors of the main process lie in.
-        warm_bytes: all that have pages.
-        high_water_bytes: the most that one iterator's arena has had (the sum of the most that each region had).
-        blocks: blocks that have been made.
+        leased_bytes: Bytes of blocks that tensors of the main process lie in.
+        warm_bytes: Bytes of all blocks that have pages.
+        high_water_bytes: The most bytes that one iterator's arena has had (the sum over its regions).
+        blocks: Number of blocks made.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> arena = rustloader.stats(loader).arena
+        >>> arena.warm_bytes, arena.high_water_bytes > 0
+        (0, True)
     """
 
     leased_bytes: int = 0
@@ -86,13 +116,21 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """What was copied that need not have been. A batch that ``default_collate`` has written into the arena is not.
+class CopyStats:
+    """Counts the copies that could be avoided.
+
+    A batch that ``default_collate`` has built lies in the arena already and is not copied.
 
     Attributes:
-        count: tensors, arrays and bytes objects that a worker copied into the arena, because they were made elsewhere.
-        bytes: their bytes.
-        pickled: batches that went as a pickle, because they were no plain trees.
+        count: Number of tensors, arrays and bytes objects that workers copied into the arena.
+        bytes: Bytes of these.
+        pickled: Number of batches that were pickled, because they are no plain trees of dicts, lists and tuples.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=set)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).copies.pickled
+        2
     """
 
     count: int = 0
@@ -101,13 +139,18 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Pinning:
-    """The pin thread.
+class PinningStats:
+    """Holds the figures of the pin thread.
 
     Attributes:
-        running: whether there is one now.
-        batches: batches that it made ready.
-        seconds: in which it did so.
+        running: Whether there is one now.
+        batches: Number of batches pinned.
+        seconds: Seconds of work on them.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> rustloader.stats(loader).pinning
+        PinningStats(running=False, batches=0, seconds=0.0)
     """
 
     running: bool = False
@@ -116,46 +159,64 @@ class Pinning:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """Iterators that were torch's own.
+class Fallback:
+    """Tells why iterators ran on torch's own loop, and how many.
 
     Attributes:
-        reason: why.
-        count: how many.
+        reason: Why the engine could not serve them.
+        count: Number of iterators.
+
+    Examples:
+        >>> from torch.utils.data.datapipes.iter import IterableWrapper
+        >>> loader = rustloader.DataLoader(IterableWrapper(range(8)), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).fallbacks
+        (Fallback(reason='its dataset is a DataPipe', count=1),)
     """
 
     reason: str
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
-    """What a loader or an iterator has done so far. Times are in seconds, of the monotonic clock.
+    """Holds what a loader or an iterator has done so far; ``rustloader.stats()`` makes it.
 
-    The time of the training loop is ``next_seconds + step_seconds``; what lies between two epochs is in neither.
+    ``print(stats)`` shows it as text, a notebook as a table. Times are in seconds of the monotonic clock. The time of
+    the training loop is ``next_seconds + step_seconds``; what lies between two epochs is in neither.
 
     Attributes:
-        num_workers: of the loader, or of the iterator.
-        cores: processor cores that this process may use.
-        iterators: iterators that the Rust engine has served, those that have ended among them. If there are none, all
-            times below are 0, whatever torch's own iterators did.
-        epochs: epochs begun.
-        batches: batches that the engine has delivered; for a live iterator of torch's own, those of its epoch.
-        bytes: bytes of the engine's batches.
-        next_seconds: in ``next``, all of it.
-        first_seconds: of these, waiting for the first batch of an epoch.
-        waited_seconds: of these, waiting for any other batch.
-        blocked_seconds: of ``waited_seconds``, while later batches were ready (head-of-line blocking).
-        sampler_seconds: of ``next_seconds``, in the sampler and sending what it gave; looked at only after a
+        num_workers: Number of workers of the loader, or of the iterator.
+        cores: Number of processor cores that this process may use: affinity and CPU quota, rounded up.
+        iterators: Number of iterators that the Rust engine has served, ended ones included. If it is 0, all times below
+            are 0, whatever torch's own iterators did.
+        epochs: Number of epochs begun.
+        batches: Number of batches that the engine has delivered; for a live iterator of torch's own, those of its
+            epoch.
+        bytes: Bytes of the engine's batches.
+        next_seconds: In ``next``, all of it.
+        first_seconds: Part of ``next_seconds``: waiting for the first batch of an epoch.
+        waited_seconds: Part of ``next_seconds``: waiting for any other batch.
+        blocked_seconds: Part of ``waited_seconds``: while later batches were ready (head-of-line blocking).
+        sampler_seconds: Part of ``next_seconds``: in the sampler, and sending what it gave. Measured only after a
             ``next`` that worked for 50 us or more.
-        step_seconds: between two calls of ``next`` of one epoch: the training step.
-        workers: by their number.
-        slowest: the slowest batches so far, the slowest first.
-        arena: shared memory.
-        copies: copies on the way.
-        pinning: the pin thread.
-        handovers: iterators that were torch's own; what they did is in no other figure.
-        note: why there are no figures, or an empty text.
+        step_seconds: Between two calls of ``next`` in one epoch: the training step.
+        workers: One entry for each worker, by its number.
+        slowest: The slowest batches so far, the slowest first.
+        arena: Shared memory.
+        copies: Copies that could be avoided.
+        pinning: The pin thread.
+        fallbacks: Iterators that ran on torch's own loop; what they did is in no other figure.
+        note: Why there are no figures, and what to do; empty where there are some.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> stats = rustloader.stats(loader)
+        >>> stats
+        <rustloader.Stats: 8 batches (512 B) in 1 epoch with 2 workers>
+        >>> stats.batches, stats.verdict().kind
+        (8, 'too_few')
     """
 
     num_workers: int = 0
@@ -170,12 +231,12 @@ class Stats:
     blocked_seconds: float = 0.0
     sampler_seconds: float = 0.0
     step_seconds: float = 0.0
-    workers: tuple[Worker, ...] = ()
-    slowest: tuple[SlowTask, ...] = ()
-    arena: Arena = Arena()
-    copies: Copies = Copies()
-    pinning: Pinning = Pinning()
-    handovers: tuple[Handover, ...] = ()
+    workers: tuple[WorkerStats, ...] = ()
+    slowest: tuple[SlowBatch, ...] = ()
+    arena: ArenaStats = ArenaStats()
+    copies: CopyStats = CopyStats()
+    pinning: PinningStats = PinningStats()
+    fallbacks: tuple[Fallback, ...] = ()
     note: str = ""
 
     @property
@@ -184,21 +245,48 @@ class Stats:
         return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
 
     def verdict(self) -> Verdict:
-        """What limits the loader, with the figures that say so."""
+        """Judges what limits the loader, by these figures.
+
+        Returns:
+            What limits it, with the remedy.
+
+        Examples:
+            >>> rustloader.Stats(batches=3).verdict().sentence
+            'Too few batches to tell; ask again after 20.'
+        """
         return judge(self)
 
     def as_dict(self, flat: bool = False) -> dict[str, Any]:
-        """The figures as plain values that ``json`` can write.
+        """Gives the figures as plain values that ``json`` can write.
 
         Args:
-            flat: False gives dicts and lists in each other. True gives the numbers alone, as floats, for TensorBoard
-                and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``.
+            flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, for
+                TensorBoard and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``.
+
+        Returns:
+            The figures by name.
+
+        Examples:
+            >>> stats = rustloader.Stats(batches=3, num_workers=2)
+            >>> stats.as_dict()["batches"], stats.as_dict(flat=True)["arena_blocks"]
+            (3, 0.0)
         """
         nested = dataclasses.asdict(self, dict_factory=_with_lists)
         return dict(_flattened("", nested)) if flat else nested
 
+    def __repr__(self) -> str:
+        return f"<rustloader.Stats: {headline(self)}>"
+
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(lines(self))
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+# The module that users import them from: it is what pickles and reprs name.
+for _cls in (WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback, Stats):
+    _cls.__module__ = "rustloader"
 
 
 def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,50 +302,6 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def _size(count: int) -> str:
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count} B"
-
-
-def _lines(stats: Stats) -> Iterator[str]:
-    def line(name: str, text: str) -> str:
-        return f"  {name:12}{text}"
-
-    def s(seconds: float) -> str:
-        return f"{seconds:.3f} s"
-
-    if stats.note:
-        yield f"no figures: {stats.note}"
-        if stats.batches:
-            yield line("torch's", f"{stats.batches} batches so far")
-        for handover in stats.handovers:
-            yield line("torch's", f"{handover.count} iterators: {handover.reason}")
-        return
-    yield f"{stats.batches} batches ({_size(stats.bytes)}) in {stats.epochs} epochs with {stats.num_workers} workers"
-    yield line("steps", s(stats.step_seconds))
-    yield line("next()", f"{s(stats.next_seconds)}, of which")
-    yield line("  waited", f"{s(stats.waited_seconds)}, while later batches were ready {s(stats.blocked_seconds)}")
-    yield line("  first", f"{s(stats.first_seconds)} for the first batches of epochs")
-    yield line("  own work", f"{s(stats.own_seconds)}, in the sampler {s(stats.sampler_seconds)}")
-    for worker in stats.workers:
-        state = f"pid {worker.pid}, {_size(worker.rss_bytes)}" if worker.alive else "ended"
-        times = f"fetch {s(worker.fetch_seconds)}, collate {s(worker.collate_seconds)}, pack {s(worker.pack_seconds)}"
-        yield line(f"worker {worker.id}", f"{worker.tasks} tasks: {times}, idle {s(worker.idle_seconds)} ({state})")
-    for task in stats.slowest[:3]:
-        yield line("slow", f"{task.seconds * 1e3:.1f} ms on worker {task.worker}: {task.index}")
-    leased, warm, most = (
-        _size(count) for count in (stats.arena.leased_bytes, stats.arena.warm_bytes, stats.arena.high_water_bytes)
-    )
-    yield line("arena", f"{leased} leased, {warm} warm, {most} at most, {stats.arena.blocks} blocks")
-    yield line("copies", f"{stats.copies.count} ({_size(stats.copies.bytes)}); {stats.copies.pickled} batches pickled")
-    if stats.pinning.batches or stats.pinning.running:
-        yield line("pin thread", f"{stats.pinning.batches} batches in {s(stats.pinning.seconds)}")
-    for handover in stats.handovers:
-        yield line("torch's", f"{handover.count} iterators, not in these figures: {handover.reason}")
-
-
 def no_loader(source: Any) -> TypeError:
     """The error for what has no statistics."""
     name = type(source).__qualname__
@@ -267,4 +311,4 @@ def no_loader(source: Any) -> TypeError:
 def check_interval(every: float) -> None:
     """Raises the error for what is no number of seconds between two reports."""
     if not every > 0:
-        raise ValueError(f"rustloader.report(every={every!r}): it has to be a number of seconds greater than 0")
+        raise ValueError(f"every must be a positive number of seconds, got {every!r}")

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from rustloader import _internals, _stall
+from rustloader import _internals, _ledger, _stall
 from rustloader._core import Engine
 from rustloader._torchs import TorchIter
 
-__all__ = ["make_engine", "tell", "why_not"]
+__all__ = ["fall_back", "make_engine", "why_not"]
 
 logger = logging.getLogger("rustloader")
 
@@ -24,9 +24,10 @@ def why_not(cls: type, ours: type, loader: Any) -> str | None:
     return _internals.replaced_part(TorchIter) or _internals.foreign_part(cls, ours)
 
 
-def tell(reason: str) -> None:
-    """Says in the log that a loader runs on torch's iterator."""
-    logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+def fall_back(source: Any, reason: str) -> None:
+    """Notes that a loader, or an iterator of one, runs on torch's iterator. Logs each reason once per loader."""
+    if _ledger.of(source).fall_back(reason):
+        logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
 def make_engine(settings: Any) -> tuple[Engine | None, str | None]:

@@ -1,4 +1,4 @@
-"""``rustloader.install()``: every DataLoader of the process gets our engine, whoever builds it."""
+"""``rustloader.install()``: every DataLoader of the process gets the engine, also those that a framework builds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader import _options
+from rustloader._installed import Installed
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
 from rustloader._torchs import IterType, TorchIter
 
-__all__ = ["install", "installed", "uninstall"]
+__all__ = ["install", "installed", "is_installed", "uninstall"]
 
 logger = logging.getLogger("rustloader")
 
@@ -39,25 +40,37 @@ def install(
     persistent_workers: bool | None = None,
     multiprocessing_context: str | BaseContext | None = None,
 ) -> None:
-    """Makes every ``torch.utils.data.DataLoader`` of this process that has workers use the Rust engine.
+    """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
     For programs whose loaders are built by a framework. torch's iterator class is replaced, in torch's module and
     under the names by which other loaded modules hold it. Loaders that exist already use the engine from their next
     iterator on. A class derived from torch's iterator before this call stays on it, and one that overrides what the
-    engine has no place for is handed to it; the log ``rustloader`` says so at WARNING.
+    engine has no place for falls back to it; the logger ``rustloader`` says so at WARNING.
 
-    The arguments are options that frameworks drop when they build a loader anew. Each holds for all loaders that have
+    The arguments are options that frameworks drop when they build a loader anew. Each applies to all loaders that have
     torch's default for it, until ``uninstall()``; a further call adds to those of earlier ones.
 
     Args:
-        in_order: False delivers batches as they are ready.
-        prefetch_factor: batches that each worker has under way.
-        persistent_workers: True keeps workers from epoch to epoch; the loader is given this attribute for good.
-        multiprocessing_context: how workers are started: "fork", "forkserver", "spawn", or a context.
+        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
+        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
+        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
+            None, the loader's own).
+        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
+            ``multiprocessing`` (default: None, the loader's own).
 
     Raises:
-        TypeError, ValueError: an option cannot have that value.
-        RuntimeError: the program has put a class of its own in the place of torch's iterator.
+        TypeError: An option has the wrong type.
+        ValueError: An option cannot have that value.
+        RuntimeError: The program has put a class of its own in the place of torch's iterator.
+
+    Examples:
+        >>> rustloader.install(prefetch_factor=4)
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> rustloader.stats(loader).batches
+        2
+        >>> rustloader.uninstall()
     """
     options = {
         "in_order": in_order,
@@ -78,8 +91,16 @@ def install(
 
 
 def uninstall() -> None:
-    """Takes back what ``install()`` did, its options among it. Iterators that are at work go on. Does nothing where
-    nothing is installed."""
+    """Takes back what ``install()`` did, its options included.
+
+    Iterators that are at work go on with the engine. Does nothing where nothing is installed.
+
+    Examples:
+        >>> rustloader.install()
+        >>> rustloader.uninstall()
+        >>> rustloader.is_installed()
+        False
+    """
     with _lock:
         _options.replace({})
         if IterType.stand_in is None:
@@ -102,23 +123,68 @@ def uninstall() -> None:
             )
 
 
-@contextlib.contextmanager
+def is_installed() -> bool:
+    """Answers whether torch's loaders use the Rust engine now.
+
+    Returns:
+        True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.
+
+    Examples:
+        >>> rustloader.is_installed()
+        False
+        >>> with rustloader.installed():
+        ...     rustloader.is_installed()
+        True
+    """
+    return IterType.stand_in is not None
+
+
 def installed(
     *,
     in_order: bool | None = None,
     prefetch_factor: int | None = None,
     persistent_workers: bool | None = None,
     multiprocessing_context: str | BaseContext | None = None,
-) -> Iterator[None]:
-    """``install()`` for the body of a ``with`` statement, in all threads; then things are as they were before."""
+) -> Installed:
+    """Installs the engine for the body of a ``with`` statement, in all threads; then things are as they were before.
+
+    Args:
+        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
+        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
+        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
+            None, the loader's own).
+        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
+            ``multiprocessing`` (default: None, the loader's own).
+
+    Returns:
+        A context manager; also a decorator. It has no truth value: to ask, call ``rustloader.is_installed()``.
+
+    Raises:
+        TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
+        ValueError: An option cannot have that value; on entering.
+        RuntimeError: The program has put a class of its own in the place of torch's iterator; on entering.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> with rustloader.installed():
+        ...     batches = list(loader)
+        >>> rustloader.stats(loader).batches
+        2
+    """
+    options = {
+        "in_order": in_order,
+        "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    return Installed(lambda: _installed(options))
+
+
+@contextlib.contextmanager
+def _installed(options: dict[str, Any]) -> Iterator[None]:
     before = _options.current()
-    was_installed = IterType.stand_in is not None
-    install(
-        in_order=in_order,
-        prefetch_factor=prefetch_factor,
-        persistent_workers=persistent_workers,
-        multiprocessing_context=multiprocessing_context,
-    )
+    was_installed = is_installed()
+    install(**options)
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
     ``_worker_loop`` or a method of torch's iterator that a program has replaced, a subclass with hooks that the engine
     has no place for, a system without memfd) the iterator is torch's own in every method, and the logger ``rustloader``
-    says so once.
+    says so, once per loader and reason.
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
@@ -70,8 +70,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
             core, reason = _handover.make_engine(loader)
         if reason is not None:
-            _handover.tell(reason)
-            _ledger.of(self).hand_over(reason)
+            _handover.fall_back(self, reason)
             self._passthrough = True
             try:
                 in_torch(super().__init__, loader)
@@ -110,6 +109,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         _ledger.of(self).add(core.meter)
         try:
             _start.start_processes(self, core)
+            _ledger.of(self).start_workers([process.pid for process in self._workers])
             if self._pin_memory:
                 core.start_pinning(_pin.Pinner(self._pin_memory_device))
                 self._pin_memory_thread = _pin.Thread(core)  # type: ignore[assignment]
@@ -292,6 +292,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             return
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
+        _ledger.end_workers(self)
         _shutdown.end([self], _utils.MP_STATUS_CHECK_INTERVAL, _shutdown.KILL_AFTER)
 
     def __del__(self) -> None:

@@ -1,5 +1,8 @@
-"""What is counted of each loader and iterator. It stands beside them: a loader's attributes, copies and pickles
-stay torch's, and one attribute more would cost an iterator the compact form that Python has for few."""
+"""Counters of loaders and iterators, kept in a weak side table.
+
+A loader's attributes, copies and pickles stay torch's, and one attribute more would cost an iterator the compact form
+that Python has for few.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 
 from rustloader import _core
 from rustloader._core import Meter
+from rustloader._processor import ProcessorTime, Workers, total
 
-__all__ = ["Ledger", "find", "of", "open_for"]
+__all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
 
 
 class Ledger:
@@ -22,9 +26,12 @@ class Ledger:
         # Iterators that the engine has served.
         self.iterators = 0
         # Why iterators were torch's own, and how many.
-        self.handovers: dict[str, int] = {}
+        self.fallbacks: dict[str, int] = {}
         self._ended = Meter()
         self._meters: list[Meter] = []
+        # Of processes that have ended, and of those that may run.
+        self._ended_times: list[ProcessorTime | None] = []
+        self._workers: list[Workers] = []
 
     def serve(self) -> None:
         """Notes an iterator that the engine serves."""
@@ -40,11 +47,35 @@ class Ledger:
         if self._loaders is not None:
             self._loaders.add(meter)
 
-    def hand_over(self, reason: str) -> None:
-        """Notes an iterator that is torch's own."""
-        self.handovers[reason] = self.handovers.get(reason, 0) + 1
+    def start_workers(self, pids: list[int]) -> None:
+        """Notes the processes of one more engine, by the worker's number."""
+        self._watch(Workers(pids))
+
+    def _watch(self, workers: Workers) -> None:
+        for ended in [it for it in self._workers if it.ended]:
+            self._ended_times = total(self._ended_times, ended.times())
+        self._workers = [*(it for it in self._workers if not it.ended), workers]
         if self._loaders is not None:
-            self._loaders.hand_over(reason)
+            self._loaders._watch(workers)
+
+    def end_workers(self) -> None:
+        """Keeps the processor times of an iterator's workers, which are about to end."""
+        if self._loaders is not None:
+            for workers in self._workers:
+                workers.end()
+
+    def processor_times(self) -> list[ProcessorTime | None]:
+        """Processor times by the worker's number."""
+        times = self._ended_times
+        for workers in self._workers:
+            times = total(times, workers.times())
+        return times
+
+    def fall_back(self, reason: str) -> bool:
+        """Notes an iterator that is torch's own. True for the first of its loader with this reason."""
+        is_new = reason not in self.fallbacks
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def figures(self) -> dict[str, Any]:
         """What has been counted, see ``_core.figures``."""
@@ -71,11 +102,20 @@ def open_for(iterator: Any, loader: Any) -> None:
     _keep(iterator, Ledger(of(loader)))
 
 
+def end_workers(iterator: Any) -> None:
+    """Keeps the processor times of an iterator's workers, which are about to end."""
+    ledger = find(iterator)
+    if ledger is not None:
+        ledger.end_workers()
+
+
 def _keep(source: Any, ledger: Ledger) -> Ledger:
     """Keeps a ledger for as long as its object lives; not at all where nothing can look after that."""
     key = id(source)
 
     def forget(reference: weakref.ref[Any]) -> None:
+        # Where the collector takes an iterator, its destructor finds no ledger any more.
+        ledger.end_workers()
         # The id may be another object's by now.
         if _ledgers.get(key, (None,))[0] is reference:
             del _ledgers[key]

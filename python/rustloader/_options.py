@@ -45,21 +45,22 @@ def add(options: dict[str, Any]) -> None:
 def _checked(name: str, value: Any) -> Any:
     if name == "prefetch_factor":
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"install(prefetch_factor=...) takes a number of batches, not {value!r}")
+            raise TypeError(f"prefetch_factor must be a positive integer, got {value!r}")
         if value <= 0:
-            raise ValueError(f"install(prefetch_factor={value}): it has to be greater than 0")
+            raise ValueError(f"prefetch_factor must be a positive integer, got {value}")
     elif name == "multiprocessing_context":
         if isinstance(value, str):
             methods = torch.multiprocessing.get_all_start_methods()
             if value not in methods:
-                raise ValueError(f"install(multiprocessing_context={value!r}): this system has {', '.join(methods)}")
+                raise ValueError(
+                    f"multiprocessing_context must be a start method of this system ({', '.join(methods)}), "
+                    f"got {value!r}"
+                )
             return torch.multiprocessing.get_context(value)
         if not isinstance(value, BaseContext):
-            raise TypeError(
-                f"install(multiprocessing_context=...) takes a context or the name of a start method, not {value!r}"
-            )
+            raise TypeError(f"multiprocessing_context must be a context or the name of a start method, got {value!r}")
     elif not isinstance(value, bool):
-        raise TypeError(f"install({name}=...) takes True or False, not {value!r}")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 

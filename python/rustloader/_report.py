@@ -1,4 +1,4 @@
-"""``rustloader.report()``: statistics for metrics, now and then."""
+"""``rustloader.report()``: statistics for metrics, at an interval."""
 
 from __future__ import annotations
 
@@ -50,20 +50,32 @@ def _forget_all() -> None:
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls ``callback`` with the statistics of a loader now and then, for the body of a ``with`` statement.
+    """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
 
-    There is no thread behind it: the callback runs in the training loop, at the first ``next`` of any of rustloader's
-    iterators after ``every`` seconds, before that takes a batch, and once more at the end of the body. What it raises
+    There is no thread behind it: the callback runs in the training loop, at the first ``next`` of a rustloader iterator
+    after ``every`` seconds, before it takes a batch, and once more at the end of the body. An error of the callback
     comes out of that ``next``; no batch is lost. Its time counts as part of the training step. With ``num_workers=0``
-    there is no such ``next``, only the end.
+    the callback runs only at the end.
 
     Args:
-        source: a loader or an iterator, as for ``rustloader.stats()``.
-        callback: takes a ``Stats``; ``stats.as_dict(flat=True)`` has names and floats for TensorBoard and Prometheus.
-        every: seconds between two calls, greater than 0.
+        source: A loader or an iterator, as for ``rustloader.stats()``.
+        callback: A function of one argument, a ``rustloader.Stats``. ``stats.as_dict(flat=True)`` gives names and
+            floats for TensorBoard and Prometheus.
+        every: Seconds between two calls, greater than 0 (default: 10).
+
+    Returns:
+        A context manager; also a decorator of the training function.
 
     Raises:
-        ValueError: ``every`` is not greater than 0.
+        ValueError: ``every`` is not greater than 0; on entering.
+        TypeError: ``source`` is no loader and no iterator; when the callback is due.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> with rustloader.report(loader, lambda stats: print(stats.batches, "batches"), every=30):
+        ...     for batch in loader:
+        ...         pass
+        2 batches
     """
     from rustloader._figures import check_interval
 

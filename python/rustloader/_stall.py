@@ -1,5 +1,4 @@
-"""Workers that are stuck: after how long they are named, and the warning that names them. And the other times that a
-program can set, by its environment."""
+"""Stall warnings, and the timeouts that are read from ``RUSTLOADER_*``."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ _SIGTERM = "RUSTLOADER_SIGTERM_SECONDS"
 
 
 def limits() -> tuple[float, float, float]:
-    """After how many seconds a worker is named that has not come to its first batch, and one that is at one batch;
-    0: never. And for how many seconds its stack is waited for; 0: it is not asked for.
+    """Seconds until a worker without a first batch is named in the log, and one that works on a single batch (0:
+    never); and seconds to wait for its stack (0: the stack is not asked for).
 
     Raises:
-        ValueError: an environment variable that is no such number.
+        ValueError: An environment variable is no such number.
     """
     return _seconds(_START, 30.0), _seconds(_ITEM, 120.0), _seconds(_STACK, 1.0)
 
 
 def sigterm_seconds() -> float:
-    """After how many seconds a SIGTERM that one worker alone has got, of several, is taken to be meant for it.
+    """Seconds after which a SIGTERM that reached only one of several workers counts as meant for it.
 
     Raises:
-        ValueError: an environment variable that is no such number.
+        ValueError: The environment variable is no such number.
     """
     return _seconds(_SIGTERM, 0.5)
 
@@ -42,7 +41,7 @@ def _seconds(name: str, usual: float) -> float:
     except ValueError:
         value = -1.0
     if not value >= 0:
-        raise ValueError(f"{name} is {text!r}: set it to a number of seconds, or unset it")
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {text!r}; set it to one, or unset it")
     return value
 
 
@@ -62,14 +61,14 @@ def tell(
     stack: str | None,
     why_not: str | None,
 ) -> None:
-    """Warns of a worker that is stuck. Called by the engine, in ``next``."""
+    """Logs a warning about a worker that is stuck. The engine calls it, in ``next``."""
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     if starting:
-        what = f"has not come to its first batch {time} after its start"
+        what = f"has not produced its first batch after {time}"
         hint = f"A lock that another thread held at the fork is a common cause; {_START} sets the limit"
     else:
-        what = f"has been at one batch for {time} (state: {state})"
+        what = f"has worked on one batch for {time} (state: {state})"
         hint = f"{_ITEM} sets the limit"
     batch = "" if index is None else f", the batch of index {index_text(index)}"
-    told = f"Its stack:\n{stack}" if stack is not None else f"Its stack cannot be had: {why_not}."
+    told = f"Its stack:\n{stack}" if stack is not None else f"Stack unavailable: {why_not}."
     logger.warning("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, told)

@@ -1,8 +1,9 @@
-"""``rustloader.stats()``: what is known of a loader's work."""
+"""``rustloader.stats()``: the figures of a loader's work."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from typing import Any
 
@@ -10,30 +11,51 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader import _ledger
-from rustloader._figures import Arena, Copies, Handover, Pinning, SlowTask, Stats, Worker, no_loader
+from rustloader._figures import (
+    ArenaStats,
+    CopyStats,
+    Fallback,
+    PinningStats,
+    SlowBatch,
+    Stats,
+    WorkerStats,
+    no_loader,
+)
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
+from rustloader._processor import ProcessorTime, effective_cores
 from rustloader._wrappers import loader_in
 
 __all__ = ["stats"]
 
-_NO_WORKERS = "num_workers=0: batches are made in the main process, by torch's own iterator"
-_TORCHS = "it is torch's own iterator: rustloader.install() was not in force when it was made"
-_NOTHING_YET = "it has had no iterator of rustloader's so far"
-_ALL_TORCHS = "its iterators were torch's own: "
+_NO_WORKERS = (
+    "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
+)
+_TORCHS = "this is torch's own iterator; call rustloader.install() before it is made"
+_NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
+_ALL_TORCHS = "torch's own loop made the batches: "
 
 
 def stats(source: Any) -> Stats:
-    """What a loader or an iterator has done so far.
+    """Gives the statistics of a loader or an iterator so far.
 
-    May be called at any time, from any thread. A loader that was pickled or copied begins at zero.
+    It may be called at any time, from any thread. A loader that was pickled or copied begins at zero.
 
     Args:
-        source: a ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or what a library
-            has wrapped around a loader: an iterable with one loader among its attributes. Of a loader the figures are
-            those of all its iterators, also of those that have ended, but for those that were torch's own.
+        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or what a library
+            has wrapped around a loader: an iterable with one loader among its attributes. The figures of a loader are
+            those of all its iterators that the engine has served, ended ones included.
+
+    Returns:
+        The figures at this moment. Where the engine has served nothing, ``note`` says why.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: ``source`` is none of these.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader)
+        <rustloader.Stats: 8 batches (512 B) in 1 epoch with 2 workers>
     """
     source = loader_in(source, _has_figures)
     ledger: _ledger.Ledger | None
@@ -47,28 +69,30 @@ def stats(source: Any) -> Stats:
             raise no_loader(source)
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
-    handovers: tuple[Handover, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
     if ledger is not None:
-        handovers = tuple(Handover(reason, count) for reason, count in ledger.handovers.items())
+        fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            return _of_ledger(ledger, workers, handovers)
-    if handovers:
-        note = _ALL_TORCHS + "; ".join(handover.reason for handover in handovers)
+            return _of_ledger(ledger, workers, fallbacks)
+    if fallbacks:
+        note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     batches = getattr(source, "_num_yielded", 0)
-    return Stats(num_workers=workers, cores=_cores(), batches=batches, handovers=handovers, note=note)
+    return Stats(num_workers=workers, cores=_cores(), batches=batches, fallbacks=fallbacks, note=note)
 
 
 def _has_figures(source: Any) -> bool:
     ledger = _ledger.find(source)
-    return ledger is not None and bool(ledger.iterators or ledger.handovers)
+    return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(effective_cores()))
 
 
-def _of_ledger(ledger: _ledger.Ledger, num_workers: int, handovers: tuple[Handover, ...]) -> Stats:
+def _of_ledger(ledger: _ledger.Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
     figures = ledger.figures()
+    # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
+    times = ledger.processor_times()
 
     def seconds(name: str) -> float:
         return float(figures[name]) / 1e9
@@ -86,20 +110,23 @@ def _of_ledger(ledger: _ledger.Ledger, num_workers: int, handovers: tuple[Handov
         blocked_seconds=seconds("blocked"),
         sampler_seconds=seconds("sampler"),
         step_seconds=seconds("step"),
-        workers=tuple(_worker(number, worker) for number, worker in enumerate(figures["workers"])),
+        workers=tuple(
+            _worker(number, worker, times[number] if number < len(times) else None)
+            for number, worker in enumerate(figures["workers"])
+        ),
         slowest=tuple(
-            SlowTask(task["index"], task["worker"], task["fetch"], task["collate"], task["pack"])
+            SlowBatch(task["index"], task["worker"], task["fetch"], task["collate"], task["pack"])
             for task in figures["slowest"]
         ),
-        arena=Arena(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
-        copies=Copies(figures["copies"], figures["copied_bytes"], figures["pickled"]),
-        pinning=Pinning(figures["pin_threads"] > 0, figures["pinned"], seconds("pinning")),
-        handovers=handovers,
+        arena=ArenaStats(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
+        copies=CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], seconds("pinning")),
+        fallbacks=fallbacks,
     )
 
 
-def _worker(number: int, figures: dict[str, Any]) -> Worker:
-    return Worker(
+def _worker(number: int, figures: dict[str, Any], time: ProcessorTime | None) -> WorkerStats:
+    return WorkerStats(
         id=number,
         pid=figures["pid"],
         alive=figures["alive"],
@@ -110,6 +137,8 @@ def _worker(number: int, figures: dict[str, Any]) -> Worker:
         fetch_seconds=figures["fetch"],
         collate_seconds=figures["collate"],
         pack_seconds=figures["pack"] + figures["publish"],
+        cpu_seconds=None if time is None else time.cpu,
+        queued_seconds=None if time is None else time.queued,
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if sys.platform.startswith("linux"):
-    from rustloader import _handover, _internals, _ledger
+    from rustloader import _handover, _internals
     from rustloader._iter import _MultiProcessingDataLoaderIter
     from rustloader._torchs import TorchIter, in_torch
 else:
@@ -35,19 +35,54 @@ def __getattr__(name: str) -> Any:
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
-    """Takes the place of ``torch.utils.data.DataLoader``.
+    """Loads batches of a dataset with worker processes, in place of ``torch.utils.data.DataLoader``.
 
-    Arguments, attributes, batches, their order, seeds, warnings and errors are those of the torch that is installed;
-    its documentation applies. With ``num_workers=0``, and on systems other than Linux, the iterator is torch's own.
-    With workers, batches come through a shared-memory arena that is reused from batch to batch:
+    Attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and it takes the same
+    arguments; torch's documentation applies to them. With ``num_workers=0``, and on systems other than Linux, torch's
+    own loop runs. With workers, these things differ:
 
-    * A batch stays untouched for as long as anything of it is kept (a tensor, a view, a ``.numpy()`` array), also after
-      the loader and its workers have ended; each tensor of 16 KiB or more holds its own memory alone.
-    * Nothing is put into ``/dev/shm`` and no descriptor travels with a batch.
-    * A batch that cannot be sent is an error in its place, and a worker's death is an error at once.
+    * Batches come through a shared-memory arena that is reused from batch to batch. A batch stays untouched for as long
+      as anything of it is kept (a tensor, a view, a ``.numpy()`` array), also after the loader and its workers have
+      ended. Each tensor of 16 KiB or more keeps only its own memory.
+    * Nothing is put into ``/dev/shm``, and no file descriptor travels with a batch. ``tensor.is_shared()`` is False.
+    * A batch that cannot be sent is an error in its place, and the death of a worker is an error at once.
+    * ``rustloader.stats(loader)`` has figures.
+
+    A dataset that the engine cannot serve, such as a DataPipe, runs on torch's own loop; the logger ``rustloader`` says
+    so once per loader.
+
+    Args:
+        dataset: Map-style or iterable dataset, as for torch.
+        batch_size: Samples per batch, None for no batching (default: 1).
+        shuffle: True draws a new order in each epoch (default: None, as False).
+        sampler: Gives the indices of the samples (default: None).
+        batch_sampler: Gives the indices of whole batches (default: None).
+        num_workers: Number of worker processes (default: 0, torch's own loop in this process).
+        collate_fn: Makes a batch of a list of samples (default: None, torch's ``default_collate``, which writes plain
+            tensors and numbers straight into the arena).
+        pin_memory: True delivers batches in pinned memory (default: False). Plain batches are copied there by a thread
+            of the engine.
+        drop_last: True leaves out a last batch that is not full (default: False).
+        timeout: Seconds to wait for a batch, 0 for no limit (default: 0).
+        worker_init_fn: Is called with the worker's number in each worker, after seeding (default: None).
+        multiprocessing_context: Start method or context of the workers (default: None, Python's own).
+        generator: Source of the seeds and of the random order (default: None, torch's global generator).
+        prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
+        persistent_workers: True keeps the workers from epoch to epoch (default: False).
+        pin_memory_device: Device that memory is pinned for (default: "", the current accelerator); deprecated by torch.
+        in_order: False delivers batches as they are ready (default: True).
 
     Raises:
-        ValueError, TypeError, AssertionError: as torch's class does, for the same arguments, with the same texts.
+        ValueError: As torch's class, for the same arguments, with the same text.
+        TypeError: As torch's class.
+        AssertionError: As torch's class.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> for batch in loader:
+        ...     print(batch)
+        tensor([0, 1, 2, 3])
+        tensor([4, 5, 6, 7])
     """
 
     # A class does not inherit them.
@@ -61,8 +96,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             return super()._get_iterator()
         other = _other_iterator(super()._get_iterator)
         if other is not None:
-            _handover.tell(other)
-            _ledger.of(self).hand_over(other)
+            _handover.fall_back(self, other)
             return super()._get_iterator()
         in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import rustloader
 
@@ -24,4 +24,7 @@ def on_torch() -> Iterator[None]:
 
 
 # By the names under which results are told.
-ENGINES = {"torch": on_torch, "rustloader": rustloader.installed}
+ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "torch": on_torch,
+    "rustloader": rustloader.installed,
+}

@@ -265,7 +265,18 @@ impl PyEngine {
     }
 }
 
-/// Number of batches that engines of this process have delivered.
+/// Counts the batches that the Rust engine has delivered in this process, all loaders together.
+///
+/// Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+///
+/// Returns:
+///   The number of batches.
+///
+/// Examples:
+///   >>> before = rustloader.engine_batches()
+///   >>> batches = list(rustloader.DataLoader(range(8), batch_size=4, num_workers=2))
+///   >>> rustloader.engine_batches() - before
+///   2
 #[pyfunction]
 pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)

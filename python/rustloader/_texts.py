@@ -1,0 +1,36 @@
+"""Numbers as texts: counts with their plural, times and sizes with a unit."""
+
+from __future__ import annotations
+
+__all__ = ["count_of", "duration", "short_index", "size"]
+
+
+def count_of(count: int, what: str) -> str:
+    """A number of things: "1 worker", "2 batches"."""
+    if count != 1:
+        what = what[:-1] + "ies" if what.endswith("py") else what + ("es" if what.endswith("ch") else "s")
+    return f"{count} {what}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit, three digits: "12.3 ms", "4.56 s"."""
+    number, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
+
+
+def size(count: int) -> str:
+    """Bytes with a unit: "1.2 MB"."""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count} B"
+
+
+def short_index(index: str, limit: int = 40) -> str:
+    """An index batch as a text; the beginning of a long one, and how many there are where it says so."""
+    if len(index) <= limit:
+        return index
+    head, _, in_all = index.partition(", ... ")
+    shown = head[:limit].rpartition(", ")[0] or head[:limit]
+    end = in_all or (index[-1] if index[-1] in "])" else "")
+    return f"{shown}, ... {end}" if in_all else f"{shown}, ...{end}"
