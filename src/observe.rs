@@ -280,6 +280,3 @@ fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     // SAFETY: there are as many bytes as the struct has, and any are a valid one ([`Shared`]).
     unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }
 }
-
-#[cfg(test)]
-mod tests;

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use super::Engine;
+use crate::metrics::Count;
 use crate::scheduler::Settings;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT, PINNING};
@@ -45,6 +46,16 @@ impl<T, B: Send + 'static> Engine<T, B> {
             page.since_ns.store(since.as_nanos() as u64, Ordering::Relaxed);
             page.state.store(state as u32, Ordering::Relaxed);
         }
+    }
+
+    /// Shows that a `next` begins, and the step that has ended there: its time must not be missing until that `next` ends.
+    #[inline]
+    pub(super) fn show_next(&self) {
+        if let Some(page) = self.page() {
+            let step = self.handle.meter.get(Count::Step);
+            page.counts[Count::Step as usize].store(step, Ordering::Relaxed);
+        }
+        self.show(MainState::Next, self.now);
     }
 
     /// Shows what the `next` that is under way does.

@@ -92,7 +92,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
         if !self.watch.left.is_zero() {
             self.handle.meter.add_time(Count::Step, self.now - self.watch.left);
         }
-        self.show(MainState::Next, self.now);
+        self.show_next();
     }
 
     /// The sampler has been asked, since the engine's last step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,16 +11,58 @@ from typing import Any
 
 from rustloader._cli import processes
 from rustloader._cli.processes import Seen
-from rustloader._figures import Arena, Copies, Pinning, Stats, Worker
+from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
+from rustloader._processor import ProcessorTime, effective_cores, of_process
 from rustloader._verdict import Verdict
 
-__all__ = ["Loader", "WorkerView", "stats_of"]
+__all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
 
 # A worker stands out once it is at one batch for this many seconds, and this many times its usual time for a batch.
 _LONG, _TIMES = 2.0, 10.0
 # Seconds for its first batch, and for its start.
 _LONG_AT_FIRST = 30.0
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A loader's iterator at one moment.
+
+    Attributes:
+        file: device and inode of its arena.
+        figures: what ``_core.observe`` says of it.
+        pids: our numbers of its workers' processes; None where they are not known.
+        times: their processor times.
+    """
+
+    file: tuple[int, int]
+    figures: dict[str, Any]
+    pids: tuple[int | None, ...]
+    times: tuple[ProcessorTime | None, ...]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], float]:
+        """Which iterator it is: a later one may have the same arena."""
+        return self.file, self.figures["started"]
+
+
+def take(pid: int) -> list[Look]:
+    """Looks at the loaders that a process has at work, the oldest first.
+
+    Raises:
+        NothingToSee: it has ended, or does not let us look.
+    """
+    found = processes.loaders(pid)
+    if processes.ended(pid):
+        raise processes.NothingToSee(f"process {pid} has ended")
+    inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
+    return [_look(it, outer) for it in found if it.figures["pid"] == inner]
+
+
+def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
+    inner = [worker["pid"] for worker in seen.figures["workers"]]
+    pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
+    return Look(seen.file, seen.figures, pids, tuple(None if pid is None else of_process(pid) for pid in pids))
 
 
 @dataclass(frozen=True)
@@ -74,10 +117,9 @@ class Loader:
         earlier: the look at the begin of the time that the verdict is about; None: the start of the iterator.
     """
 
-    def __init__(self, pid: int, before: Seen | None, now: Seen, earlier: Seen | None = None) -> None:
+    def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
         self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
         self.figures = now.figures
-        self._outer = processes.outer_pids(pid)
 
     @cached_property
     def seconds(self) -> float:
@@ -134,7 +176,7 @@ class Loader:
         spent = {state: max(0.0, seconds - before.get(state, 0.0)) for state, seconds in now["seconds"].items()}
         whole = max(sum(spent.values()), self.seconds)
         spent["pack"] += spent.pop("publish")
-        pid = now["pid"] if self._outer is None else self._outer.get(now["pid"])
+        pid = self._now.pids[number]
         state = _BUSY.get(now["state"], now["state"])
         if state != "left" and pid and processes.ended(pid):
             state = "ended"
@@ -143,7 +185,7 @@ class Loader:
         busy -= now["seconds_at_batch"] if now["state"] in _BUSY else 0.0
         return WorkerView(
             id=number,
-            pid=pid or None,
+            pid=pid,
             state=state,
             batch=now["batch"] if now["state"] in _BUSY else None,
             seconds=now["seconds_at_batch"] if state in _BUSY.values() else now["seconds_in_state"],
@@ -193,7 +235,7 @@ class Loader:
         }
 
 
-def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Seen, since: Seen | None = None) -> Stats:
+def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
     """The statistics of an iterator between two looks, or since it was made."""
     counts = now.figures["counts"]
     earlier = since.figures["counts"] if since else {}
@@ -216,19 +258,20 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Seen, since: Seen |
         sampler_seconds=seconds("sampler"),
         step_seconds=seconds("step"),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
-        arena=Arena(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
-        copies=Copies(figures["copies"], figures["copied_bytes"], figures["pickled"]),
-        pinning=Pinning(now.figures["pinning"], figures["pinned"], seconds("pinning")),
+        arena=ArenaStats(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
+        copies=CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+        pinning=PinningStats(now.figures["pinning"], figures["pinned"], seconds("pinning")),
     )
 
 
-def _worker_stats(view: WorkerView, now: Seen, since: Seen | None) -> Worker:
+def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
     figures = now.figures["workers"][view.id]
     earlier: dict[str, Any] = {"tasks": 0, "seconds": {}}
+    time = now.times[view.id]
     if since:
-        earlier = since.figures["workers"][view.id]
+        earlier, time = since.figures["workers"][view.id], _between(time, since.times[view.id])
     spent = {name: max(0.0, value - earlier["seconds"].get(name, 0.0)) for name, value in figures["seconds"].items()}
-    return Worker(
+    return WorkerStats(
         id=view.id,
         pid=view.pid or 0,
         alive=view.state not in ("left", "ended"),
@@ -239,11 +282,30 @@ def _worker_stats(view: WorkerView, now: Seen, since: Seen | None) -> Worker:
         fetch_seconds=spent["fetch"],
         collate_seconds=spent["collate"],
         pack_seconds=spent["pack"] + spent["publish"],
+        cpu_seconds=None if time is None else time.cpu,
+        queued_seconds=None if time is None else time.queued,
     )
 
 
+def _between(now: ProcessorTime | None, before: ProcessorTime | None) -> ProcessorTime | None:
+    if now is None or before is None:
+        return None
+    queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
+    return ProcessorTime(max(0.0, now.cpu - before.cpu), queued)
+
+
 def _cores(pid: int) -> int:
-    """Processor cores that a process may use."""
-    with contextlib.suppress(OSError):
-        return len(os.sched_getaffinity(pid))
-    return os.cpu_count() or 1
+    """Cores that a process may use: its affinity and, where it is in our cgroup, the CPU quota."""
+    try:
+        cores = float(len(os.sched_getaffinity(pid)))
+    except OSError:
+        cores = float(os.cpu_count() or 1)
+    if cores <= len(os.sched_getaffinity(0)) and _cgroup(pid) == _cgroup(os.getpid()):
+        cores = min(cores, effective_cores())
+    return max(1, math.ceil(cores))
+
+
+def _cgroup(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup") as file:
+        return file.read()
+    return ""

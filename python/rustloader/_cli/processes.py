@@ -45,11 +45,6 @@ class Seen:
     file: tuple[int, int]
     figures: dict[str, Any]
 
-    @property
-    def key(self) -> tuple[tuple[int, int], float]:
-        """Which iterator it is: a later one may have the same arena."""
-        return self.file, self.figures["started"]
-
 
 def pids() -> list[int]:
     """Process ids of this machine, as far as /proc shows them."""

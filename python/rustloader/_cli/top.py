@@ -129,13 +129,9 @@ class _Watch:
         Raises:
             NothingToSee: the process has ended.
         """
-        from rustloader._cli import processes
+        from rustloader._cli.looks import take
 
-        found = processes.loaders(self.pid)
-        if processes.ended(self.pid):
-            raise processes.NothingToSee(f"process {self.pid} has ended")
-        inner = processes.inner_pid(self.pid)
-        self._looks.append({it.key: it for it in found if it.figures["pid"] == inner})
+        self._looks.append({it.key: it for it in take(self.pid)})
         now = time.monotonic()
         self._looks = [look for look in self._looks if _age(look, now) <= _WINDOW][-1000:] or [{}]
 

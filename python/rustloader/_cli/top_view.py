@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from rustloader._cli.looks import Loader, WorkerView
+from rustloader._texts import count_of
 
 __all__ = ["Line", "frame", "plain"]
 
@@ -40,7 +41,7 @@ _COLUMNS = {
 # In a narrower terminal there is no room for process ids beside the indices.
 _WITH_PIDS = 96
 # Where the texts of a loader's lines begin.
-_INDENT = 13
+_INDENT = 14
 
 
 def plain(lines: Sequence[Line]) -> str:
@@ -64,7 +65,7 @@ def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height:
 
 def _summary(number: int, loader: Loader, width: int) -> Iterator[Line]:
     figures, total = loader.figures, loader.total
-    settings = [_count(len(loader.workers), "worker"), f"prefetch_factor={figures['prefetch_factor']}"]
+    settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures['prefetch_factor']}"]
     settings += [] if figures["in_order"] else ["in_order=False"]
     settings += ["persistent_workers"] if figures["persistent"] else []
     settings += ["pinned"] if figures["pinning"] else []
@@ -75,8 +76,8 @@ def _summary(number: int, loader: Loader, width: int) -> Iterator[Line]:
     parts = ", ".join(f"{_percent(shares[name])} {words}" for name, words in _SHARES.items())
     yield _line(f"last {_time(loader.seconds)}", parts, width)
     epoch = f"epoch {total.epochs}, " if figures["persistent"] else ""
-    rates = f"{loader.batches_per_second:.1f}/s ({_size(loader.recent.bytes / loader.seconds)}/s), since the start "
-    rates += f"{total.batches / loader.age_seconds:.1f}/s; {epoch}{_count(figures['epoch_batches'], 'batch', 'es')}"
+    rates = f"{_rate(loader.batches_per_second)} ({_size(loader.recent.bytes / loader.seconds)}/s), since the start "
+    rates += f"{_rate(total.batches / loader.age_seconds)}; {epoch}{count_of(figures['epoch_batches'], 'batch')}"
     yield _line("batches", rates, width)
     workers = [worker.memory_bytes for worker in loader.workers if worker.memory_bytes is not None]
     used = f"shared {_size(figures['warm'])}, {_size(figures['leased'])} of it in tensors of main; workers "
@@ -158,7 +159,7 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
             before, state, behind = row.partition(worker.state)
             yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (behind, "")]
     if len(shown) < len(loader.workers):
-        more = _count(len(loader.workers) - len(shown), "more worker")
+        more = count_of(len(loader.workers) - len(shown), "more worker")
         yield [(f"       ... {more}: make the window taller, or use --once", "dim")]
 
 
@@ -182,15 +183,15 @@ def _row(columns: dict[str, int], cells: dict[str, str], last: str, width: int) 
     row = " ".join(
         f"{cells[name]:>{wide}}" if wide > 0 else f"{cells[name]:<{-wide}}" for name, wide in columns.items()
     )
-    return f"{row}  {_cut(last, width - len(row) - 2)}" if width > len(row) + 2 else row
+    return f"{row}  {_cut(last, width - len(row) - 2)}" if width > len(row) + 2 else row[:width]
 
 
 def _line(name: str, text: str, width: int, style: str = "") -> Line:
-    return [(f"  {name:<10} ", "dim"), (_cut(text, width - _INDENT), style)]
+    return [(f"  {name:<11} ", "dim"), (_cut(text, width - _INDENT), style)]
 
 
 def _wrapped(name: str, text: str, width: int) -> list[str]:
-    first = f"  {name:<10} "
+    first = f"  {name:<11} "
     return textwrap.wrap(text, max(40, width), initial_indent=first, subsequent_indent=" " * _INDENT)
 
 
@@ -198,8 +199,8 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else text[: max(0, room - 3)] + "..."
 
 
-def _count(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}" + ("" if count == 1 else plural)
+def _rate(per_second: float) -> str:
+    return f"{per_second:.1f}/s" if per_second < 99.95 else f"{per_second:,.0f}/s"
 
 
 def _percent(share: float) -> str:

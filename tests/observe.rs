@@ -1,14 +1,21 @@
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+//! What `observe` reads of an arena that an engine of this process has, and of files that are none.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::*;
-use crate::engine::Engine;
-use crate::scheduler::Settings;
-use crate::shm::arena::Arena;
-use crate::wire::{ResultKind, TaskKind, Timings};
-use crate::worker::port::{Port, Received};
+use rustloader::engine::Engine;
+use rustloader::error::Error;
+use rustloader::metrics::Count;
+use rustloader::observe::{Observed, observe};
+use rustloader::scheduler::Settings;
+use rustloader::shm::arena::Arena;
+use rustloader::shm::layout::{Header, MainState, VERSION, WorkerState};
+use rustloader::wire::{ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+use rustloader::{sys, tree};
 
 const WORKERS: u32 = 2;
 
@@ -44,7 +51,7 @@ fn indices() -> Vec<u8> {
 /// The arena's file, opened anew so that it cannot be written.
 fn read_only(arena: &Arena) -> OwnedFd {
     let path = format!("/proc/self/fd/{}", arena.raw_fd());
-    std::fs::File::open(path).unwrap().into()
+    File::open(path).unwrap().into()
 }
 
 fn look(arena: &Arena) -> Option<Observed> {
@@ -118,7 +125,10 @@ fn main_shows_its_state_and_its_counters() {
     let seen = look(&arena).unwrap();
     assert_eq!((seen.state, seen.epoch_batches), (MainState::Step, 3));
     assert_eq!(seen.counts[Count::Epochs as usize], 1);
+    std::thread::sleep(Duration::from_millis(2));
+    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
     engine.next_begins();
+    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000, "and is not lost when it ends");
     engine.wait(Some(Duration::ZERO)).unwrap();
     assert_eq!(look(&arena).unwrap().state, MainState::Waiting);
     engine.after_wait().unwrap();
@@ -133,11 +143,8 @@ fn main_shows_its_state_and_its_counters() {
 fn looking_writes_nothing_and_makes_no_page() {
     let arena = arena();
     let _engine = engine(&arena);
-    let blocks = || {
-        use std::os::unix::fs::MetadataExt;
-        std::fs::metadata(format!("/proc/self/fd/{}", arena.raw_fd())).unwrap().blocks()
-    };
-    let (before, file) = (blocks(), std::fs::File::from(read_only(&arena)));
+    let blocks = || std::fs::metadata(format!("/proc/self/fd/{}", arena.raw_fd())).unwrap().blocks();
+    let (before, file) = (blocks(), File::from(read_only(&arena)));
     for _ in 0..10 {
         assert!(observe(file.as_fd()).unwrap().is_some());
     }
@@ -149,7 +156,7 @@ fn looking_writes_nothing_and_makes_no_page() {
 /// A file of these bytes.
 fn file_of(bytes: &[u8], len: u64) -> OwnedFd {
     let fd = sys::memfd::create("rustloader-test", len).unwrap();
-    let file = std::fs::File::from(fd);
+    let file = File::from(fd);
     file.write_all_at(bytes, 0).unwrap();
     file.into()
 }
