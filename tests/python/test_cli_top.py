@@ -14,8 +14,11 @@ import termios
 import time
 
 import pytest
+from pinning_support import pinning
+from sample_data import Numbers
 from support import (
     STARTED,
+    DataLoader,
     gone,
     kill,
     mappings,
@@ -233,6 +236,53 @@ def test_several_loaders_of_every_kind(tmp_path, capsys):
         assert [it["persistent"] for it in loaders] == [False, False, True]
         assert loaders[2]["main"]["state"] == "step" and loaders[2]["main"]["shares"]["step"] > 0.9
         assert loaders[0]["batches_per_second"] > 0 and loaders[0]["workers"][0]["index"] is None
+
+
+def test_pinning_is_shown():
+    with pinning():
+        loader = DataLoader(Numbers(1000), batch_size=4, num_workers=1, pin_memory=True)
+        iterator = iter(loader)
+        for _ in range(8):
+            next(iterator)
+        (look,) = looks.take(os.getpid())
+        assert look.figures["pinning"] and look.figures["counts"]["pinned"] >= 7
+        shown = looks.Loader(os.getpid(), None, look)
+        assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
+        assert any("pinned" in text for line in top_view.frame(1, "", [shown], 100) for text, _ in line)
+        iterator._shutdown_workers()
+        assert not looks.take(os.getpid())
+
+
+def test_the_statistics_are_those_that_the_process_itself_gives():
+    iterator = iter(DataLoader(Numbers(100), batch_size=4, num_workers=2))
+    for _ in range(10):
+        next(iterator)
+    # With what is in flight.
+    assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 14, STARTED)
+    (look,) = looks.take(os.getpid())
+    seen, own = looks.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
+    for name in ("num_workers", "iterators", "epochs", "batches", "bytes", "next_seconds", "first_seconds", "copies"):
+        assert getattr(seen, name) == getattr(own, name), name
+    assert [worker.pid for worker in seen.workers] == [worker.pid for worker in own.workers]
+    assert [worker.tasks for worker in seen.workers] == [worker.tasks for worker in own.workers]
+    assert seen.step_seconds > 0 and seen.workers[0].cpu_seconds > 0
+
+
+def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
+    def look(now, batches, **counts):
+        made = figures(1) | {"now": now}
+        made["counts"] = dict.fromkeys(COUNTS, 0) | {"epochs": 1, "batches": batches} | counts
+        return looks.Look((1, 2), made, (None,), (None,))
+
+    # All of the wait lies before the last seconds.
+    waited = {"waited": 10**12, "next": 10**12}
+    first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
+    now = look(910.5, 1100, step=10**10, **waited)
+    assert looks.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
+    assert looks.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
+    for earlier in (None, early):
+        verdict, seconds = looks.Loader(os.getpid(), None, now, earlier).verdict
+        assert verdict.kind != "step" and seconds is None
 
 
 def test_between_two_epochs(tmp_path, capsys):
@@ -497,12 +547,6 @@ def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
         command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("set()\n")
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_elsewhere_there_is_no_engine_to_look_at(platform, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "platform", platform)
-    assert refused(capsys=capsys) == f"the engine of rustloader needs Linux, and this is {platform}"
 
 
 # The live view

@@ -19,6 +19,8 @@ __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
 
 # A worker stands out once it is at one batch for this many seconds, and this many times its usual time for a batch.
 _LONG, _TIMES = 2.0, 10.0
+# A verdict on fewer seconds than this would be on chance.
+_SETTLED = 10.0
 # Seconds for its first batch, and for its start.
 _LONG_AT_FIRST = 30.0
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
@@ -147,10 +149,11 @@ class Loader:
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
         """The verdict, and of how many of the last seconds; None: since the start."""
-        if self._earlier is not None:
+        seconds = 0.0 if self._earlier is None else self.figures["now"] - self._earlier.figures["now"]
+        if seconds >= _SETTLED:
             verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
             if verdict.kind not in ("too_few", "unknown"):
-                return verdict, self.figures["now"] - self._earlier.figures["now"]
+                return verdict, seconds
         return self.total.verdict(), None
 
     @property
