@@ -711,8 +711,14 @@ def test_the_view_fits_its_terminal_and_shows_what_stands_out(width, height, cou
     assert len(lines) <= height and all(len(line) <= width for line in lines), "\n".join(lines)
     assert any("!           worker 31 has been fetching batch 31" in line for line in lines)
     if height >= 24:
-        assert sum(line.startswith("   !31 ") for line in lines) == (count if height >= 50 or count == 1 else 0)
+        assert sum(line.startswith("   !31 ") for line in lines) == count, "\n".join(lines)
         assert any("more workers: make the window taller" in line for line in lines)
+
+
+def test_two_loaders_of_few_workers_fit_a_small_terminal():
+    lines = top_view.plain(top_view.frame(1, "python", [made_up(4), made_up(3)], 80, 23)).splitlines()
+    assert len(lines) <= 23 and not any("more worker" in line for line in lines), "\n".join(lines)
+    assert [line.split()[0] for line in lines if " idle " in line and "state" not in line] == list("0123012")
 
 
 def test_the_columns_stay_where_they_are():

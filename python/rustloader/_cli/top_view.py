@@ -55,15 +55,29 @@ def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height:
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     if not loaders:
         return [*lines, [], [("No loader is at work now: between two epochs, say.", "dim")]]
-    above = [list(_summary(number, loader, width)) for number, loader in enumerate(loaders, 1)]
-    fixed = sum(len(part) + 2 for part in above) + 1
-    for part, loader in zip(above, loaders, strict=True):
-        room = None if height is None else max(1, (height - fixed) // len(loaders))
-        lines += [[], *part, *_table(loader, width, room)]
+    above = _summaries(loaders, width, compact=False)
+    if height is not None and _left(above, height) < sum(len(loader.workers) for loader in loaders):
+        above = _summaries(loaders, width, compact=True)
+    room = None if height is None else _left(above, height)
+    for place, (part, loader) in enumerate(zip(above, loaders, strict=True)):
+        share = None if room is None else max(1, room // (len(loaders) - place))
+        table = list(_table(loader, width, share))
+        lines += [[], *part, *table]
+        room = None if room is None else room - len(table) + 1
     return lines if height is None else lines[:height]
 
 
-def _summary(number: int, loader: Loader, width: int) -> Iterator[Line]:
+def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[list[Line]]:
+    return [list(_summary(number, loader, width, compact)) for number, loader in enumerate(loaders, 1)]
+
+
+def _left(summaries: list[list[Line]], height: int) -> int:
+    """Lines for rows of tables: beside the summaries there are a line at the top, and two for each loader."""
+    return height - 1 - sum(len(part) + 2 for part in summaries)
+
+
+def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
+    """What stands above a loader's table; with less text where the terminal is too low for the table."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures['prefetch_factor']}"]
     settings += [] if figures["in_order"] else ["in_order=False"]
@@ -79,17 +93,21 @@ def _summary(number: int, loader: Loader, width: int) -> Iterator[Line]:
     rates = f"{_rate(loader.batches_per_second)} ({_size(loader.recent.bytes / loader.seconds)}/s), since the start "
     rates += f"{_rate(total.batches / loader.age_seconds)}; {epoch}{count_of(figures['epoch_batches'], 'batch')}"
     yield _line("batches", rates, width)
-    workers = [worker.memory_bytes for worker in loader.workers if worker.memory_bytes is not None]
-    used = f"shared {_size(figures['warm'])}, {_size(figures['leased'])} of it in tensors of main; workers "
-    yield _line("memory", used + (_size(sum(workers)) if workers else "n/a"), width)
-    for text in _wrapped("verdict", _verdict(loader), width):
-        yield [(text, "")]
+    if not compact:
+        yield _line("memory", _memory(loader), width)
+    yield from _paragraph("verdict", _verdict(loader), width, compact)
     for worker in loader.stuck:
-        for text in _wrapped("!", _alarm(worker), width):
-            yield [(text, _ALARM)]
+        yield from _paragraph("!", _alarm(worker), width, compact, _ALARM)
 
 
 _SHARES = {"waiting": "waiting", "step": "in the training step", "next": "at work in next()"}
+
+
+def _memory(loader: Loader) -> str:
+    figures = loader.figures
+    workers = [worker.memory_bytes for worker in loader.workers if worker.memory_bytes is not None]
+    used = f"shared {_size(figures['warm'])}, {_size(figures['leased'])} of it in tensors of main; workers "
+    return used + (_size(sum(workers)) if workers else "n/a")
 
 
 def _verdict(loader: Loader) -> str:
@@ -190,9 +208,14 @@ def _line(name: str, text: str, width: int, style: str = "") -> Line:
     return [(f"  {name:<11} ", "dim"), (_cut(text, width - _INDENT), style)]
 
 
-def _wrapped(name: str, text: str, width: int) -> list[str]:
+def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
+    """A line, or as many as the text needs."""
     first = f"  {name:<11} "
-    return textwrap.wrap(text, max(40, width), initial_indent=first, subsequent_indent=" " * _INDENT)
+    if compact:
+        yield [(_cut(first + text, width), style)]
+        return
+    for line in textwrap.wrap(text, max(40, width), initial_indent=first, subsequent_indent=" " * _INDENT):
+        yield [(line, style)]
 
 
 def _cut(text: str, room: int) -> str:
