@@ -213,10 +213,10 @@ class Stats:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
         >>> batches = list(loader)
         >>> stats = rustloader.stats(loader)
-        >>> stats
-        <rustloader.Stats: 8 batches (512 B) in 1 epoch with 2 workers>
-        >>> stats.batches, stats.verdict().kind
-        (8, 'too_few')
+        >>> stats.batches, stats.epochs, len(stats.workers)
+        (8, 1, 2)
+        >>> print(stats.verdict().sentence)
+        Too few batches to tell; ask again after 20.
     """
 
     num_workers: int = 0

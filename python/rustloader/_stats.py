@@ -54,8 +54,8 @@ def stats(source: Any) -> Stats:
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
         >>> batches = list(loader)
-        >>> rustloader.stats(loader)
-        <rustloader.Stats: 8 batches (512 B) in 1 epoch with 2 workers>
+        >>> rustloader.stats(loader).batches
+        8
     """
     source = loader_in(source, _has_figures)
     ledger: _ledger.Ledger | None

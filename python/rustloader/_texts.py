@@ -5,10 +5,13 @@ from __future__ import annotations
 __all__ = ["count_of", "duration", "short_index", "size"]
 
 
+_PLURALS = {"batch": "batches", "copy": "copies"}
+
+
 def count_of(count: int, what: str) -> str:
     """A number of things: "1 worker", "2 batches"."""
     if count != 1:
-        what = what[:-1] + "ies" if what.endswith("py") else what + ("es" if what.endswith("ch") else "s")
+        what = _PLURALS.get(what, f"{what}s")
     return f"{count} {what}"
 
 
@@ -31,6 +34,7 @@ def short_index(index: str, limit: int = 40) -> str:
     if len(index) <= limit:
         return index
     head, _, in_all = index.partition(", ... ")
-    shown = head[:limit].rpartition(", ")[0] or head[:limit]
-    end = in_all or (index[-1] if index[-1] in "])" else "")
-    return f"{shown}, ... {end}" if in_all else f"{shown}, ...{end}"
+    shown = head[:limit].rpartition(", ")[0]
+    if not shown:
+        return f"{index[:limit]}..."
+    return f"{shown}, ... {in_all}" if in_all else f"{shown}, ...{index[-1] if index[-1] in '])' else ''}"

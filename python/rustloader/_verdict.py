@@ -232,13 +232,15 @@ def _workers(stats: "Stats", loop: float, per_task: float) -> Verdict:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Verdict("transport", sentence, reason)
+    if collate > _MOST * per_task:
+        return _computing(stats, needed, "collate", reason)
     if shares is not None and shares.queued > _MOST and count <= stats.cores:
         sentence = "The cores are the bottleneck: other work takes them while the workers are ready to run. End other "
         sentence += "programs, use fewer threads in the training process (torch.set_num_threads), or add cores."
         return Verdict("cores", sentence, reason)
     if shares is not None and shares.waiting > _MOST and not _saturated(stats, loop):
         return _storage(stats, needed, shares, reason)
-    return _computing(stats, needed, collate > _MOST * per_task, fetch > _MOST * per_task, reason)
+    return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
 
 
 def _has_step(stats: "Stats", loop: float) -> bool:
@@ -266,17 +268,17 @@ def _storage(stats: "Stats", needed: int | None, shares: _Shares, reason: str) -
     return Verdict("storage", sentence, reason, number)
 
 
-def _computing(stats: "Stats", needed: int | None, collates: bool, fetches: bool, reason: str) -> Verdict:
-    """Workers that compute need a core each."""
+def _computing(stats: "Stats", needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
+    """Workers that compute need a core each. ``most`` is what takes most of their time."""
     count, cores = _count(stats), stats.cores
     number = None if needed is None or count >= cores else min(needed, cores)
-    if collates:
+    if most == "collate":
         sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, or let "
         sentence += "default_collate do its work."
     elif number is not None and number == needed:
         sentence = "The workers are the bottleneck."
     else:
-        sentence = _OWN_WORK if fetches else "The workers are the bottleneck: make samples cheaper"
+        sentence = _OWN_WORK if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
         sentence += ", or use more workers." if number is None and count < cores else ", or add cores."
     if number is not None:
         sentence += f" Use num_workers={number}"
@@ -285,7 +287,7 @@ def _computing(stats: "Stats", needed: int | None, collates: bool, fetches: bool
         sentence += f" More workers do not help: there {'is' if cores == 1 else 'are'} {count_of(cores, 'core')}."
     else:
         sentence += f" {_NO_NUMBER}"
-    if collates:
+    if most == "collate":
         return Verdict("collate", sentence, reason, number)
     is_enough = number == needed if number is not None else count < cores
     return Verdict("workers" if is_enough else "dataset", sentence, reason, number)

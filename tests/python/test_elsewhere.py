@@ -103,6 +103,7 @@ def test_install_does_nothing_and_says_so_once(elsewhere):
             assert loader.prefetch_factor == 2
             with rustloader.installed(persistent_workers=True):
                 assert type(iter(loader)) is torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+                assert not rustloader.is_installed()
             rustloader.uninstall()
             print(len(list(loader)))
     """)
@@ -139,7 +140,7 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
             for stats in (rustloader.stats(loader), rustloader.stats(iterator), rustloader.stats(Wrapper()), *told):
                 assert stats.num_workers == 1 and stats.batches == 0 and isinstance(stats, rustloader.Stats)
                 assert str(stats) and stats.as_dict()["note"] == stats.note
-                print(stats.verdict().kind, "|", stats.verdict().reason)
+                print(stats.verdict().kind, "|", stats.verdict().sentence)
             for call in (lambda: rustloader.stats(3), lambda: rustloader.report(loader, print, every=0).__enter__()):
                 try:
                     call()
@@ -147,9 +148,9 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
                     print(error)
     """)
     *verdicts, not_a_loader, every = out.splitlines()
-    assert (status, err) == (0, "") and verdicts == [f"unknown | {elsewhere.line}"] * 4
+    assert (status, err) == (0, "") and verdicts == [f"unknown | No verdict: {elsewhere.line}."] * 4
     assert not_a_loader == "rustloader.stats() takes a DataLoader or its iterator, not an object of type int"
-    assert every == "rustloader.report(every=0): it has to be a number of seconds greater than 0"
+    assert every == "every must be a positive number of seconds, got 0"
 
 
 def test_the_command_line(elsewhere, bare):

@@ -78,3 +78,44 @@ def test_names_can_be_imported_and_are_looked_up_late():
 
 def test_version():
     assert re.match(r"\d+\.\d+\.\d+", rustloader.__version__)
+
+
+OURS = (
+    "ArenaStats CopyStats DataLoader Fallback PinningStats SlowBatch Stats Verdict VerdictKind WorkerStats "
+    "engine_batches install installed is_installed report stats uninstall"
+).split()
+
+
+def test_all_is_torchs_names_and_ours():
+    assert rustloader.__all__ == sorted({*torch.utils.data.__all__, *OURS})
+    # None of ours takes the place of one of torch's, but for the loader.
+    assert set(OURS) & set(torch.utils.data.__all__) == {"DataLoader"}
+
+
+def test_dir_shows_what_all_has_and_nothing_else():
+    shown = dir(rustloader)
+    assert [name for name in shown if not name.startswith("__")] == rustloader.__all__
+    assert {"__version__", "__doc__", "__file__", "__all__"} <= set(shown)
+
+
+def test_help_begins_with_what_is_ours():
+    import pydoc
+
+    text = pydoc.plain(pydoc.render_doc(rustloader))
+    description = text[: text.index("PACKAGE CONTENTS")]
+    assert all(re.search(rf"\b{name}\b", description) for name in OURS)
+    first = min(description.index(name) for name in PUBLIC if name != "DataLoader" and name in description)
+    assert all(re.search(rf"\b{name}\b", description).start() < first for name in OURS)
+
+
+def test_dir_of_a_package_that_nothing_has_used_yet():
+    status, out, err = run_script(
+        """
+        import sys, rustloader
+        assert "torch" not in sys.modules
+        names = dir(rustloader)
+        print("os" in names, "sys" in names, "Any" in names, "annotations" in names, "Dataset" in names)
+        """,
+        head="",
+    )
+    assert (status, out) == (0, "False False False False True\n"), err

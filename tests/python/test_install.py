@@ -303,6 +303,42 @@ def test_installed_leaves_things_as_they_were():
     assert rustloader._options.current() == {}
 
 
+def test_one_name_asks_whether_it_is_installed():
+    assert rustloader.is_installed() is False
+    rustloader.install()
+    assert rustloader.is_installed() is True
+    rustloader.uninstall()
+    assert rustloader.is_installed() is False
+    with rustloader.installed():
+        assert rustloader.is_installed()
+        with rustloader.installed(in_order=False):
+            assert rustloader.is_installed()
+        assert rustloader.is_installed()
+    assert not rustloader.is_installed()
+
+
+def test_installed_has_no_truth_value_and_installs_nothing_before_it_is_entered():
+    with pytest.raises(TypeError, match=r"call rustloader\.is_installed\(\)"):
+        bool(rustloader.installed())
+    with pytest.raises(TypeError, match=r"is_installed"):
+        assert not rustloader.installed()
+    assert not rustloader.is_installed()
+
+
+def test_installed_is_a_decorator_and_may_be_entered_again():
+    @rustloader.installed(prefetch_factor=4)
+    def options(depth):
+        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader._options.current())
+
+    for _ in range(2):
+        assert options(2) == (True, {"prefetch_factor": 4})
+        assert not rustloader.is_installed()
+    context = rustloader.installed()
+    with context, context:
+        assert rustloader.is_installed()
+    assert not rustloader.is_installed()
+
+
 def test_t10_options_that_frameworks_drop():
     loader = torchs()
     with rustloader.installed(in_order=False, prefetch_factor=5, multiprocessing_context="fork"), from_engine(6):
@@ -346,13 +382,13 @@ def test_t10_persistent_workers_for_a_loader_that_lost_them():
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        ({"in_order": 1}, TypeError, "install(in_order=...) takes True or False, not 1"),
-        ({"persistent_workers": "yes"}, TypeError, "takes True or False"),
-        ({"prefetch_factor": 0}, ValueError, "has to be greater than 0"),
-        ({"prefetch_factor": 2.0}, TypeError, "takes a number of batches"),
-        ({"prefetch_factor": True}, TypeError, "takes a number of batches"),
-        ({"multiprocessing_context": "thread"}, ValueError, "this system has fork"),
-        ({"multiprocessing_context": 3}, TypeError, "takes a context or the name of a start method"),
+        ({"in_order": 1}, TypeError, "in_order must be True or False, got 1"),
+        ({"persistent_workers": "yes"}, TypeError, "persistent_workers must be True or False, got 'yes'"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be a positive integer, got 0"),
+        ({"prefetch_factor": 2.0}, TypeError, "prefetch_factor must be a positive integer, got 2.0"),
+        ({"prefetch_factor": True}, TypeError, "prefetch_factor must be a positive integer, got True"),
+        ({"multiprocessing_context": "thread"}, ValueError, "must be a start method of this system (fork, "),
+        ({"multiprocessing_context": 3}, TypeError, "must be a context or the name of a start method, got 3"),
         ({"num_workers": 3}, TypeError, "num_workers"),
     ],
 )
@@ -404,14 +440,26 @@ def test_the_environment_variable(setting, options):
 
 
 @pytest.mark.parametrize(
-    "setting", ["maybe", "prefetch_factor", "prefetch_factor=many", "in_order=2", "1,in_order=0", "x=1"]
+    "setting",
+    [
+        "maybe",
+        "prefetch_factor",
+        "prefetch_factor=many",
+        "prefetch_factor=0",
+        "in_order=2",
+        "1,in_order=0",
+        "x=1",
+        "multiprocessing_context=thread",
+    ],
 )
 def test_an_environment_variable_that_says_something_else(setting):
     from rustloader._environment import _parsed
 
     with pytest.raises(ValueError) as raised:
         _parsed(setting)
-    assert setting in str(raised.value) and "prefetch_factor=4,in_order=0" in str(raised.value)
+    said = str(raised.value)
+    assert said.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
+    assert f"got {setting!r}." in said and "prefetch_factor=4,in_order=0" in said and "(fork, " in said
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
     HANDOVERS[reason](monkeypatch)
     with from_engine(0):
         assert trace(DataLoader, Mine if reason == "subclass" else None) == theirs
-    assert len(caplog.records) == (1 if persistent else 3)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

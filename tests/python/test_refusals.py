@@ -23,8 +23,8 @@ LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
-STUCK = r"DataLoader worker 0 \(pid N\) has been at one batch for [\d.]+ s .*"
-NO_STACK = STUCK + "Its stack cannot be had: "
+STUCK = r"DataLoader worker 0 \(pid N\) has worked on one batch for [\d.]+ s .*"
+NO_STACK = STUCK + "Stack unavailable: "
 
 # How many batches of a program come from the engine.
 BATCHES = {

@@ -122,7 +122,7 @@ def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path)
         iterator._shutdown_workers()
     assert gone(pid)
     [text] = told
-    text_of_start = r"has not come to its first batch [\d.]+ s after its start, the batch of index \[0, 1\]\. "
+    text_of_start = r"has not produced its first batch after [\d.]+ s, the batch of index \[0, 1\]\. "
     assert re.match(head(pid) + text_of_start, text), text
     assert "A lock that another thread held at the fork" in text and "RUSTLOADER_STALL_START_SECONDS" in text
     assert re.search(r"Its stack:\n.*most recent call first.*test_stall\.py\", line \d+ in wait_for_lock\n", text, re.S)
@@ -135,7 +135,7 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
     assert taken(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
     for index in (1, 4):
         text = about(told, index)
-        told_item = rf"has been at one batch for [\d.]+ s \(state: fetch\), the batch of index {index}\. "
+        told_item = rf"has worked on one batch for [\d.]+ s \(state: fetch\), the batch of index {index}\. "
         assert re.match(head(r"\d+") + told_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
@@ -188,7 +188,9 @@ def test_zero_is_never(told, limits):
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_a_limit_that_is_no_number_is_an_error(limits, text):
     limits(30, text)
-    with pytest.raises(ValueError, match=f"RUSTLOADER_STALL_ITEM_SECONDS is '{text}': set it to a number of seconds"):
+    with pytest.raises(
+        ValueError, match=f"^RUSTLOADER_STALL_ITEM_SECONDS must be a number of seconds, 0 or more, got '{text}'; "
+    ):
         iter(DataLoader(Numbers(2), num_workers=1))
 
 
@@ -222,7 +224,9 @@ def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
     loader = DataLoader(Epochs(tmp_path), batch_size=None, num_workers=1, persistent_workers=True)
     assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
     [text] = told
-    assert re.search(r"has not come to its first batch [\d.]+ s .*test_stall\.py\", line \d+ in __iter__\n", text, re.S)
+    assert re.search(
+        r"has not produced its first batch after [\d.]+ s.*test_stall\.py\", line \d+ in __iter__\n", text, re.S
+    )
 
 
 def test_a_stuck_worker_is_named_with_pinning_too(told, limits, tmp_path):
@@ -269,7 +273,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
     finally:
         signal.signal(signal.SIGRTMIN + 13, before)
     text = about(told, 2)
-    assert text.endswith(f"Its stack cannot be had: it has a handler for signal {SIGNAL} (SIGRTMIN+13) of its own.")
+    assert text.endswith(f"Stack unavailable: it has a handler for signal {SIGNAL} (SIGRTMIN+13) of its own.")
     assert not dataset.file.exists()
 
 
@@ -294,7 +298,7 @@ def test_a_handler_that_a_hanging_item_has_taken_is_called_once(told, limits, mo
     monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
     dataset = TakesLate(tmp_path)
     assert taken(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
-    assert "Its stack cannot be had: it did not answer within 1 s" in about(told, 1)
+    assert "Stack unavailable: it did not answer within 1 s" in about(told, 1)
     assert dataset.calls.read_text() == "x"
 
 
@@ -355,8 +359,8 @@ def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tm
     assert values(iterator) == [1, 2, 3]
     thread.join()
     text = about(told, 1)
-    assert re.match(head(pid) + r"has been at one batch for .*, the batch of index 1\. .*", text)
-    assert "Its stack cannot be had: it did not answer within 1 s: it is stopped" in text
+    assert re.match(head(pid) + r"has worked on one batch for .*, the batch of index 1\. .*", text)
+    assert "Stack unavailable: it did not answer within 1 s: it is stopped" in text
 
 
 def test_waiting_for_the_user_is_no_stall(told, limits):

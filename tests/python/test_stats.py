@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import math
+import os
 import pickle
 import time
 import weakref
@@ -288,11 +289,11 @@ def test_a_loader_that_runs_on_torchs_iterator():
     iterator = iter(loader)
     for source in (iterator, loader):
         stats = rustloader.stats(source)
-        assert [(it.reason, it.count) for it in stats.handovers] == [("its dataset is a DataPipe", 1)]
-        assert stats.verdict().kind == "unknown" and "DataPipe" in stats.verdict().reason
+        assert [(it.reason, it.count) for it in stats.fallbacks] == [("its dataset is a DataPipe", 1)]
+        assert stats.verdict().kind == "unknown" and "DataPipe" in stats.verdict().sentence
     list(iterator)
     trained(loader)
-    assert rustloader.stats(loader).handovers[0].count == 2 and rustloader.stats(loader).batches == 0
+    assert rustloader.stats(loader).fallbacks[0].count == 2 and rustloader.stats(loader).batches == 0
 
 
 def test_torchs_loader_with_and_without_install():
@@ -419,7 +420,55 @@ def test_as_dict_is_plain_and_flat_is_floats():
 
 def test_printed():
     text = str(rustloader.stats(trained(DataLoader(Numbers(3), num_workers=1))))
-    assert text.startswith("3 batches") and "worker 0" in text and "arena" in text
+    assert text.startswith("3 batches") and "in 1 epoch with 1 worker\n" in text
+    assert "worker 0" in text and "arena" in text and "copies" not in text and "pickled" not in text
+
+
+# Processor time
+
+
+def test_the_processor_time_of_workers_at_work_and_after_their_end():
+    loader = DataLoader(Computing(6), batch_size=None, num_workers=2)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    live = rustloader.stats(loader)
+    list(iterator)
+    done, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
+    for before, after, same in zip(live.workers, done.workers, of_iterator.workers, strict=True):
+        assert 2 * LONG / 2 <= before.cpu_seconds <= after.cpu_seconds == same.cpu_seconds
+        assert after.cpu_seconds >= 3 * LONG / 2 and after.queued_seconds >= before.queued_seconds >= 0
+    assert not any(worker.alive for worker in done.workers)
+    # The next epoch's workers have theirs added; nothing is lost where no one closes the iterator.
+    trained(loader)
+    for before, after in zip(done.workers, rustloader.stats(loader).workers, strict=True):
+        assert after.cpu_seconds >= before.cpu_seconds + 3 * LONG / 2
+
+
+def test_the_processor_time_of_an_iterator_that_the_collector_takes():
+    loader = DataLoader(Computing(2), batch_size=None, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.itself = iterator
+    del iterator
+    gc.collect()
+    (worker,) = rustloader.stats(loader).workers
+    assert not worker.alive and worker.cpu_seconds >= LONG / 2
+
+
+def test_processor_time_that_is_not_known_is_none(monkeypatch):
+    from rustloader import _processor
+
+    monkeypatch.setattr(_processor, "of_process", lambda pid: None)
+    loader = trained(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=SHORT)
+    stats = rustloader.stats(loader)
+    assert [(worker.cpu_seconds, worker.queued_seconds) for worker in stats.workers] == [(None, None)] * 2
+    assert stats.as_dict()["workers"][0]["cpu_seconds"] is None
+    assert "workers_0_cpu_seconds" not in stats.as_dict(flat=True)
+    assert "wait for storage is unknown" in stats.verdict().reason
+    monkeypatch.undo()
+    # What is unknown of one process stays so.
+    assert rustloader.stats(trained(loader)).workers[0].cpu_seconds is None
 
 
 # Verdicts
@@ -429,9 +478,35 @@ def verdict(loader, step=0.0):
     return rustloader.stats(trained(loader, step)).verdict()
 
 
-def test_the_workers_limit():
-    found = verdict(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=SHORT)
-    assert found.kind == "workers" and found.workers_needed > 2, found
+def test_workers_that_sleep_wait_for_storage():
+    found = verdict(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=LONG / 8)
+    assert found.kind == "storage" and 2 < found.workers_needed <= 8, found
+
+
+def test_workers_that_compute_are_told_of_no_more_than_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    loader = DataLoader(Computing(24), batch_size=None, num_workers=cores)
+    found = verdict(loader, step=0.01)
+    assert found.kind in ("dataset", "cores") and found.workers_needed is None, found
+    workers = rustloader.stats(loader).workers
+    for worker in workers:
+        assert worker.cpu_seconds + worker.queued_seconds > worker.busy_seconds / 2 > 0, workers
+
+
+class Computing(Dataset):
+    """Samples that take processor time."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        end = time.process_time() + LONG / 2
+        while time.process_time() < end:
+            pass
+        return i
 
 
 def test_the_training_step_limits():
@@ -538,7 +613,10 @@ def test_workers_report_nothing(tmp_path):
 
 @pytest.mark.parametrize("every", [0, -1, math.nan])
 def test_report_wants_a_time(every):
-    with pytest.raises(ValueError, match="greater than 0"), rustloader.report(DataLoader(Numbers(1)), print, every):
+    with (
+        pytest.raises(ValueError, match=r"^every must be a positive number of seconds, got "),
+        rustloader.report(DataLoader(Numbers(1)), print, every),
+    ):
         pass
 
 

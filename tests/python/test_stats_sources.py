@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ours
 
 
 def torchs_words(stats):
-    return [line.split(maxsplit=1)[1] for line in str(stats).splitlines() if line.startswith("  torch's")]
+    return [line.split(maxsplit=2)[2] for line in str(stats).splitlines() if line.startswith("  torch's loop")]
 
 
 # Torch's own iterators
@@ -22,8 +22,8 @@ def test_no_row_of_zeros_where_torchs_iterator_did_the_work():
     iterator = iter(loader)
     next(iterator)
     of_loader, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
-    assert str(of_loader) == f"no figures: {of_loader.note}" and of_loader.note.startswith("num_workers=0")
-    assert str(of_iterator) == f"{of_loader}\n  torch's     1 batches so far"
+    assert str(of_loader) == f"no figures: {of_loader.note}" and of_loader.note.startswith("with num_workers=0, ")
+    assert str(of_iterator) == f"{of_loader}\n  torch's loop  1 batch so far"
     for stats in (of_loader, of_iterator):
         assert stats.as_dict()["note"] == stats.note and stats.as_dict(flat=True)["iterators"] == 0.0
 
@@ -35,11 +35,11 @@ def test_iterators_that_were_handed_over_are_named_in_every_form():
     next(iterator)
     of_loader, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
     for stats in (of_loader, of_iterator):
-        assert stats.note == stats.as_dict()["note"] == "its iterators were torch's own: its dataset is a DataPipe"
-        assert stats.as_dict()["handovers"] == [{"reason": "its dataset is a DataPipe", "count": 1}]
+        assert stats.note == stats.as_dict()["note"] == "torch's own loop made the batches: its dataset is a DataPipe"
+        assert stats.as_dict()["fallbacks"] == [{"reason": "its dataset is a DataPipe", "count": 1}]
         assert str(stats).startswith(f"no figures: {stats.note}\n") and "fetch" not in str(stats)
     assert (of_loader.batches, of_iterator.batches) == (0, 1)
-    assert torchs_words(of_loader) == ["1 iterators: its dataset is a DataPipe"]
+    assert torchs_words(of_loader) == ["1 iterator: its dataset is a DataPipe"]
     list(iterator)
 
 
@@ -47,18 +47,18 @@ def test_iterators_that_were_handed_over_are_named_in_every_form():
 def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
     loader = DataLoader(Numbers(30), num_workers=1)
     list(loader)
-    assert rustloader.stats(loader).handovers == ()
+    assert rustloader.stats(loader).fallbacks == ()
     with monkeypatch.context() as patch:
         patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
         list(loader), list(loader)
     stats = rustloader.stats(loader)
     assert (stats.batches, stats.iterators, stats.note) == (30, 1, "")
-    (handover,) = stats.handovers
-    assert handover.count == 2
-    assert torchs_words(stats) == [f"2 iterators, not in these figures: {handover.reason}"]
+    (fallback,) = stats.fallbacks
+    assert fallback.count == 2
+    assert torchs_words(stats) == [f"2 iterators, not in these figures: {fallback.reason}"]
     verdict = stats.verdict()
     assert verdict.kind not in ("unknown", "too_few")
-    assert verdict.reason.endswith(f"left out: 2 iterators that were torch's own ({handover.reason})")
+    assert verdict.reason.endswith(f"not counted: 2 iterators on torch's own loop ({fallback.reason})")
 
 
 WORKER_LOOP = torch.utils.data._utils.worker._worker_loop
@@ -160,3 +160,37 @@ def test_an_iterable_of_another_library_over_our_iterator():
     with rustloader.installed():
         assert len(list(loader)) == 4
     assert rustloader.stats(loader).batches == 4
+
+
+# The log
+
+
+@pytest.mark.handover
+def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
+    def lines():
+        return [r.getMessage().partition("iterator: ")[2] for r in caplog.records if r.name == "rustloader"]
+
+    loader, persistent = (DataLoader(Numbers(3), num_workers=1, persistent_workers=kept) for kept in (False, True))
+    before = set(vars(loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
+        for _ in range(3):
+            list(loader)
+        first = "torch.utils.data._utils.worker._worker_loop was replaced"
+        assert lines() == [first]
+        list(persistent), list(persistent)
+        assert lines() == [first] * 2
+        persistent._iterator._shutdown_workers()
+    assert len(list(loader)) == 3
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    with monkeypatch.context() as patch:
+        patch.setattr(iterator, "_try_put_index", lambda self: TRY_PUT_INDEX(self))
+        list(loader), list(loader)
+    second = "_try_put_index of torch's own iterator was replaced"
+    assert lines() == [first, first, second]
+    assert {(it.reason, it.count) for it in rustloader.stats(loader).fallbacks} == {(first, 3), (second, 2)}
+    # Nothing of that stands in the loader.
+    assert set(vars(loader)) == before
+
+
+TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index

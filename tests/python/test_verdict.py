@@ -1,33 +1,51 @@
-"""The verdict, by figures alone: a table of loaders and what is said of each."""
+"""The verdict, by figures alone: a table of loaders with their verdicts, and what holds for each verdict."""
 
 import dataclasses
+import re
+from typing import get_args
 
 import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
 from support import TORCH_MODE
 
 pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
-    from rustloader._figures import Handover, Pinning, SlowTask, Stats, Worker
+    from rustloader import CopyStats, Fallback, PinningStats, SlowBatch, Stats, VerdictKind, WorkerStats
 
 MS = 1e-3
 
 
 def given(batches=100, step=0.0, waited=0.0, own=0.0, fetch=1.0, collate=0.0, workers=2, **more):
-    """A loader's statistics; times are milliseconds a batch. `fetch` may be a list, by worker."""
+    """A loader's statistics; times are milliseconds per batch. `fetch` may be a list, by worker. `cpu` and `queued` are
+    shares of the workers' time at work."""
     of_worker = fetch if isinstance(fetch, list) else [fetch] * workers
     tasks = batches // workers
+    pack, start = more.pop("pack", 0.0), more.pop("start", 0.0)
+    cpu, queued = more.pop("cpu", None), more.pop("queued", None)
     more.setdefault("epochs", 1)
     more.setdefault("cores", 64)
     return Stats(
         num_workers=workers,
-        iterators=1,
+        iterators=more.pop("iterators", 1),
         batches=batches,
         next_seconds=(waited + own) * batches * MS + more.get("first_seconds", 0.0),
         waited_seconds=waited * batches * MS,
         step_seconds=step * batches * MS,
         workers=tuple(
-            Worker(n, pid=100 + n, tasks=tasks, fetch_seconds=ms * tasks * MS, collate_seconds=collate * tasks * MS)
+            WorkerStats(
+                n,
+                pid=100 + n,
+                tasks=tasks,
+                starting_seconds=start,
+                fetch_seconds=ms * tasks * MS,
+                collate_seconds=collate * tasks * MS,
+                pack_seconds=pack * tasks * MS,
+                cpu_seconds=None if cpu is None else cpu * (ms + collate + pack) * tasks * MS,
+                queued_seconds=None if queued is None else queued * (ms + collate + pack) * tasks * MS,
+            )
             for n, ms in enumerate(of_worker)
         ),
         **more,
@@ -35,50 +53,175 @@ def given(batches=100, step=0.0, waited=0.0, own=0.0, fetch=1.0, collate=0.0, wo
 
 
 def slow(index, ms, worker=0):
-    return SlowTask(index, worker, ms * MS)
+    return SlowBatch(index, worker, ms * MS)
 
 
+STORAGE = {"cpu": 0.04, "queued": 0.01}
+
+# By the name of the case: its statistics, the kind of the verdict, words in it, and the number of workers to try.
 TABLE = {
-    "nothing yet": (lambda: Stats(), "too_few", []),
-    "a few batches": (lambda: given(batches=18, waited=50, fetch=100), "too_few", ["18 batches"]),
-    "without workers": (lambda: Stats(batches=0, note="num_workers=0: ..."), "unknown", ["num_workers=0"]),
-    "on torch's iterator": (
-        lambda: Stats(handovers=(Handover("its dataset is a DataPipe", 3),)),
+    "nothing yet": (lambda: Stats(), "too_few", ["0 batches"], None),
+    "one batch": (lambda: given(batches=1, workers=1), "too_few", ["(1 batch so far)"], None),
+    "a few batches": (lambda: given(batches=18, waited=50, fetch=100), "too_few", ["18 batches", "after 20"], None),
+    "without workers": (lambda: Stats(batches=0, note="num_workers=0: ..."), "unknown", ["num_workers=0"], None),
+    "on torch's loop": (
+        lambda: Stats(fallbacks=(Fallback("its dataset is a DataPipe", 3),)),
         "unknown",
-        ["DataPipe"],
+        ["torch's own loop made the batches: its dataset is a DataPipe"],
+        None,
     ),
-    "some epochs on torch's iterator": (
-        lambda: given(step=50, own=0.1, waited=1, fetch=2, handovers=(Handover("A", 3), Handover("B", 1))),
+    "some epochs on torch's loop": (
+        lambda: given(step=50, own=0.1, waited=1, fetch=2, fallbacks=(Fallback("A", 3), Fallback("B", 1))),
         "step",
-        ["left out: 4 iterators that were torch's own (A; B)"],
+        ["not counted: 4 iterators on torch's own loop (A; B)"],
+        None,
     ),
-    "the step": (lambda: given(step=50, own=0.1, waited=1, fetch=2), "step", ["50 ms of training step"]),
-    "the step, with busy workers": (lambda: given(step=50, own=0.1, waited=4, fetch=90), "step", []),
-    "the workers": (lambda: given(step=9, own=1, waited=40, fetch=100), "workers", ["num_workers=10 would do"]),
-    "the workers, by little": (lambda: given(step=9, own=1, waited=2, fetch=24), "workers", ["num_workers=3"]),
-    "more workers than cores": (
-        lambda: given(step=9, own=1, waited=40, fetch=100, cores=4),
+    "one epoch on torch's loop": (
+        lambda: given(step=50, fallbacks=(Fallback("A", 1),)),
+        "step",
+        ["not counted: 1 iterator on"],
+        None,
+    ),
+    "the step": (
+        lambda: given(step=50, own=0.1, waited=1, fetch=2),
+        "step",
+        ["50 ms of training step", "only a faster step helps"],
+        None,
+    ),
+    "the step, with busy workers": (lambda: given(step=50, own=0.1, waited=4, fetch=90), "step", [], None),
+    "the workers": (lambda: given(step=9, own=1, waited=40, fetch=100), "workers", ["Use num_workers=10."], 10),
+    "the workers, by little": (lambda: given(step=9, own=1, waited=2, fetch=24), "workers", ["num_workers=3"], 3),
+    "one worker": (lambda: given(workers=1, step=2, waited=48, fetch=50), "workers", ["num_workers=25."], 25),
+    "workers that compute": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.95, queued=0.05),
         "workers",
-        ["num_workers=10", "as many cores: this process has 4"],
+        ["the workers compute for 95%, wait for a core for 5%"],
+        10,
     ),
-    "one worker": (lambda: given(workers=1, step=1, waited=49, fetch=50), "workers", ["num_workers=50"]),
-    "no step at all": (lambda: given(waited=50, fetch=100), "workers", ["num_workers=3"]),
-    "collate": (lambda: given(step=9, own=1, waited=40, fetch=20, collate=80), "collate", ["num_workers=10"]),
+    "fewer cores than the step wants": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cores=4, cpu=0.95, queued=0.05),
+        "dataset",
+        [
+            "no loader can speed it up: cache its results, decode faster, or add cores.",
+            "num_workers=4: that uses all 4 cores, and is not enough",
+        ],
+        4,
+    ),
+    "a worker on each core": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cores=2, cpu=0.95, queued=0.05),
+        "dataset",
+        ["no loader can speed it up: cache its results, decode faster, or add cores.", "More workers do not help"],
+        None,
+    ),
+    "more workers than cores": (
+        lambda: given(workers=8, step=9, own=1, waited=40, fetch=400, cores=1, cpu=0.12, queued=0.88),
+        "dataset",
+        ["add cores", "there is 1 core."],
+        None,
+    ),
+    "more workers than cores, which look idle": (
+        # 60 % of both cores' time is work, so what else the workers wait for hardly matters.
+        lambda: given(workers=8, step=1, waited=49, fetch=400, cores=2, cpu=0.15, queued=0.2),
+        "dataset",
+        ["add cores"],
+        None,
+    ),
+    "on all cores, and nothing known of processor time": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cores=2),
+        "dataset",
+        ["whether the workers wait for storage is unknown"],
+        None,
+    ),
+    "no step at all": (
+        lambda: given(waited=50, fetch=100),
+        "workers",
+        ["this loop has no training step", "decode faster, or use more workers"],
+        None,
+    ),
+    "no step worth the name": (
+        lambda: given(waited=1000, own=0.02, step=0.3, fetch=2000),
+        "workers",
+        ["this loop has no training step"],
+        None,
+    ),
+    "no step, and a worker on each core": (
+        lambda: given(waited=50, fetch=100, cores=2),
+        "dataset",
+        ["More workers do not help: there are 2 cores"],
+        None,
+    ),
+    "storage": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cores=4, **STORAGE),
+        "storage",
+        ["use num_workers=8 and measure again, or faster storage", "for something else for 95%"],
+        8,
+    ),
+    "storage, and enough workers in reach": (
+        lambda: given(workers=4, step=9, own=1, waited=15, fetch=100, cores=4, **STORAGE),
+        "storage",
+        ["use num_workers=10, or faster storage"],
+        10,
+    ),
+    "storage, with as many workers as can help": (
+        lambda: given(workers=16, step=1, waited=40, fetch=640, cores=4, **STORAGE),
+        "storage",
+        ["use faster storage", "more workers will hardly help"],
+        None,
+    ),
+    "storage, without a step": (
+        lambda: given(waited=40, fetch=80, cores=1, **STORAGE),
+        "storage",
+        ["use more workers, even more than cores", "no training step"],
+        None,
+    ),
+    "cores that other work takes": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7),
+        "cores",
+        ["torch.set_num_threads", "wait for a core for 70%"],
+        None,
+    ),
+    "collate": (
+        lambda: given(step=9, own=1, waited=40, fetch=20, collate=80),
+        "collate",
+        ["Make it faster", "num_workers=10."],
+        10,
+    ),
+    "collate on all cores": (
+        lambda: given(step=9, own=1, waited=40, fetch=20, collate=80, cores=2),
+        "collate",
+        ["Make it faster", "More workers do not help"],
+        None,
+    ),
+    "packing": (
+        lambda: given(step=9, own=1, waited=40, fetch=20, pack=80),
+        "transport",
+        ["Inter-process transport is the bottleneck", "default_collate"],
+        None,
+    ),
     "the sampler": (
         lambda: given(own=50, step=1, waited=1, sampler_seconds=49 * 100 * MS),
         "main",
-        ["the sampler", "more workers do not help"],
+        ["Use a faster sampler", "more workers do not help"],
+        None,
     ),
-    "opening batches": (lambda: given(own=50, step=1, waited=1), "main", ["opening batches", "50 ms"]),
+    "opening batches": (lambda: given(own=50, step=1, waited=1), "main", ["fewer, larger batches", "50 ms"], None),
+    "opening pickles": (
+        lambda: given(own=50, step=1, waited=1, copies=CopyStats(pickled=100)),
+        "main",
+        ["they are pickled", "dicts, lists or tuples"],
+        None,
+    ),
     "one slow worker": (
         lambda: given(fetch=[50, 1], waited=25, blocked_seconds=2.4, slowest=(slow("[7]", 55), slow("[9]", 52))),
         "head_of_line",
-        ["worker 0 (pid 100)", "50 ms"],
+        ["worker 0 (pid 100)", "50 ms", "in_order=False"],
+        None,
     ),
     "one slow worker of four": (
         lambda: given(workers=4, fetch=[1, 1, 50, 2], waited=12, blocked_seconds=1.1, slowest=(slow("[7]", 55, 2),)),
         "head_of_line",
         ["worker 2 (pid 102)"],
+        None,
     ),
     "a few slow batches": (
         lambda: given(
@@ -86,53 +229,126 @@ TABLE = {
         ),
         "head_of_line",
         ["[7, 8] took 300 ms", "[1, 2] took 250 ms", "in_order=False"],
+        None,
     ),
     "a few slow batches, all one worker's by chance": (
-        lambda: given(fetch=[12, 1], waited=20, blocked_seconds=1.9, slowest=(slow("[7]", 300), slow("[17]", 290))),
+        lambda: given(fetch=[12, 1], waited=12, blocked_seconds=1.1, slowest=(slow("[7]", 300), slow("[17]", 290))),
         "head_of_line",
         ["[7] took 300 ms", "a few slow batches"],
+        None,
+    ),
+    "a large slow batch": (
+        lambda: given(
+            fetch=[10, 12],
+            waited=20,
+            blocked_seconds=1.9,
+            slowest=(slow(f"[{', '.join(map(str, range(16)))}, ... 100 in all]", 300),),
+        ),
+        "head_of_line",
+        ["the slowest: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... 100 in all] took"],
+        None,
+    ),
+    "waiting for a worker that is still starting": (
+        lambda: given(fetch=0.02, waited=0.15, blocked_seconds=0.012, start=0.02, slowest=(slow("[7]", 0.6),)),
+        "too_few",
+        ["Too short to tell"],
+        None,
+    ),
+    "waiting for a worker that is still starting, in each epoch": (
+        lambda: given(
+            fetch=0.02,
+            waited=0.15,
+            blocked_seconds=0.012,
+            start=0.02,
+            slowest=(slow("[7]", 0.6),),
+            epochs=5,
+            iterators=5,
+        ),
+        "starting",
+        ["set persistent_workers=True"],
+        None,
     ),
     "waiting in turn, with all workers busy": (
         lambda: given(fetch=100, waited=50, blocked_seconds=4.5),
         "workers",
         [],
+        None,
     ),
     "pinning": (
-        lambda: given(waited=40, step=5, fetch=20, pinning=Pinning(True, 100, 4.4)),
+        lambda: given(waited=40, step=5, fetch=20, pinning=PinningStats(True, 100, 4.4)),
         "pinning",
-        ["44 ms a batch in one thread"],
+        ["44 ms per batch in one thread", "use smaller batches"],
+        None,
     ),
     "a busy pin thread, and busier workers": (
-        lambda: given(waited=50, step=5, fetch=110, pinning=Pinning(True, 100, 4.4)),
+        lambda: given(waited=50, step=5, fetch=110, pinning=PinningStats(True, 100, 4.4)),
         "workers",
         [],
+        22,
     ),
-    "tiny batches": (lambda: given(waited=0.02, own=0.01, step=0.001, fetch=0.005), "transport", ["larger batches"]),
+    "tiny batches": (
+        lambda: given(waited=0.02, own=0.01, step=0.001, fetch=0.005),
+        "transport",
+        ["Inter-process transport is the bottleneck; use fewer, larger batches."],
+        None,
+    ),
     "short epochs": (
-        lambda: given(epochs=20, first_seconds=20.0, step=2, fetch=1),
+        lambda: given(epochs=20, iterators=20, first_seconds=20.0, step=2, fetch=1),
         "starting",
-        ["persistent_workers=True", "20 epochs"],
+        ["set persistent_workers=True", "20 epochs"],
+        None,
     ),
-    "one slow start": (lambda: given(epochs=1, first_seconds=20.0, step=2, fetch=1), "step", []),
+    "short epochs, with persistent workers": (
+        lambda: given(epochs=20, iterators=1, first_seconds=20.0, step=2, fetch=1),
+        "starting",
+        ["the workers are kept already", "longer epochs"],
+        None,
+    ),
+    "one slow start": (lambda: given(epochs=1, first_seconds=20.0, step=2, fetch=1), "step", [], None),
     "workers without figures": (
         lambda: dataclasses.replace(given(waited=50), workers=()),
         "unknown",
         ["no figures"],
+        None,
+    ),
+    "fewer workers than there were": (
+        # The six that are gone have done nothing in this while.
+        lambda: dataclasses.replace(given(workers=8, fetch=[100] * 2 + [0] * 6, waited=18, step=2), num_workers=2),
+        "workers",
+        ["2 workers"],
+        13,
     ),
 }
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_verdict_of(name):
-    make, kind, words = TABLE[name]
+    make, kind, words, needed = TABLE[name]
     verdict = make().verdict()
-    assert verdict.kind == kind, verdict
+    assert (verdict.kind, verdict.workers_needed) == (kind, needed), verdict
     for word in words:
         assert word.lower() in str(verdict).lower(), verdict
     assert verdict.sentence.endswith(".") and verdict.reason
 
 
-@pytest.mark.parametrize(("fetch", "step", "needed"), [(100, 10, 10), (100, 9, 12), (50, 20, 3), (1000, 1, 1000)])
+def test_each_kind_stands_in_the_table():
+    assert {kind for _, kind, _, _ in TABLE.values()} == set(get_args(VerdictKind))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_verdict_names_the_remedy(name):
+    remedies = r"\b(use|set|add|ask again|cache|make|return|let|end|leave out|look at|only a faster step helps)\b"
+    verdict = TABLE[name][0]().verdict()
+    # What is missing stands in `note` where there are no figures; the constructed ones name none.
+    assert verdict.kind == "unknown" or re.search(remedies, verdict.sentence, re.I), verdict
+
+
+def test_plurals_of_a_single_core_and_worker():
+    verdict = given(workers=1, step=9, own=1, waited=40, fetch=50, cores=1).verdict()
+    assert "there is 1 core." in verdict.sentence and "1 worker, 1 core;" in verdict.reason
+
+
+@pytest.mark.parametrize(("fetch", "step", "needed"), [(100, 10, 10), (100, 9, 12), (50, 20, 3), (600, 10, 60)])
 def test_as_many_workers_as_the_step_wants(fetch, step, needed):
     verdict = given(fetch=fetch, step=step, waited=fetch / 2 - step).verdict()
     assert (verdict.kind, verdict.workers_needed) == ("workers", needed)
@@ -141,3 +357,58 @@ def test_as_many_workers_as_the_step_wants(fetch, step, needed):
 def test_only_more_workers_are_ever_advised():
     verdict = given(workers=8, fetch=8, step=2, waited=1).verdict()
     assert verdict.kind == "workers" and verdict.workers_needed == 9
+
+
+def test_no_loader_gets_a_number_in_the_thousands():
+    """What the first benchmark of a new user said: num_workers=1736 would do, on a machine with 2 cores."""
+    for shares in ({}, {"cpu": 0.99, "queued": 0.01}, STORAGE):
+        for step in (0, 0.02, 1, 5):
+            verdict = given(workers=1, step=step, own=0.03, waited=50, fetch=52, cores=2, **shares).verdict()
+            assert verdict.workers_needed is None or verdict.workers_needed <= 8, verdict
+
+
+milliseconds = st.sampled_from([0, 0.001, 0.02, 0.3, 1, 7, 50, 400, 3000]) | st.floats(0, 5000)
+shares = st.none() | st.floats(0, 1.2)
+
+
+@settings(deadline=None, max_examples=1500)
+@for_all(
+    times=st.fixed_dictionaries(dict.fromkeys(("step", "waited", "own", "fetch", "collate", "pack"), milliseconds)),
+    counts=st.fixed_dictionaries(
+        {"workers": st.integers(1, 64), "cores": st.integers(1, 128), "batches": st.integers(0, 5000)}
+    ),
+    cpu=shares,
+    queued=shares,
+    blocked=st.floats(0, 1),
+    pickled=st.booleans(),
+    epochs=st.integers(1, 30),
+    first=st.floats(0, 100),
+    pinned=st.floats(0, 1),
+)
+def test_what_holds_for_every_verdict(times, counts, cpu, queued, blocked, pickled, epochs, first, pinned):
+    batches = counts["batches"]
+    stats = given(
+        **times,
+        **counts,
+        cpu=cpu,
+        queued=queued,
+        blocked_seconds=blocked * times["waited"] * batches * MS,
+        copies=CopyStats(pickled=batches if pickled else 0),
+        pinning=PinningStats(True, batches, pinned * (times["waited"] + times["step"]) * batches * MS),
+        epochs=epochs,
+        first_seconds=first,
+        slowest=(slow("[7]", 300),),
+    )
+    verdict = stats.verdict()
+    assert verdict.kind in get_args(VerdictKind) and verdict.sentence.endswith(".") and verdict.reason
+    number, cores, workers = verdict.workers_needed, counts["cores"], counts["workers"]
+    assert re.findall(r"num_workers=(\d+)", verdict.sentence) == ([] if number is None else [str(number)])
+    if number is None:
+        return
+    assert verdict.kind in ("workers", "dataset", "storage", "collate")
+    assert number > workers and times["step"] > 0
+    if verdict.kind == "storage":
+        assert cpu is not None and queued is not None and cpu + queued < 0.5
+        assert number <= 4 * cores and number <= 4 * workers
+    else:
+        assert number <= cores

@@ -178,7 +178,7 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
             yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (behind, "")]
     if len(shown) < len(loader.workers):
         more = count_of(len(loader.workers) - len(shown), "more worker")
-        yield [(f"       ... {more}: make the window taller, or use --once", "dim")]
+        yield [(_cut(f"       ... {more}: make the window taller, or use --once", width), "dim")]
 
 
 def _cells(worker: WorkerView) -> dict[str, str]:
