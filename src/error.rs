@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::shm::layout::VERSION;
+
 /// What went wrong, and what to do about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
@@ -18,6 +20,11 @@ pub enum Error {
     Corrupt {
         /// What was read, what it held, and what it may hold.
         what: String,
+    },
+    /// The shared memory of another version of this library.
+    Layout {
+        /// The version of its layout.
+        found: u32,
     },
     /// The machine, or the memory cgroup, has no memory for a batch.
     NoMemory {
@@ -95,6 +102,12 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
+            Self::Layout { found } => write!(
+                f,
+                "the shared memory has layout version {found}, and this rustloader ({}) reads version {VERSION}: use the \
+                 rustloader of that process's environment",
+                env!("CARGO_PKG_VERSION")
+            ),
             Self::NoMemory { wanted, limit, headroom, .. } => no_memory(f, *wanted, limit, *headroom),
             Self::TooMany { workers, prefetch_factor, limit } => write!(
                 f,

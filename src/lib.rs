@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! python (PyO3; the feature `python`)  ->  engine, worker  ->  metrics, scheduler, shm, wire  ->  error, id, sync
+//! python  ->  observe (an arena of another process)  ->  metrics, shm, tree, sys
 //!                                          engine, worker, metrics, shm  ->  sys (the only module with system calls)
 //! python  ->  tree (the bytes of a batch)  ->  copy (memory copies), error
 //! ```
@@ -21,6 +22,8 @@ pub mod sync;
 pub mod engine;
 #[cfg(not(loom))]
 pub mod metrics;
+#[cfg(not(loom))]
+pub mod observe;
 #[cfg(not(loom))]
 pub mod sys;
 #[cfg(not(loom))]

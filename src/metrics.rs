@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::shm::arena::{Arena, Usage};
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::{COUNTS, MainPage, StatusPage, WorkerState};
 use crate::sys;
 use crate::wire::Timings;
 
@@ -51,7 +51,7 @@ pub enum Count {
 
 impl Count {
     /// Number of counters.
-    const LEN: usize = 14;
+    pub const LEN: usize = COUNTS;
 
     /// All, with their names.
     pub const ALL: [(Self, &'static str); Self::LEN] = [
@@ -88,7 +88,7 @@ pub struct WorkerTotals {
 impl WorkerTotals {
     /// By a status page, at a time in monotonic nanoseconds. The process is what the main process knows of it: a worker writes
     /// its page only once it has come to life.
-    fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
+    pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
         // The sums before the begin of the state that is added: a change between the two leaves a little out, until the next look.
         // SYNC: time-spent (pairs with the Release in `Port::change`).
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
@@ -219,6 +219,14 @@ impl Meter {
     #[inline]
     pub fn get(&self, count: Count) -> u64 {
         self.counts[count as usize].load(Ordering::Relaxed)
+    }
+
+    /// Copies the counters to where other processes can read them.
+    #[inline]
+    pub fn show(&self, page: &MainPage) {
+        for (shown, count) in page.counts.iter().zip(&self.counts) {
+            shown.store(count.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
     }
 
     /// `None` in a child that was forked while another thread was in here.

@@ -36,6 +36,7 @@ __all__ = [
     "figures",
     "heap_storage",
     "is_plain_leaf",
+    "observe",
     "observed",
     "set_reporting",
 ]
@@ -291,6 +292,10 @@ def set_reporting(reporting: bool) -> None:
 def figures(meters: list[Meter]) -> dict[str, Any]:
     """The figures of several iterators together, the latest last: counts by name (times in nanoseconds), and by
     "workers" and "slowest" a dict for each (times in seconds)."""
+
+def observe(fd: int) -> dict[str, Any] | None:
+    """What the arena behind a descriptor shows of an iterator of another process; None while no iterator has it. Reads
+    only. RuntimeError: it is no arena, or one of another version."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Whether an object is a tensor or an array that the codec can describe."""

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::page;
 use super::pin::Control;
 use super::process::Process;
 use super::status::Status;
@@ -177,6 +178,7 @@ impl Handle {
             let page = |worker| &self.arena.control(worker).status;
             *last = Some((0..self.arena.geometry().workers).map(|it| Status::of(page(it), now)).collect());
             self.meter.keep(&self.arena, |worker| self.process(worker).map_or(0, |it| it.pid as u32));
+            page::close(&self.arena);
         }
     }
 

@@ -7,6 +7,7 @@
 pub mod completions;
 pub mod handle;
 mod intake;
+mod page;
 pub mod pin;
 mod process;
 mod shutdown;
@@ -31,6 +32,7 @@ pub use self::types::{Progress, Step};
 use self::watch::Watch;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
+use crate::metrics::Count;
 use crate::scheduler::{Action, Event, Scheduler, Settings, Step as Decision};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
@@ -95,6 +97,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
         let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
+        page::open(&arena, &settings);
         let mut poll = sys::poll::PollSet::new();
         poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
@@ -153,7 +156,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
             Intake::Rings(_) => unreachable!("it has just been put there"),
         };
         self.poll.remove(DOORBELL)?;
-        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
+        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
+        self.show_pinning();
+        Ok(())
     }
 
     /// Where the epoch stands.
@@ -241,6 +246,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     pub fn reset(&mut self) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
+        self.show_epoch(self.handle.meter.get(Count::Batches));
         let result = self.effects();
         self.sticky(result)
     }

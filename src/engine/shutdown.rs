@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::completions::{self, Completions};
 use super::intake::Intake;
-use super::{Engine, pin};
+use super::{Engine, page, pin};
 use crate::scheduler::Event;
 use crate::shm::arena::Arena;
 use crate::shm::pool;
@@ -91,6 +91,7 @@ impl<T, B: Send + 'static> Drop for Engine<T, B> {
             // The workers, if there are any, have been told to leave; their results are nobody's.
             // As in `Handle::close`.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
+            page::close(&self.handle.arena);
             self.arena().retire();
         }
     }

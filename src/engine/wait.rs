@@ -8,6 +8,7 @@ use super::process::Process;
 use super::{DOORBELL, Engine};
 use crate::error::Result;
 use crate::scheduler::Event;
+use crate::shm::layout::MainState;
 use crate::shm::pool;
 use crate::sys;
 use crate::sys::poll::WaitOutcome;
@@ -42,6 +43,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.ready.clear();
         let start = sys::clock::monotonic();
         self.watch.wait_begins(start, self.scheduler.is_blocked());
+        if let Some(state) = self.watch.waiting() {
+            self.show_in_next(state);
+        }
         loop {
             sys::clock::yield_now();
             if self.has_news() {
@@ -78,6 +82,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.tick();
         self.looked = self.now;
         self.watch.wait_ends(self.now, &self.handle.meter);
+        if self.watch.waiting().is_some() {
+            self.show_in_next(MainState::Next);
+        }
         let result = self.take_notice();
         self.sticky(result)
     }

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use super::Engine;
 use crate::metrics::{Count, Meter};
+use crate::shm::layout::MainState;
+use crate::sys;
 
 /// If a `next` works for so long, the next one looks for how long it is in the sampler. A look at the clock is no more than a
 /// thousandth of that.
@@ -42,6 +44,11 @@ impl Watch {
         std::mem::take(&mut self.fresh)
     }
 
+    /// What a `next` that waits now waits for; `None` outside of `next`.
+    pub(super) fn waiting(&self) -> Option<MainState> {
+        self.in_next.then_some(if self.is_first { MainState::First } else { MainState::Waiting })
+    }
+
     pub(super) fn wait_begins(&mut self, now: Duration, blocked: bool) {
         (self.wait_began, self.blocked) = (now, blocked);
     }
@@ -68,6 +75,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     pub fn epoch_begins(&mut self) {
         self.handle.meter.add(Count::Epochs, 1);
         (self.watch.left, self.watch.is_first, self.watch.is_over) = (Duration::ZERO, true, false);
+        self.show(MainState::Starting, sys::clock::monotonic());
     }
 
     /// The `next` that is under way tells of the epoch's end: what comes until the next epoch is no training step.
@@ -84,6 +92,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
         if !self.watch.left.is_zero() {
             self.handle.meter.add_time(Count::Step, self.now - self.watch.left);
         }
+        self.show_next();
     }
 
     /// The sampler has been asked, since the engine's last step.
@@ -106,5 +115,6 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.watch.left = if self.watch.is_over { Duration::ZERO } else { self.now };
         self.watch.is_first = false;
         (self.watch.fresh, self.watch.in_next) = (false, false);
+        self.show_counts(if self.watch.is_over { MainState::Between } else { MainState::Step });
     }
 }

@@ -11,6 +11,7 @@ mod failpoints;
 mod indices;
 mod leaves;
 mod meter;
+mod observe;
 mod pin;
 mod port;
 mod profiler;
@@ -36,6 +37,8 @@ mod _core {
     use super::indices::{StoppableIndices, WorkerStopped};
     #[pymodule_export]
     use super::meter::{PyMeter, figures};
+    #[pymodule_export]
+    use super::observe::observe_arena;
     #[pymodule_export]
     use super::port::{PyPort, TimedCollate};
     #[pymodule_export]

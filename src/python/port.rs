@@ -259,8 +259,8 @@ impl PyPort {
         // SAFETY: the caller gives both descriptors away; they are open.
         let (memfd, doorbell) = unsafe { (OwnedFd::from_raw_fd(memfd), OwnedFd::from_raw_fd(doorbell)) };
         let (total, workers, ring_slots) = geometry;
-        let geometry = Geometry::new(total, workers, ring_slots.saturating_sub(4))?;
-        if geometry.ring_slots != ring_slots || worker >= workers {
+        let geometry = Geometry::of_file(total, workers, ring_slots)?;
+        if worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }
         Self::over(py, Arena::attach(memfd, geometry)?, doorbell, worker)

@@ -42,6 +42,21 @@ pub struct Usage {
     pub blocks: u64,
 }
 
+impl Usage {
+    /// Adds the bytes of a block.
+    pub fn add_block(&mut self, entry: &Block) {
+        let warm = entry.warm.load(Ordering::Relaxed);
+        let state = entry.state.load(Ordering::Relaxed);
+        self.warm = self.warm.saturating_add(warm);
+        if state & !block::RETURNING != 0 {
+            self.held = self.held.saturating_add(warm);
+        }
+        if state & DELIVERED != 0 {
+            self.leased = self.leased.saturating_add(warm);
+        }
+    }
+}
+
 impl std::ops::Add for Usage {
     type Output = Self;
 
@@ -375,6 +390,7 @@ impl Arena {
         let header = self.header();
         header.stop.0.store(0, Ordering::Relaxed);
         header.doorbell.0.asleep.store(0, Ordering::Relaxed);
+        header.main.reset();
         for word in self.bitmap() {
             word.store(0, Ordering::Relaxed);
         }
@@ -398,6 +414,7 @@ impl Arena {
                 &status.sent,
                 &status.largest,
                 &status.promised,
+                &status.index_task,
             ] {
                 word.store(0, Ordering::Relaxed);
             }
@@ -482,17 +499,7 @@ impl Arena {
             usage.blocks += u64::from(count);
             let peak = self.region_head(region).high_water.load(Ordering::Relaxed);
             usage.high_water = usage.high_water.saturating_add(peak);
-            for entry in &self.table(region)[..count as usize] {
-                let warm = entry.warm.load(Ordering::Relaxed);
-                let state = entry.state.load(Ordering::Relaxed);
-                usage.warm = usage.warm.saturating_add(warm);
-                if state & !block::RETURNING != 0 {
-                    usage.held = usage.held.saturating_add(warm);
-                }
-                if state & DELIVERED != 0 {
-                    usage.leased = usage.leased.saturating_add(warm);
-                }
-            }
+            self.table(region)[..count as usize].iter().for_each(|entry| usage.add_block(entry));
         }
         usage
     }

@@ -8,12 +8,12 @@
 //! writes there, reading it is defined; its meaning is checked where it is used.
 
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, AtomicU64};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout. It is stored last, so that a half-made arena is never taken for a whole one.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
 pub const PAGE: u64 = 4096;
 /// The most workers of an arena.
@@ -26,6 +26,31 @@ const TABLE_MAX: u64 = 1 << 20;
 const TABLE_MIN: u64 = 1 << 10;
 /// Bytes of data for each entry of a block table, down to [`TABLE_MIN`] and up to [`TABLE_MAX`].
 const BYTES_PER_BLOCK: u64 = 16 << 10;
+
+/// Counters of the main process: see `metrics.rs`.
+pub const COUNTS: usize = 14;
+/// Bytes of an index batch that a worker shows on its status page.
+pub const INDEX_BYTES: usize = 64;
+
+/// A struct of the layout, which consists of atomics alone, so that any bytes of its size are a valid one.
+///
+/// # Safety
+/// It is `repr(C)`, and every field is an atomic integer, an array of these, or such a struct.
+#[cfg(not(loom))]
+pub unsafe trait Shared {}
+
+// SAFETY: atomics and such structs alone.
+#[cfg(not(loom))]
+unsafe impl Shared for Header {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Shared for Control {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Shared for RegionHead {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Shared for Block {}
 
 /// A value on a cache line of its own.
 #[repr(C, align(64))]
@@ -52,6 +77,98 @@ pub struct Header {
     pub doorbell: Line<Sleeper>,
     /// Not 0 when the workers are to leave.
     pub stop: Line<AtomicU32>,
+    /// What the main process does.
+    pub main: MainPage,
+}
+
+/// What the main process shows of itself: plain stores by the thread that has the turn, read by `rustloader top` alone.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct MainPage {
+    /// A [`MainState`].
+    pub state: AtomicU32,
+    /// The process id.
+    pub pid: AtomicU32,
+    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the begin of that `next`.
+    pub since_ns: AtomicU64,
+    /// Monotonic nanoseconds at which the iterator was made.
+    pub started_ns: AtomicU64,
+    /// The iterator's `prefetch_factor`.
+    pub prefetch_factor: AtomicU32,
+    /// Bits of [`IN_ORDER`], [`PERSISTENT`] and [`PINNING`].
+    pub options: AtomicU32,
+    /// The number of the epoch's first task.
+    pub epoch_task: AtomicU64,
+    /// Batches handed out before this epoch.
+    pub epoch_batches: AtomicU64,
+    /// The counters, as they were at the end of the last `next`.
+    pub counts: [AtomicU64; COUNTS],
+}
+
+/// Batches are delivered in order.
+pub const IN_ORDER: u32 = 1;
+/// The workers live from epoch to epoch.
+pub const PERSISTENT: u32 = 2;
+/// There is a pin thread.
+pub const PINNING: u32 = 4;
+
+impl MainPage {
+    /// Puts everything back to zero: no iterator has the arena.
+    pub fn reset(&self) {
+        for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
+            word.store(0, Ordering::Relaxed);
+        }
+        let times = [&self.since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
+        times.into_iter().chain(&self.counts).for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+}
+
+/// What the main process is doing.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MainState {
+    /// No iterator has the arena.
+    Unused = 0,
+    /// Starting the workers, or beginning an epoch.
+    Starting = 1,
+    /// In `next`, at work.
+    Next = 2,
+    /// In `next`, waiting for the first batch of an epoch.
+    First = 3,
+    /// In `next`, waiting for another batch.
+    Waiting = 4,
+    /// Between two calls of `next`.
+    Step = 5,
+    /// Behind the end of an epoch, before the next one.
+    Between = 6,
+}
+
+impl MainState {
+    /// The state of a number read out of the arena; a number that is none counts as `Unused`.
+    pub fn from_u32(value: u32) -> Self {
+        match value {
+            1 => Self::Starting,
+            2 => Self::Next,
+            3 => Self::First,
+            4 => Self::Waiting,
+            5 => Self::Step,
+            6 => Self::Between,
+            _ => Self::Unused,
+        }
+    }
+
+    /// The state's name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Unused => "unused",
+            Self::Starting => "starting",
+            Self::Next => "next",
+            Self::First => "first",
+            Self::Waiting => "waiting",
+            Self::Step => "step",
+            Self::Between => "between",
+        }
+    }
 }
 
 /// One side that can fall asleep: see `doorbell.rs`.
@@ -114,6 +231,12 @@ pub struct StatusPage {
     pub stack: AtomicU32,
     /// A [`Terminated`].
     pub terminated: AtomicU32,
+    /// The first bytes of the index batch of `index_task`, encoded; zeroes behind its end.
+    pub index: [AtomicU64; INDEX_BYTES / 8],
+    /// Bytes of that index batch; 0 where it is a pickle.
+    pub index_len: AtomicU64,
+    /// The task of `index` plus one; 0: none. Stored last.
+    pub index_task: AtomicU64,
 }
 
 /// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
@@ -326,6 +449,15 @@ impl Geometry {
         }
         // Room for the epoch's control messages beside the tasks.
         Ok((outstanding + 4).next_power_of_two())
+    }
+
+    /// The geometry of a file of `total` bytes whose header says `workers` and `ring_slots`; an error if that cannot be.
+    pub fn of_file(total: u64, workers: u32, ring_slots: u32) -> Result<Self> {
+        let geometry = Self::new(total, workers, ring_slots.saturating_sub(4))?;
+        if geometry.ring_slots == ring_slots {
+            return Ok(geometry);
+        }
+        Err(Error::corrupt(format!("a header of {workers} workers and rings of {ring_slots} slots")))
     }
 
     /// Number of regions: one a worker and the main process's.

@@ -22,6 +22,7 @@
 //! tensor; offsets count bytes. What is read may be damaged: [`walk`] checks every tag, count, length, size and stride before it
 //! hands anything on.
 
+mod brief;
 pub mod dtype;
 mod gather;
 pub mod layout;
@@ -29,6 +30,7 @@ pub mod overlap;
 mod reader;
 mod writer;
 
+pub use brief::brief;
 pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
 pub use writer::{Slot, Writer};
 

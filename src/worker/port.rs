@@ -9,12 +9,12 @@ use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::{CONSUMER, WORKER, mark_if};
-use crate::shm::layout::{StackFile, StatusPage, WorkerState};
+use crate::shm::layout::{INDEX_BYTES, StackFile, StatusPage, WorkerState};
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
-use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, Timings};
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 
 /// The longest sleep of an idle worker in one go; then it trims its memory, and the caller looks for signals.
 const IDLE_SLICE: Duration = Duration::from_secs(1);
@@ -274,10 +274,29 @@ impl Port {
         self.begin(entry.task);
         if let Some(block) = entry.block {
             let region = self.arena.geometry().main_region();
-            self.arena.read_block(region, block, entry.len, &mut lock(&self.payload))?;
+            let mut payload = lock(&self.payload);
+            self.arena.read_block(region, block, entry.len, &mut payload)?;
             self.arena.release(region, block, CONSUMER);
+            self.show_index(&entry, &payload);
+        } else {
+            self.show_index(&entry, &entry.inline[..entry.len as usize]);
         }
         Ok(Some(entry))
+    }
+
+    /// Puts the beginning of an index batch on the status page, for `rustloader top`. A pickle is not for others to open.
+    fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
+        let status = self.status();
+        let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
+        let mut head = [0; INDEX_BYTES];
+        let shown = payload.len().min(INDEX_BYTES);
+        head[..shown].copy_from_slice(&payload[..shown]);
+        for (word, bytes) in status.index.iter().zip(head.as_chunks().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        status.index_len.store(payload.len() as u64, Ordering::Relaxed);
+        // Read together with `task`: the two differ while the words are written.
+        status.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
     }
 
     /// A block of `len` bytes, held by this worker. Does not wait: see [`settle`].

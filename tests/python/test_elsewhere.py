@@ -164,6 +164,8 @@ def test_the_command_line(elsewhere, bare):
     )
     status, out, err = elsewhere("", "-m", "rustloader", "run", "train.py")
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
+    status, out, err = elsewhere("", "-m", "rustloader", "top")
+    assert (status, out, err) == (2, "", f"rustloader top: {elsewhere.line}\n")
     status, out, err = elsewhere("", "-m", "rustloader", "check", "train.py:make")
     assert status == 2 and err.endswith(
         f"nothing to compare: DataLoaders run on torch's own iterator: {elsewhere.line}\n"

@@ -18,6 +18,7 @@ examples:
   {prog} run train.py --epochs 3
   {prog} check train.py:make_loader
   {prog} bench train.py:make_loader
+  {prog} top
 """
 _RUN = """\
 Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
@@ -65,6 +66,18 @@ the factory, in train.py:
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _VERBOSE = "print the whole traceback of an error in your code"
+_TOP = """\
+Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
+its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
+only process of this user that has loaders at work. It reads the shared memory of the loaders and costs the process
+nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+_TOP_EXAMPLES = """\
+examples:
+  {prog} top
+  {prog} top 12345
+  {prog} top 12345 --once
+  {prog} top 12345 --json --interval 10 > loaders.json
+"""
 # Options of `run` whose value is the next argument.
 _VALUED = ("--prefetch-factor", "--multiprocessing-context")
 
@@ -177,4 +190,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     add("--verbose", action="store_true", help=_VERBOSE)
+
+    top = command("top", "show what the loaders of a running process do", _TOP, _TOP_EXAMPLES)
+    top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
+    top.add_argument("--once", action="store_true", help="print it once, as plain text")
+    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    top.add_argument(
+        "--interval",
+        type=positive_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two looks, which rates and shares are about (default: 1)",
+    )
     return parser

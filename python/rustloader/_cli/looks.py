@@ -1,0 +1,314 @@
+"""What ``top`` shows of a loader: two looks at it and what lies between them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rustloader._cli import processes
+from rustloader._cli.processes import Seen
+from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
+from rustloader._processor import ProcessorTime, effective_cores, of_process
+from rustloader._verdict import Verdict
+
+__all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
+
+# A worker stands out once it is at one batch for this many seconds, and this many times its usual time for a batch.
+_LONG, _TIMES = 2.0, 10.0
+# A verdict on fewer seconds than this would be on chance.
+_SETTLED = 10.0
+# Seconds for its first batch, and for its start.
+_LONG_AT_FIRST = 30.0
+_BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A loader's iterator at one moment.
+
+    Attributes:
+        file: device and inode of its arena.
+        figures: what ``_core.observe`` says of it.
+        pids: our numbers of its workers' processes; None where they are not known.
+        times: their processor times.
+    """
+
+    file: tuple[int, int]
+    figures: dict[str, Any]
+    pids: tuple[int | None, ...]
+    times: tuple[ProcessorTime | None, ...]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], float]:
+        """Which iterator it is: a later one may have the same arena."""
+        return self.file, self.figures["started"]
+
+
+def take(pid: int) -> list[Look]:
+    """Looks at the loaders that a process has at work, the oldest first.
+
+    Raises:
+        NothingToSee: it has ended, or does not let us look.
+    """
+    found = processes.loaders(pid)
+    if processes.ended(pid):
+        raise processes.NothingToSee(f"process {pid} has ended")
+    inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
+    return [_look(it, outer) for it in found if it.figures["pid"] == inner]
+
+
+def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
+    inner = [worker["pid"] for worker in seen.figures["workers"]]
+    pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
+    return Look(seen.file, seen.figures, pids, tuple(None if pid is None else of_process(pid) for pid in pids))
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker at one moment. ``pid`` is ours, None where it is not known; shares are of the last interval."""
+
+    id: int
+    pid: int | None
+    state: str
+    batch: int | None
+    seconds: float
+    index: str | None
+    shares: dict[str, float]
+    queued: int
+    ready: int
+    memory_bytes: int | None
+    shared_bytes: int
+    tasks: int
+    usual_seconds: float | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at a batch."""
+        return self.state in _BUSY.values()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has been at its batch, or in its start, for much longer than usual."""
+        if self.state == "starting":
+            return self.seconds >= _LONG_AT_FIRST
+        usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
+        return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "shared_bytes")
+        return {name: getattr(self, name) for name in names} | {
+            "shares": self.shares,
+            "tasks": self.tasks,
+            "usual_batch_seconds": self.usual_seconds,
+            "stuck": self.is_stuck,
+        }
+
+
+class Loader:
+    """A loader as two looks at it show it.
+
+    Args:
+        pid: its main process.
+        before: the look at the interval's begin; None when the loader was not there yet.
+        now: the latest look.
+        earlier: the look at the begin of the time that the verdict is about; None: the start of the iterator.
+    """
+
+    def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
+        self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
+        self.figures = now.figures
+
+    @cached_property
+    def seconds(self) -> float:
+        """The length of the interval."""
+        return max(1e-9, float(self.figures["now"] - self._begin("now", self.figures["started"])))
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the iterator was made."""
+        return max(1e-9, float(self.figures["now"] - self.figures["started"]))
+
+    def _begin(self, name: str, otherwise: float) -> float:
+        return float(self._before.figures[name]) if self._before else otherwise
+
+    @cached_property
+    def total(self) -> Stats:
+        """What it has done since the iterator was made."""
+        return stats_of(self.pid, self.workers, self._now)
+
+    @cached_property
+    def recent(self) -> Stats:
+        """What it has done in the interval."""
+        return stats_of(self.pid, self.workers, self._now, self._before)
+
+    @cached_property
+    def verdict(self) -> tuple[Verdict, float | None]:
+        """The verdict, and of how many of the last seconds; None: since the start."""
+        seconds = 0.0 if self._earlier is None else self.figures["now"] - self._earlier.figures["now"]
+        if seconds >= _SETTLED:
+            verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
+            if verdict.kind not in ("too_few", "unknown"):
+                return verdict, seconds
+        return self.total.verdict(), None
+
+    @property
+    def batches_per_second(self) -> float:
+        """In the interval."""
+        return self.recent.batches / self.seconds
+
+    @property
+    def main_shares(self) -> dict[str, float]:
+        """The shares of the interval that main spent waiting, in the training step, and at work in ``next``."""
+        recent = self.recent
+        waiting = recent.waited_seconds + recent.first_seconds
+        parts = {"waiting": waiting, "step": recent.step_seconds, "next": recent.own_seconds}
+        return {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
+
+    @cached_property
+    def workers(self) -> tuple[WorkerView, ...]:
+        """By their numbers."""
+        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures["workers"]))
+
+    def _worker(self, number: int, now: dict[str, Any]) -> WorkerView:
+        before = self._before.figures["workers"][number]["seconds"] if self._before else {}
+        spent = {state: max(0.0, seconds - before.get(state, 0.0)) for state, seconds in now["seconds"].items()}
+        whole = max(sum(spent.values()), self.seconds)
+        spent["pack"] += spent.pop("publish")
+        pid = self._now.pids[number]
+        state = _BUSY.get(now["state"], now["state"])
+        if state != "left" and pid and processes.ended(pid):
+            state = "ended"
+        busy = sum(now["seconds"][part] for part in _BUSY)
+        # The batch that it is at is no measure of itself.
+        busy -= now["seconds_at_batch"] if now["state"] in _BUSY else 0.0
+        return WorkerView(
+            id=number,
+            pid=pid,
+            state=state,
+            batch=now["batch"] if now["state"] in _BUSY else None,
+            seconds=now["seconds_at_batch"] if state in _BUSY.values() else now["seconds_in_state"],
+            index=now["index"] if now["state"] in _BUSY else None,
+            shares={name: spent[name] / whole for name in ("fetch", "collate", "pack", "idle", "starting")},
+            queued=now["queued"],
+            ready=now["ready"],
+            memory_bytes=processes.memory(pid) if pid else None,
+            shared_bytes=now["warm"],
+            tasks=now["tasks"],
+            usual_seconds=max(0.0, busy) / now["tasks"] if now["tasks"] else None,
+        )
+
+    @property
+    def stuck(self) -> tuple[WorkerView, ...]:
+        """The workers that stand out: stuck ones, and such as have ended before their time."""
+        return tuple(it for it in self.workers if it.is_stuck or it.state == "ended")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        verdict, seconds = self.verdict
+        figures = self.figures
+        settings = ("prefetch_factor", "in_order", "persistent", "pinning")
+        return {
+            "num_workers": len(self.workers),
+            **{name: figures[name] for name in settings},
+            "age_seconds": self.age_seconds,
+            "interval_seconds": self.seconds,
+            "main": {
+                "state": "stopping" if figures["stopping"] else figures["state"],
+                "seconds": figures["seconds_in_state"],
+                "shares": self.main_shares,
+            },
+            "batches_per_second": self.batches_per_second,
+            "bytes_per_second": self.recent.bytes / self.seconds,
+            "batches_per_second_since_start": self.total.batches / self.age_seconds,
+            "epoch_batches": figures["epoch_batches"],
+            "workers": [worker.as_dict() for worker in self.workers],
+            "stats": self.total.as_dict(),
+            "verdict": {
+                "kind": verdict.kind,
+                "sentence": verdict.sentence,
+                "reason": verdict.reason,
+                "workers_needed": verdict.workers_needed,
+                "seconds": seconds,
+            },
+        }
+
+
+def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
+    """The statistics of an iterator between two looks, or since it was made."""
+    counts = now.figures["counts"]
+    earlier = since.figures["counts"] if since else {}
+    figures = {name: max(0, count - earlier.get(name, 0)) for name, count in counts.items()}
+
+    def seconds(name: str) -> float:
+        return float(figures[name]) / 1e9
+
+    return Stats(
+        num_workers=len(workers),
+        cores=_cores(pid),
+        iterators=1,
+        epochs=figures["epochs"],
+        batches=figures["batches"],
+        bytes=figures["bytes"],
+        next_seconds=seconds("next"),
+        first_seconds=seconds("first"),
+        waited_seconds=seconds("waited"),
+        blocked_seconds=seconds("blocked"),
+        sampler_seconds=seconds("sampler"),
+        step_seconds=seconds("step"),
+        workers=tuple(_worker_stats(view, now, since) for view in workers),
+        arena=ArenaStats(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
+        copies=CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+        pinning=PinningStats(now.figures["pinning"], figures["pinned"], seconds("pinning")),
+    )
+
+
+def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
+    figures = now.figures["workers"][view.id]
+    earlier: dict[str, Any] = {"tasks": 0, "seconds": {}}
+    time = now.times[view.id]
+    if since:
+        earlier, time = since.figures["workers"][view.id], _between(time, since.times[view.id])
+    spent = {name: max(0.0, value - earlier["seconds"].get(name, 0.0)) for name, value in figures["seconds"].items()}
+    return WorkerStats(
+        id=view.id,
+        pid=view.pid or 0,
+        alive=view.state not in ("left", "ended"),
+        rss_bytes=view.memory_bytes or 0,
+        tasks=max(0, figures["tasks"] - earlier["tasks"]),
+        starting_seconds=spent["starting"],
+        idle_seconds=spent["idle"],
+        fetch_seconds=spent["fetch"],
+        collate_seconds=spent["collate"],
+        pack_seconds=spent["pack"] + spent["publish"],
+        cpu_seconds=None if time is None else time.cpu,
+        queued_seconds=None if time is None else time.queued,
+    )
+
+
+def _between(now: ProcessorTime | None, before: ProcessorTime | None) -> ProcessorTime | None:
+    if now is None or before is None:
+        return None
+    queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
+    return ProcessorTime(max(0.0, now.cpu - before.cpu), queued)
+
+
+def _cores(pid: int) -> int:
+    """Cores that a process may use: its affinity and, where it is in our cgroup, the CPU quota."""
+    try:
+        cores = float(len(os.sched_getaffinity(pid)))
+    except OSError:
+        cores = float(os.cpu_count() or 1)
+    if cores <= len(os.sched_getaffinity(0)) and _cgroup(pid) == _cgroup(os.getpid()):
+        cores = min(cores, effective_cores())
+    return max(1, math.ceil(cores))
+
+
+def _cgroup(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup") as file:
+        return file.read()
+    return ""

@@ -1,0 +1,93 @@
+//! What the main process shows of itself in the arena's head, for `rustloader top` in another process.
+//!
+//! Plain stores by the thread that has the turn, at the looks at the clock that `next` takes in any case: no system call, no
+//! lock, and nothing that anybody waits for.
+
+use std::time::Duration;
+
+use super::Engine;
+use crate::metrics::Count;
+use crate::scheduler::Settings;
+use crate::shm::arena::Arena;
+use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT, PINNING};
+use crate::sync::Ordering;
+use crate::sys;
+
+/// Fills in the page of a new iterator.
+pub(super) fn open(arena: &Arena, settings: &Settings) {
+    let (page, now) = (&arena.header().main, sys::clock::monotonic_ns());
+    let prefetch_factor = u32::try_from(settings.prefetch_factor).unwrap_or(u32::MAX);
+    let options =
+        if settings.in_order { IN_ORDER } else { 0 } | if settings.persistent { PERSISTENT } else { 0 };
+    page.pid.store(std::process::id(), Ordering::Relaxed);
+    page.prefetch_factor.store(prefetch_factor, Ordering::Relaxed);
+    page.options.store(options, Ordering::Relaxed);
+    page.started_ns.store(now, Ordering::Relaxed);
+    page.since_ns.store(now, Ordering::Relaxed);
+    page.state.store(MainState::Starting as u32, Ordering::Relaxed);
+}
+
+/// The iterator has ended: from now on the arena is of no interest.
+pub(super) fn close(arena: &Arena) {
+    arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
+}
+
+impl<T, B: Send + 'static> Engine<T, B> {
+    /// The page; `None` once another iterator may have the arena, and in a forked child.
+    #[inline]
+    fn page(&self) -> Option<&MainPage> {
+        (!self.finished && self.handle.is_ours()).then(|| &self.handle.arena.header().main)
+    }
+
+    /// Shows a state that begins now.
+    #[inline]
+    pub(super) fn show(&self, state: MainState, since: Duration) {
+        if let Some(page) = self.page() {
+            page.since_ns.store(since.as_nanos() as u64, Ordering::Relaxed);
+            page.state.store(state as u32, Ordering::Relaxed);
+        }
+    }
+
+    /// Shows that a `next` begins, and the step that has ended there: its time must not be missing until that `next` ends.
+    #[inline]
+    pub(super) fn show_next(&self) {
+        if let Some(page) = self.page() {
+            let step = self.handle.meter.get(Count::Step);
+            page.counts[Count::Step as usize].store(step, Ordering::Relaxed);
+        }
+        self.show(MainState::Next, self.now);
+    }
+
+    /// Shows what the `next` that is under way does.
+    #[inline]
+    pub(super) fn show_in_next(&self, state: MainState) {
+        if let Some(page) = self.page() {
+            page.state.store(state as u32, Ordering::Relaxed);
+        }
+    }
+
+    /// Shows the counters at the end of a `next`, and the state that begins there.
+    #[inline]
+    pub(super) fn show_counts(&self, state: MainState) {
+        if let Some(page) = self.page() {
+            self.handle.meter.show(page);
+        }
+        self.show(state, self.now);
+    }
+
+    /// Shows that an epoch begins.
+    pub(super) fn show_epoch(&self, batches: u64) {
+        if let Some(page) = self.page() {
+            page.epoch_task.store(self.scheduler.first_task().0, Ordering::Relaxed);
+            page.epoch_batches.store(batches, Ordering::Relaxed);
+            self.handle.meter.show(page);
+        }
+    }
+
+    /// Shows that there is a pin thread.
+    pub(super) fn show_pinning(&self) {
+        if let Some(page) = self.page() {
+            page.options.store(page.options.load(Ordering::Relaxed) | PINNING, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! What another process's iterator does, read out of its arena from outside.
+//!
+//! The arena is read by `pread` through a descriptor that cannot write: nothing is mapped, so that no page of the arena comes
+//! into being by a look at it, and nothing there can be changed. The observed process takes no part. What is read may be torn,
+//! or garbage: every number that leads further is checked first, and all others are only shown.
+
+use std::os::fd::BorrowedFd;
+
+use crate::error::{Error, Result};
+use crate::metrics::{Count, WorkerTotals};
+use crate::shm::arena::Usage;
+use crate::shm::layout::{
+    Block, Control, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT, PINNING,
+    RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
+};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sys;
+use crate::tree;
+
+/// A page that changes while it is read is read again, this many times at most.
+const TRIES: usize = 4;
+/// Entries of a block table that are read at a time.
+const ENTRIES: u32 = 1024;
+
+/// An iterator, as it was at one moment.
+#[derive(Clone, Debug)]
+pub struct Observed {
+    /// The monotonic clock at that moment, in nanoseconds.
+    pub now_ns: u64,
+    /// The main process, as it knows itself.
+    pub pid: u32,
+    /// What it does.
+    pub state: MainState,
+    /// Nanoseconds in the state.
+    pub in_state_ns: u64,
+    /// Nanoseconds since the iterator was made.
+    pub age_ns: u64,
+    /// The workers have been told to leave.
+    pub stopping: bool,
+    /// The iterator's `prefetch_factor`.
+    pub prefetch_factor: u32,
+    /// Batches are delivered in order.
+    pub in_order: bool,
+    /// The workers live from epoch to epoch.
+    pub persistent: bool,
+    /// There is a pin thread.
+    pub pinning: bool,
+    /// Batches of this epoch that were handed out.
+    pub epoch_batches: u64,
+    /// By the number of the [`Count`]; the state that lasts is counted in.
+    pub counts: [u64; Count::LEN],
+    /// By the worker's number.
+    pub workers: Vec<ObservedWorker>,
+    /// Its shared memory.
+    pub usage: Usage,
+}
+
+/// A worker, as it was at one moment.
+#[derive(Clone, Debug)]
+pub struct ObservedWorker {
+    /// What it does.
+    pub state: WorkerState,
+    /// Nanoseconds in the state.
+    pub in_state_ns: u64,
+    /// What it has done; the state that lasts is counted in. The process id is the one that the worker knows.
+    pub totals: WorkerTotals,
+    /// The batch that it is at, or was at last, by its number in the epoch. `None` before its first one.
+    pub batch: Option<u64>,
+    /// Nanoseconds since it took that batch up.
+    pub at_batch_ns: u64,
+    /// The index batch of that batch, as a short text.
+    pub index: Option<String>,
+    /// Batches that it has still to take up.
+    pub queued: u32,
+    /// Batches that it has sent and that the main process has not taken.
+    pub ready: u32,
+    /// Bytes of its region of the shared memory that have pages.
+    pub warm: u64,
+}
+
+/// Looks at an arena. `None` while no iterator has it.
+///
+/// Errors: [`Error::Layout`] for one of another version, [`Error::Corrupt`] for what is no arena.
+pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
+    let file = File { fd, len: sys::peek::len(fd) as u64 };
+    let header: Header = file.read(0)?;
+    let version = header.version.load(Ordering::Relaxed);
+    match header.magic.load(Ordering::Relaxed) {
+        MAGIC => {}
+        // It has just been created.
+        0 if version == 0 => return Ok(None),
+        other => return Err(Error::corrupt(format!("the file begins with {other:#x}, expected {MAGIC:#x}"))),
+    }
+    match version {
+        0 => return Ok(None),
+        VERSION => {}
+        found => return Err(Error::Layout { found }),
+    }
+    let geometry = geometry_of(&header, file.len)?;
+    let header = file.read_steady(0, |header: &Header| main_key(&header.main))?;
+    let now_ns = sys::clock::monotonic_ns();
+    let main = &header.main;
+    let state = MainState::from_u32(main.state.load(Ordering::Relaxed));
+    if state == MainState::Unused {
+        return Ok(None);
+    }
+    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    let (since_ns, started_ns, epoch_task) =
+        (word(&main.since_ns), word(&main.started_ns), word(&main.epoch_task));
+    let in_state_ns = now_ns.saturating_sub(since_ns);
+    let options = main.options.load(Ordering::Relaxed);
+    let mut usage = Usage::default();
+    let mut observed = Vec::new();
+    for worker in 0..geometry.workers {
+        let control = file.read_steady(geometry.control(worker), |it: &Control| worker_key(&it.status))?;
+        let before = usage.warm;
+        file.add_region(&geometry, worker, &mut usage)?;
+        let warm = usage.warm.saturating_sub(before);
+        observed.push(worker_of(&control, started_ns, epoch_task, warm));
+    }
+    file.add_region(&geometry, geometry.main_region(), &mut usage)?;
+    let counts = counted(main, state, in_state_ns);
+    Ok(Some(Observed {
+        now_ns,
+        pid: main.pid.load(Ordering::Relaxed),
+        state,
+        in_state_ns,
+        age_ns: now_ns.saturating_sub(started_ns),
+        stopping: header.stop.0.load(Ordering::Relaxed) != 0,
+        prefetch_factor: main.prefetch_factor.load(Ordering::Relaxed),
+        in_order: options & IN_ORDER != 0,
+        persistent: options & PERSISTENT != 0,
+        pinning: options & PINNING != 0,
+        epoch_batches: counts[Count::Batches as usize].saturating_sub(word(&main.epoch_batches)),
+        counts,
+        workers: observed,
+        usage,
+    }))
+}
+
+/// The sizes that an arena's header says, if all of them fit each other and the file.
+fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
+    let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
+    let (workers, ring_slots, table_len) =
+        (word(&header.workers), word(&header.ring_slots), word(&header.table_len));
+    let found = Geometry {
+        workers,
+        ring_slots,
+        table_len,
+        region_len: header.region_len.load(Ordering::Relaxed),
+        total: len,
+    };
+    match Geometry::of_file(len, workers, ring_slots) {
+        Ok(geometry) if geometry == found => Ok(geometry),
+        _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
+    }
+}
+
+fn main_key(page: &MainPage) -> (u32, u64, u64) {
+    let batches = &page.counts[Count::Next as usize];
+    let (since, next) = (page.since_ns.load(Ordering::Relaxed), batches.load(Ordering::Relaxed));
+    (page.state.load(Ordering::Relaxed), since, next)
+}
+
+fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
+    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
+}
+
+/// The counters, with the time of the state that lasts: they are shown only at the end of each `next`.
+fn counted(main: &MainPage, state: MainState, in_state_ns: u64) -> [u64; Count::LEN] {
+    let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
+    let lasting: &[Count] = match state {
+        MainState::Next => &[Count::Next],
+        MainState::First => &[Count::Next, Count::First],
+        MainState::Waiting => &[Count::Next, Count::Waited],
+        MainState::Step => &[Count::Step],
+        MainState::Unused | MainState::Starting | MainState::Between => &[],
+    };
+    for count in lasting {
+        let sum: &mut u64 = &mut counts[*count as usize];
+        *sum = sum.saturating_add(in_state_ns);
+    }
+    counts
+}
+
+fn worker_of(control: &Control, started_ns: u64, epoch_task: u64, warm: u64) -> ObservedWorker {
+    let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
+    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    let pid = page.pid.load(Ordering::Relaxed);
+    let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
+    // Before its process has come to life it has written nothing.
+    let since_ns = if pid == 0 { started_ns } else { word(&page.since_ns) };
+    let (task, taken_up) = (word(&page.task), word(&page.task_since_ns));
+    let index = (word(&page.index_task) == task.wrapping_add(1)).then(|| index_of(page)).flatten();
+    ObservedWorker {
+        state,
+        in_state_ns: now_ns.saturating_sub(since_ns),
+        totals: WorkerTotals::of(page, (pid, state != WorkerState::Left), now_ns),
+        batch: task.checked_sub(epoch_task).filter(|_| taken_up != 0),
+        at_batch_ns: if taken_up == 0 { 0 } else { now_ns.saturating_sub(taken_up) },
+        index,
+        queued: waiting(&control.tasks),
+        ready: waiting(&control.results),
+        warm,
+    }
+}
+
+fn index_of(page: &StatusPage) -> Option<String> {
+    let mut bytes = [0; INDEX_BYTES];
+    for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(&page.index) {
+        *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+    }
+    tree::brief(&bytes, page.index_len.load(Ordering::Relaxed))
+}
+
+fn waiting(ring: &RingControl) -> u32 {
+    let (tail, head) = (ring.tail.0.load(Ordering::Relaxed), ring.head.0.load(Ordering::Relaxed));
+    let count = tail.wrapping_sub(head);
+    // Read one after the other: the head may be ahead.
+    if count > u32::MAX / 2 { 0 } else { count }
+}
+
+/// The file, from which bytes are copied.
+struct File<'a> {
+    fd: BorrowedFd<'a>,
+    len: u64,
+}
+
+impl File<'_> {
+    /// The bytes of a `T`, or of several.
+    fn bytes(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let bytes = match usize::try_from(offset) {
+            Ok(start) => sys::peek::read(self.fd, start, len),
+            Err(_) => Vec::new(),
+        };
+        if bytes.len() == len {
+            return Ok(bytes);
+        }
+        Err(Error::corrupt(format!("a file of {} bytes, read at byte {offset}", self.len)))
+    }
+
+    fn read<T: Shared>(&self, offset: u64) -> Result<T> {
+        Ok(struct_of(&self.bytes(offset, size_of::<T>())?))
+    }
+
+    /// What lies at `offset`, read again while `key` changes.
+    fn read_steady<T: Shared, K: PartialEq>(&self, offset: u64, key: impl Fn(&T) -> K) -> Result<T> {
+        let mut last: T = self.read(offset)?;
+        for _ in 1..TRIES {
+            let again: T = self.read(offset)?;
+            let steady = key(&again) == key(&last);
+            last = again;
+            if steady {
+                break;
+            }
+        }
+        Ok(last)
+    }
+
+    /// Adds the memory of a region.
+    fn add_region(&self, geometry: &Geometry, region: u32, usage: &mut Usage) -> Result<()> {
+        let head: RegionHead = self.read(geometry.region_head(region))?;
+        let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
+        usage.blocks += u64::from(blocks);
+        usage.high_water = usage.high_water.saturating_add(head.high_water.load(Ordering::Relaxed));
+        for first in (0..blocks).step_by(ENTRIES as usize) {
+            let count = ENTRIES.min(blocks - first) as usize;
+            let offset = geometry.table(region) + u64::from(first) * size_of::<Block>() as u64;
+            let bytes = self.bytes(offset, count * size_of::<Block>())?;
+            bytes.chunks_exact(size_of::<Block>()).for_each(|row| usage.add_block(&struct_of(row)));
+        }
+        Ok(())
+    }
+}
+
+/// A copy of a struct of the layout.
+fn struct_of<T: Shared>(bytes: &[u8]) -> T {
+    assert_eq!(bytes.len(), size_of::<T>());
+    // SAFETY: there are as many bytes as the struct has, and any are a valid one ([`Shared`]).
+    unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }
+}

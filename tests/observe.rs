@@ -1,0 +1,241 @@
+//! What `observe` reads of an arena that an engine of this process has, and of files that are none.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustloader::engine::Engine;
+use rustloader::error::Error;
+use rustloader::metrics::Count;
+use rustloader::observe::{Observed, observe};
+use rustloader::scheduler::Settings;
+use rustloader::shm::arena::Arena;
+use rustloader::shm::layout::{Header, MainState, VERSION, WorkerState};
+use rustloader::wire::{ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+use rustloader::{sys, tree};
+
+const WORKERS: u32 = 2;
+
+fn arena() -> Arc<Arena> {
+    Arena::create_sized(64 << 20, WORKERS, 4).unwrap()
+}
+
+fn engine(arena: &Arc<Arena>) -> Engine<u32> {
+    let settings = Settings {
+        workers: WORKERS as usize,
+        prefetch_factor: 2,
+        in_order: true,
+        persistent: true,
+        timeout: None,
+    };
+    Engine::over(arena.clone(), settings).unwrap()
+}
+
+fn port(arena: &Arc<Arena>, worker: u32) -> Port {
+    let doorbell = sys::event::EventFd::new().unwrap();
+    Port::open(arena.inherited(), worker, doorbell.as_fd().try_clone_to_owned().unwrap()).unwrap()
+}
+
+/// The index batch of four ints, encoded.
+fn indices() -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut writer = tree::Writer::new(&mut bytes);
+    writer.open_ints(tree::Group::List, 4);
+    (10..14).for_each(|index| writer.next_int(index));
+    bytes
+}
+
+/// The arena's file, opened anew so that it cannot be written.
+fn read_only(arena: &Arena) -> OwnedFd {
+    let path = format!("/proc/self/fd/{}", arena.raw_fd());
+    File::open(path).unwrap().into()
+}
+
+fn look(arena: &Arena) -> Option<Observed> {
+    observe(read_only(arena).as_fd()).unwrap()
+}
+
+#[test]
+fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
+    let arena = arena();
+    assert!(look(&arena).is_none(), "no iterator has it yet");
+    let mut engine = engine(&arena);
+    let seen = look(&arena).unwrap();
+    assert_eq!((seen.pid, seen.state), (std::process::id(), MainState::Starting));
+    assert_eq!((seen.prefetch_factor, seen.in_order, seen.persistent, seen.pinning), (2, true, true, false));
+    assert_eq!(seen.workers.len(), WORKERS as usize);
+    let idle = &seen.workers[1];
+    assert_eq!(
+        (idle.state, idle.totals.pid, idle.batch, &idle.index),
+        (WorkerState::Starting, 0, None, &None)
+    );
+    engine.finish();
+    assert!(look(&arena).is_none(), "it has ended");
+    engine.next_begins();
+    engine.next_ends();
+    assert!(look(&arena).is_none(), "a late call does not touch what may be another iterator's");
+}
+
+#[test]
+fn a_worker_shows_its_batch_and_its_index() {
+    let arena = arena();
+    let mut engine = engine(&arena);
+    engine.epoch_begins();
+    let worker = port(&arena, 0);
+    engine.submit(7, TaskKind::Plain, &indices()).unwrap();
+    assert_eq!(look(&arena).unwrap().workers[0].queued, 1);
+    assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
+    std::thread::sleep(Duration::from_millis(2));
+    let seen = look(&arena).unwrap().workers.remove(0);
+    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 0));
+    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
+    assert!(seen.at_batch_ns >= 2_000_000 && seen.in_state_ns >= 2_000_000);
+    assert!(seen.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the state that lasts counts");
+    worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
+    let seen = look(&arena).unwrap();
+    assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));
+    assert!(seen.workers[0].warm > 0 && seen.usage.warm >= seen.workers[0].warm);
+    // The next one is a pickle, which nobody but the worker opens.
+    engine.submit(8, TaskKind::Plain, b"").unwrap();
+    engine.submit(9, TaskKind::Pickle, &[0; 100]).unwrap();
+    assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
+    let seen = look(&arena).unwrap().workers.remove(0);
+    assert_eq!((seen.batch, seen.index), (Some(2), None));
+}
+
+#[test]
+fn main_shows_its_state_and_its_counters() {
+    let arena = arena();
+    let mut engine = engine(&arena);
+    engine.epoch_begins();
+    engine.next_begins();
+    assert_eq!(look(&arena).unwrap().state, MainState::Next);
+    engine.wait(Some(Duration::ZERO)).unwrap();
+    std::thread::sleep(Duration::from_millis(2));
+    let seen = look(&arena).unwrap();
+    assert_eq!(seen.state, MainState::First);
+    assert!(seen.counts[Count::First as usize] >= 2_000_000, "the state that lasts counts");
+    engine.after_wait().unwrap();
+    assert_eq!(look(&arena).unwrap().state, MainState::Next);
+    engine.handle().meter.add(Count::Batches, 3);
+    engine.next_ends();
+    let seen = look(&arena).unwrap();
+    assert_eq!((seen.state, seen.epoch_batches), (MainState::Step, 3));
+    assert_eq!(seen.counts[Count::Epochs as usize], 1);
+    std::thread::sleep(Duration::from_millis(2));
+    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
+    engine.next_begins();
+    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000, "and is not lost when it ends");
+    engine.wait(Some(Duration::ZERO)).unwrap();
+    assert_eq!(look(&arena).unwrap().state, MainState::Waiting);
+    engine.after_wait().unwrap();
+    engine.epoch_ends();
+    engine.next_ends();
+    assert_eq!(look(&arena).unwrap().state, MainState::Between);
+    engine.handle().close();
+    assert!(look(&arena).unwrap().stopping);
+}
+
+#[test]
+fn looking_writes_nothing_and_makes_no_page() {
+    let arena = arena();
+    let _engine = engine(&arena);
+    let blocks = || std::fs::metadata(format!("/proc/self/fd/{}", arena.raw_fd())).unwrap().blocks();
+    let (before, file) = (blocks(), File::from(read_only(&arena)));
+    for _ in 0..10 {
+        assert!(observe(file.as_fd()).unwrap().is_some());
+    }
+    assert_eq!(blocks(), before);
+    let refused = file.write_at(b"x", 0).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::EBADF));
+}
+
+/// A file of these bytes.
+fn file_of(bytes: &[u8], len: u64) -> OwnedFd {
+    let fd = sys::memfd::create("rustloader-test", len).unwrap();
+    let file = File::from(fd);
+    file.write_all_at(bytes, 0).unwrap();
+    file.into()
+}
+
+/// The fixed part of an arena's file.
+fn head_of(arena: &Arena) -> Vec<u8> {
+    let len = arena.geometry().table(0) as usize;
+    sys::peek::read(arena.fd(), 0, len)
+}
+
+#[test]
+fn another_version_is_named() {
+    let arena = arena();
+    let _engine = engine(&arena);
+    let mut head = head_of(&arena);
+    let at = std::mem::offset_of!(Header, version);
+    head[at..at + 4].copy_from_slice(&77u32.to_le_bytes());
+    let error = observe(file_of(&head, arena.geometry().total).as_fd()).unwrap_err();
+    assert_eq!(error, Error::Layout { found: 77 });
+    let text = error.to_string();
+    assert!(
+        text.contains("layout version 77") && text.contains(&format!("reads version {VERSION}")),
+        "{text}"
+    );
+}
+
+#[test]
+fn what_is_no_arena_is_an_error() {
+    assert!(matches!(observe(file_of(b"", 0).as_fd()), Err(Error::Corrupt { .. })));
+    assert!(matches!(observe(file_of(b"short", 100).as_fd()), Err(Error::Corrupt { .. })));
+    assert!(matches!(observe(file_of(&[7; 4096], 1 << 20).as_fd()), Err(Error::Corrupt { .. })));
+    // Of zeroes: an arena in the making.
+    assert!(observe(file_of(b"", 1 << 20).as_fd()).unwrap().is_none());
+    let (reader, _writer) = std::io::pipe().unwrap();
+    assert!(matches!(observe(reader.as_fd()), Err(Error::Corrupt { .. })));
+    let closed = reader.as_raw_fd() + 1000;
+    // SAFETY: the number is nobody's; looking at it is what is tested.
+    assert!(observe(unsafe { BorrowedFd::borrow_raw(closed) }).is_err());
+}
+
+#[test]
+fn a_truncated_arena_is_an_error() {
+    let arena = arena();
+    let _engine = engine(&arena);
+    let head = head_of(&arena);
+    for len in [0, 1, 64, size_of::<Header>(), 4096, head.len() - 1, head.len()] {
+        let observed = observe(file_of(&head[..len], len as u64).as_fd());
+        assert!(matches!(observed, Err(Error::Corrupt { .. })), "{len} bytes");
+    }
+}
+
+#[test]
+fn garbage_behind_a_sound_head_is_shown_or_refused_but_leads_nowhere() {
+    let arena = arena();
+    let _engine = engine(&arena);
+    let sound = head_of(&arena);
+    let mut state = 3u64;
+    let mut random = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        state >> 33
+    };
+    for round in 0..300 {
+        let mut head = sound.clone();
+        // In some rounds all words are damaged, in others a few.
+        let damaged = if round % 3 == 0 { head.len() / 8 } else { 20 };
+        for _ in 0..damaged {
+            let at = 24 + random() as usize % (head.len() - 32);
+            let word = if random() % 2 == 0 { u64::MAX } else { random() << 16 };
+            head[at..at + 8].copy_from_slice(&word.to_le_bytes());
+        }
+        if round % 5 == 0 {
+            // The sizes, too.
+            let at = 8 + random() as usize % 16;
+            head[at] ^= random() as u8;
+        }
+        match observe(file_of(&head, arena.geometry().total).as_fd()) {
+            Ok(Some(seen)) => assert_eq!(seen.workers.len(), WORKERS as usize),
+            Ok(None) | Err(Error::Corrupt { .. } | Error::Layout { .. }) => {}
+            Err(other) => panic!("{other}"),
+        }
+    }
+}

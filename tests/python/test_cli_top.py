@@ -1,0 +1,751 @@
+"""`rustloader top`: the loaders of other processes, and the words for what cannot be shown."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from pinning_support import pinning
+from sample_data import Numbers
+from support import (
+    STARTED,
+    DataLoader,
+    gone,
+    kill,
+    mappings,
+    open_files,
+    rustloader,
+    start_script,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
+
+if rustloader is not None:
+    from rustloader import _cli
+    from rustloader._cli import looks, processes, top, top_view
+
+HEAD = """
+import json, os, sys, threading, time
+import torch
+from torch.utils.data import Dataset, IterableDataset
+import rustloader
+from rustloader import DataLoader
+
+
+class Items(Dataset):
+    def __init__(self, stuck=None, seconds=0.001):
+        self.stuck, self.seconds = stuck, seconds
+
+    def __len__(self):
+        return 100_000_000
+
+    def __getitem__(self, i):
+        time.sleep(3600 if i == self.stuck else self.seconds)
+        return torch.tensor(i)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        while True:
+            time.sleep(0.001)
+            yield torch.zeros(3)
+
+
+def say(**words):
+    print(json.dumps(words), flush=True)
+"""
+LOOP = """
+if __name__ == "__main__":
+    loader = DataLoader(Items({stuck}), batch_size=4, num_workers=2, prefetch_factor=3, **{options})
+    iterator = iter(loader)
+    next(iterator)
+    say(workers=[worker.pid for worker in iterator._workers])
+    for batch in iterator:
+        time.sleep(0.001)
+"""
+
+
+@contextlib.contextmanager
+def running(source, tmp_path, **kw):
+    """A script, and what it has said first."""
+    process = start_script(source, tmp_path / "script.py", head=HEAD, **kw)
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+    finally:
+        kill(process)
+
+
+def run(*arguments, capsys):
+    status = _cli.main(["top", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def as_json(pid, capsys, interval=0.2):
+    status, out, err = run(pid, "--json", "--interval", interval, capsys=capsys)
+    assert (status, err) == (0, ""), err
+    return json.loads(out)
+
+
+def refused(*arguments, capsys):
+    status, out, err = run(*arguments, capsys=capsys)
+    assert status == 2 and err.startswith("rustloader top: ") and err.count("\n") == 1, (status, out, err)
+    return err.removeprefix("rustloader top: ").rstrip("\n")
+
+
+def loop(stuck=None, **options):
+    return LOOP.format(stuck=stuck, options=options)
+
+
+# What is shown
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_live_process_is_shown(method, tmp_path, capsys):
+    source = loop(multiprocessing_context=method, persistent_workers=method == "fork")
+    with running(source, tmp_path) as (process, said):
+        shown = as_json(process.pid, capsys)
+        assert shown["pid"] == process.pid and "script.py" in shown["command"] and shown["memory_bytes"] > 1 << 20
+        (loader,) = shown["loaders"]
+        assert (loader["num_workers"], loader["prefetch_factor"], loader["in_order"]) == (2, 3, True)
+        assert loader["persistent"] == (method == "fork") and not loader["pinning"]
+        assert loader["main"]["state"] in ("next", "waiting", "step") and loader["interval_seconds"] >= 0.2
+        assert 0.2 < sum(loader["main"]["shares"].values()) <= 1.05
+        assert loader["stats"]["batches"] >= loader["epoch_batches"] > 0 and loader["stats"]["epochs"] == 1
+        assert loader["verdict"]["kind"] in rustloader._verdict.VerdictKind.__args__
+        assert [worker["pid"] for worker in loader["workers"]] == said["workers"]
+        for worker in loader["workers"]:
+            assert worker["memory_bytes"] > 1 << 20 and worker["shared_bytes"] > 0
+            assert 0.5 < sum(worker["shares"].values()) <= 1.001, worker
+        later = as_json(process.pid, capsys)["loaders"][0]
+        assert later["stats"]["batches"] > loader["stats"]["batches"] and later["batches_per_second"] > 0
+
+
+def test_once_is_plain_text(tmp_path, capsys):
+    with running(loop(), tmp_path) as (process, said):
+        status, out, err = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
+        assert (status, err) == (0, "") and "\x1b" not in out
+        lines = out.splitlines()
+        assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
+        assert lines[2].startswith("loader 1      2 workers, prefetch_factor=3; made ")
+        for name in ("main", "last", "batches", "memory", "verdict"):
+            assert any(line.startswith(f"  {name}") for line in lines), name
+        assert lines[-3].split() == "worker pid state batch for fetch coll pack idle memory indices".split()
+        assert [line.split()[:2] for line in lines[-2:]] == [
+            ["0", str(said["workers"][0])],
+            ["1", str(said["workers"][1])],
+        ]
+        # Without a terminal nothing is drawn.
+        assert run(process.pid, "--interval", "0.1", capsys=capsys)[1].splitlines()[0] == lines[0]
+
+
+def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys):
+    # Batch 41 is worker 1's.
+    with running(loop(stuck=41 * 4 + 2), tmp_path) as (process, said):
+        shown = []
+
+        def stands_out():
+            shown[:] = as_json(process.pid, capsys)["loaders"]
+            return shown[0]["workers"][1]["stuck"]
+
+        assert wait_until(stands_out, STARTED)
+        worker = shown[0]["workers"][1]
+        assert (worker["state"], worker["batch"], worker["index"]) == ("fetching", 41, "[164, 165, 166, 167]")
+        assert worker["seconds"] >= 2 and worker["shares"]["fetch"] > 0.9 and worker["usual_batch_seconds"] < 1
+        assert shown[0]["main"]["state"] == "waiting" and shown[0]["epoch_batches"] == 41
+        assert not shown[0]["workers"][0]["stuck"]
+        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+        pid = said["workers"][1]
+        assert f"  !           worker 1 (pid {pid}) has been fetching batch 41 for " in out
+        assert "indices [164, 165, 166, 167]. Its batches take " in out and "\n    !1 " in out
+        assert (
+            "waiting for batch 41 for " in out and "verdict     The loop waits, and the worker below stands out." in out
+        )
+
+
+def test_a_long_index_is_shortened_and_a_pickled_one_left_out(tmp_path, capsys):
+    source = """
+        class Sampler:
+            def __iter__(self):
+                yield list(range(1000, 1064))
+                yield [{"a": 1}]
+
+        class Stuck(Items):
+            def __getitem__(self, i):
+                time.sleep(3600)
+
+        if __name__ == "__main__":
+            iterator = iter(DataLoader(Stuck(), batch_sampler=Sampler(), num_workers=2))
+            say()
+            next(iterator)
+    """
+    with running(source, tmp_path) as (process, _):
+        texts = []
+
+        def at_work():
+            workers = as_json(process.pid, capsys)["loaders"][0]["workers"]
+            texts[:] = [worker["index"] for worker in workers]
+            return all(worker["state"] == "fetching" for worker in workers)
+
+        assert wait_until(at_work, STARTED)
+        assert texts == ["[1000, 1001, 1002, 1003, 1004, 1005, 1006, ... 64 in all]", None]
+
+
+def test_several_loaders_of_every_kind(tmp_path, capsys):
+    source = """
+        def turn(loader):
+            for batch in loader:
+                time.sleep(0.001)
+
+        if __name__ == "__main__":
+            rustloader.install()
+            loaders = [
+                DataLoader(Stream(), batch_size=4, num_workers=1),
+                torch.utils.data.DataLoader(Items(), num_workers=2, in_order=False),
+                DataLoader(Items(), num_workers=1, persistent_workers=True),
+            ]
+            iterators = [iter(loader) for loader in loaders]
+            threads = [threading.Thread(target=turn, args=(it,), daemon=True) for it in iterators[:2]]
+            [thread.start() for thread in threads]
+            next(iterators[2])
+            say()
+            [thread.join() for thread in threads]
+    """
+    if "in_order" not in rustloader.DataLoader.__init__.__code__.co_varnames:
+        source = source.replace(", in_order=False", "")
+    with running(source, tmp_path) as (process, _):
+
+        def shown():
+            return as_json(process.pid, capsys)["loaders"]
+
+        assert wait_until(lambda: all(it["epoch_batches"] for it in shown()), STARTED)
+        loaders = shown()
+        assert [len(it["workers"]) for it in loaders] == [1, 2, 1]
+        assert [it["persistent"] for it in loaders] == [False, False, True]
+        assert loaders[2]["main"]["state"] == "step" and loaders[2]["main"]["shares"]["step"] > 0.9
+        assert loaders[0]["batches_per_second"] > 0 and loaders[0]["workers"][0]["index"] is None
+
+
+def test_pinning_is_shown():
+    with pinning():
+        loader = DataLoader(Numbers(1000), batch_size=4, num_workers=1, pin_memory=True)
+        iterator = iter(loader)
+        for _ in range(8):
+            next(iterator)
+        (look,) = looks.take(os.getpid())
+        assert look.figures["pinning"] and look.figures["counts"]["pinned"] >= 7
+        shown = looks.Loader(os.getpid(), None, look)
+        assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
+        assert any("pinned" in text for line in top_view.frame(1, "", [shown], 100) for text, _ in line)
+        iterator._shutdown_workers()
+        assert not looks.take(os.getpid())
+
+
+def test_the_statistics_are_those_that_the_process_itself_gives():
+    iterator = iter(DataLoader(Numbers(100), batch_size=4, num_workers=2))
+    for _ in range(10):
+        next(iterator)
+    # With what is in flight.
+    assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 14, STARTED)
+    (look,) = looks.take(os.getpid())
+    seen, own = looks.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
+    for name in ("num_workers", "iterators", "epochs", "batches", "bytes", "next_seconds", "first_seconds", "copies"):
+        assert getattr(seen, name) == getattr(own, name), name
+    assert [worker.pid for worker in seen.workers] == [worker.pid for worker in own.workers]
+    assert [worker.tasks for worker in seen.workers] == [worker.tasks for worker in own.workers]
+    assert seen.step_seconds > 0 and seen.workers[0].cpu_seconds > 0
+
+
+def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
+    def look(now, batches, **counts):
+        made = figures(1) | {"now": now}
+        made["counts"] = dict.fromkeys(COUNTS, 0) | {"epochs": 1, "batches": batches} | counts
+        return looks.Look((1, 2), made, (None,), (None,))
+
+    # All of the wait lies before the last seconds.
+    waited = {"waited": 10**12, "next": 10**12}
+    first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
+    now = look(910.5, 1100, step=10**10, **waited)
+    assert looks.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
+    assert looks.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
+    for earlier in (None, early):
+        verdict, seconds = looks.Loader(os.getpid(), None, now, earlier).verdict
+        assert verdict.kind != "step" and seconds is None
+
+
+def test_between_two_epochs(tmp_path, capsys):
+    source = """
+        if __name__ == "__main__":
+            loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True)
+            other = DataLoader(list(range(4)), num_workers=1)
+            list(loader), list(other), list(loader)
+            say()
+            time.sleep(3600)
+    """
+    with running(source, tmp_path) as (process, _):
+        (loader,) = as_json(process.pid, capsys)["loaders"]
+        assert loader["main"]["state"] == "between" and loader["stats"]["epochs"] == 2
+        assert (loader["stats"]["batches"], loader["epoch_batches"]) == (8, 4)
+        assert loader["workers"][0]["state"] == "idle"
+        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+        assert "  main        between two epochs for " in out and "epoch 2, 4 batches" in out
+
+
+def test_the_pid_of_a_worker_shows_its_main_process(tmp_path, capsys):
+    with running(loop(), tmp_path) as (process, said):
+        status, out, err = run(said["workers"][1], "--json", "--interval", "0.1", capsys=capsys)
+        assert (status, json.loads(out)["pid"]) == (0, process.pid)
+        words = f"Process {said['workers'][1]} is worker 1 of a loader of process {process.pid}, which is shown.\n"
+        assert err == words
+
+
+def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, capsys):
+    source = """
+        if __name__ == "__main__":
+            iterator = iter(DataLoader(Items(), num_workers=1))
+            next(iterator)
+            os.closerange(3, 1000)
+            say()
+            time.sleep(3600)
+    """
+    with running(source, tmp_path) as (process, _):
+        if os.geteuid() == 0:
+            assert len(as_json(process.pid, capsys)["loaders"]) == 1
+        else:
+            assert "run this with sudo" in refused(process.pid, "--once", capsys=capsys)
+
+
+def test_the_memory_of_workers_in_a_container_is_theirs_or_unknown(tmp_path, capsys, monkeypatch):
+    assert processes.outer_pids(os.getpid()) is None
+    with running(loop(), tmp_path) as (process, said):
+        first, second = said["workers"]
+        monkeypatch.setattr(processes, "outer_pids", lambda pid: {process.pid: process.pid, first: second})
+        zero, one = as_json(process.pid, capsys)["loaders"][0]["workers"]
+        assert zero["pid"] == second and zero["memory_bytes"] > 1 << 20
+        assert (one["pid"], one["memory_bytes"]) == (None, None)
+        assert " n/a" in run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+
+
+# What the watched process sees of it
+
+
+def test_a_look_opens_for_reading_alone_and_leaves_nothing_open(tmp_path, capsys, monkeypatch):
+    flags, opened = [], os.open
+
+    def noting_open(path, how, *rest):
+        if str(path).startswith("/proc/"):
+            flags.append(how & (os.O_ACCMODE | os.O_CREAT | os.O_TRUNC))
+        return opened(path, how, *rest)
+
+    with running(loop(), tmp_path) as (process, _):
+        monkeypatch.setattr(os, "open", noting_open)
+        before = open_files(), mappings()
+        as_json(process.pid, capsys)
+        assert flags and set(flags) == {os.O_RDONLY}
+        assert (open_files(), mappings()) == before
+
+
+# Which process
+
+
+def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, capsys, monkeypatch):
+    known = [os.getpid()]
+    monkeypatch.setattr(processes, "pids", lambda: known)
+    words = refused(capsys=capsys)
+    assert words.startswith("no process") and "has a loader at work on rustloader's engine now. " in words
+    (tmp_path / "b").mkdir()
+    with running(loop(), tmp_path) as (one, said), running(loop(), tmp_path / "b") as (two, _):
+        # Its workers have the arena open, and a child of it may.
+        known += [one.pid, *said["workers"]]
+        status, out, err = run("--json", "--interval", "0.1", capsys=capsys)
+        assert (status, json.loads(out)["pid"]) == (0, one.pid)
+        known.append(two.pid)
+        status, out, err = run(capsys=capsys)
+        assert (status, err) == (
+            2,
+            "rustloader top: several processes have loaders at work; choose one: rustloader top PID\n",
+        )
+        heading, *rows = out.splitlines()
+        assert heading.split() == ["pid", "loaders", "command"]
+        assert sorted(row.split()[:2] for row in rows) == sorted([[str(one.pid), "1"], [str(two.pid), "1"]])
+        status, out, err = run("--json", capsys=capsys)
+        assert status == 2 and {it["pid"] for it in json.loads(out)["processes"]} == {one.pid, two.pid}
+
+
+def test_no_such_process(capsys):
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert refused(child.pid, "--once", capsys=capsys) == f"there is no process {child.pid}"
+
+
+def test_a_process_that_has_ended_and_was_not_waited_for(capsys):
+    child = subprocess.Popen(["true"])
+    try:
+        assert wait_until(lambda: gone(child.pid))
+        assert refused(child.pid, "--once", capsys=capsys) in (
+            f"process {child.pid} has ended",
+            f"there is no process {child.pid}",
+        )
+    finally:
+        child.wait()
+
+
+def test_a_process_of_another_user(capsys, monkeypatch):
+    def forbidden(pid):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(processes, "_open_arenas", forbidden)
+    monkeypatch.setattr(processes, "user", lambda: "somebody")
+    name = processes.owner(1)
+    words = refused(1, "--once", capsys=capsys)
+    assert words == f"process 1 belongs to {name}; run as that user or with sudo"
+    monkeypatch.setattr(processes, "user", lambda: name)
+    words = refused(1, "--once", capsys=capsys)
+    assert words == "process 1 does not let other processes of its user look at it; run this with sudo"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
+def test_another_user_may_not_look(tmp_path):
+    """The kernel's own answer, to a process that looks as another user does."""
+    with running(loop(), tmp_path) as (process, _):
+        child = os.fork()
+        if child == 0:
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            try:
+                processes.loaders(process.pid)
+            except processes.NothingToSee as reason:
+                os._exit(
+                    0 if str(reason) == f"process {process.pid} belongs to root; run as that user or with sudo" else 1
+                )
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_process_that_does_not_use_the_engine(capsys):
+    child = subprocess.Popen(["sleep", "1000"])
+    try:
+        words = refused(child.pid, "--once", capsys=capsys)
+        assert words.startswith(
+            f"process {child.pid} does not use rustloader's engine. Its loaders, if it has any, run on"
+        )
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_process_whose_loaders_are_torchs_or_at_rest(workers, tmp_path, capsys):
+    source = f"""
+        from rustloader._core import engine_batches  # the extension
+        from torch.utils.data import DataLoader
+
+        if __name__ == "__main__":
+            iterator = iter(DataLoader(Items(), num_workers={workers}))
+            next(iterator)
+            say()
+            time.sleep(3600)
+    """
+    with running(source, tmp_path) as (process, _):
+        words = refused(process.pid, "--once", capsys=capsys)
+        assert words.startswith(
+            f"process {process.pid} uses rustloader, but none of its loaders is at work on the engine now"
+        )
+        assert "num_workers=0" in words and "torch's own iterator" in words
+
+
+@pytest.fixture
+def memfd():
+    """A file like an arena's, of this process."""
+    fd = os.memfd_create("rustloader", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 1 << 20)
+    yield fd
+    os.close(fd)
+
+
+def test_another_version_of_the_layout_is_named(memfd, capsys):
+    os.pwrite(memfd, struct.pack("<QIIII", 0x726C6F6164657201, 2, 8, 1024, 77), 0)
+    words = refused(os.getpid(), "--once", capsys=capsys)
+    assert words.startswith(
+        f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
+    )
+    assert f"this rustloader ({rustloader.__version__}) reads version 2" in words
+
+
+def test_a_damaged_arena_is_an_error(memfd, capsys):
+    os.pwrite(memfd, os.urandom(4096), 0)
+    words = refused(os.getpid(), "--once", capsys=capsys)
+    assert words.startswith(
+        f"the loaders of process {os.getpid()} cannot be read: shared memory of the DataLoader is damaged"
+    )
+
+
+def test_a_process_that_ends_between_two_looks(tmp_path, capsys, monkeypatch):
+    with running(loop(), tmp_path) as (process, _):
+        monkeypatch.setattr(time, "sleep", lambda seconds: kill(process))
+        words = refused(process.pid, "--once", capsys=capsys)
+        assert words in (f"process {process.pid} has ended", f"there is no process {process.pid}")
+
+
+def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
+    source = """
+        if __name__ == "__main__":
+            iterator = iter(DataLoader(Items(), num_workers=2))
+            next(iterator)
+            say(workers=[worker.pid for worker in iterator._workers])
+            time.sleep(3600)
+    """
+    with running(source, tmp_path) as (process, said):
+        os.kill(said["workers"][0], signal.SIGKILL)
+        assert wait_until(lambda: gone(said["workers"][0]))
+        dead, alive = as_json(process.pid, capsys)["loaders"][0]["workers"]
+        assert (dead["state"], dead["memory_bytes"]) == ("ended", None) and alive["state"] != "ended"
+        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+        assert f"worker 0 (pid {said['workers'][0]}) has ended" in out and "\n    !0 " in out
+
+
+# Arguments, and what is missing
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["0"], "argument PID: must be a positive integer, got 0"),
+        (["x"], "argument PID: must be a positive integer, got 'x'"),
+        (["1", "--interval", "0"], "argument --interval: must be a positive number of seconds, got 0"),
+    ],
+)
+def test_mistakes_are_usage_errors(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["top", *arguments])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_without_rich_the_live_view_says_how_to_get_it(capsys, monkeypatch):
+    monkeypatch.setattr(top, "_has_rich", lambda: False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    words = refused(os.getpid(), capsys=capsys)
+    assert words == "the live view needs rich: pip install 'rustloader[cli]', or use --once or --json"
+
+
+def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
+    with running(loop(), tmp_path) as (process, _):
+        code = "import sys; from rustloader._cli import main; main(sys.argv[1:]); "
+        code += "print({'torch', 'rich'} & set(sys.modules))"
+        command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("set()\n")
+
+
+# The live view
+
+
+class Terminal:
+    """`rustloader top` in a terminal of its own."""
+
+    def __init__(self, *arguments, rows=24, columns=80):
+        self._ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.before = termios.tcgetattr(self.theirs)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rustloader", "top", *map(str, arguments)],
+            stdin=self.theirs,
+            stdout=self.theirs,
+            stderr=self.theirs,
+            env=os.environ | {"TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        self.text = ""
+
+    def read(self):
+        while select.select([self._ours], [], [], 0.05)[0]:
+            self.text += os.read(self._ours, 1 << 16).decode(errors="replace")
+        return self.text
+
+    def shows(self, text):
+        return wait_until(lambda: text in self.read(), STARTED)
+
+    def press(self, keys):
+        os.write(self._ours, keys.encode())
+
+    def status(self):
+        assert wait_until(lambda: self.read() is None or self.process.poll() is not None, STARTED), self.text
+        self.read()
+        return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+SHOWS, HIDES = "\x1b[?1049h", "\x1b[?1049l"
+
+
+@pytest.mark.parametrize("end", ["q", "interrupt", "terminate"])
+def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
+    with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
+        assert terminal.shows("loader 1") and terminal.shows("every 0.1 s; q ends"), terminal.text
+        first = terminal.text.count("loader 1")
+        assert wait_until(lambda: terminal.read().count("loader 1") > first + 2, STARTED)
+        if end == "q":
+            terminal.press("xq")
+        else:
+            os.kill(terminal.process.pid, signal.SIGINT if end == "interrupt" else signal.SIGTERM)
+        assert terminal.status() == (143 if end == "terminate" else 0), terminal.text
+        assert terminal.text.count(SHOWS) == terminal.text.count(HIDES) == 1 and "Traceback" not in terminal.text
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
+        assert not gone(process.pid)
+
+
+def test_the_live_view_ends_with_the_process(tmp_path):
+    with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
+        assert terminal.shows("loader 1"), terminal.text
+        kill(process)
+        assert terminal.status() == 0
+        end = terminal.text.rpartition(HIDES)[2].strip()
+        assert end.endswith((f"Process {process.pid} has ended.", f"There is no process {process.pid}.")), end
+
+
+def test_the_live_view_waits_for_loaders(tmp_path):
+    source = """
+        if __name__ == "__main__":
+            loader = DataLoader(Items(), num_workers=1)
+            say()
+            sys.stdin.readline()
+            for batch in loader:
+                pass
+    """
+    reader, writer = os.pipe()
+    try:
+        with (
+            running(
+                "sys.stdin = os.fdopen(int(os.environ['STDIN']))\n" + source.replace("\n        ", "\n"),
+                tmp_path,
+                environment={"STDIN": str(reader)},
+                pass_fds=[reader],
+            ) as (process, _),
+            Terminal(process.pid, "--interval", "0.1") as terminal,
+        ):
+            assert terminal.shows("No loader is at work now"), terminal.text
+            os.write(writer, b"go\n")
+            assert terminal.shows("loader 1"), terminal.text
+            terminal.press("q")
+            assert terminal.status() == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def figures(workers, stuck=()):
+    """What `_core.observe` says of a loader, made up."""
+
+    def worker(number):
+        seconds = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
+        return {
+            "pid": 0,
+            "state": "fetch" if number in stuck else "idle",
+            "seconds_in_state": 99.0 if number in stuck else 0.1,
+            "tasks": 100,
+            "batch": number,
+            "seconds_at_batch": 99.0,
+            "index": "[10000, 10001, 10002, 10003, 10004, 10005, 10006, ... 256 in all]",
+            "queued": 0,
+            "ready": 0,
+            "warm": 1 << 20,
+            "seconds": seconds,
+        }
+
+    return {
+        "now": 1000.0,
+        "started": 100.0,
+        "pid": os.getpid(),
+        "state": "waiting",
+        "seconds_in_state": 98.7,
+        "stopping": False,
+        "prefetch_factor": 2,
+        "in_order": False,
+        "persistent": True,
+        "pinning": True,
+        "epoch_batches": 123456,
+        "counts": dict.fromkeys(COUNTS, 10**9),
+        "workers": [worker(number) for number in range(workers)],
+        "leased": 1 << 40,
+        "warm": 1 << 41,
+        "high_water": 1 << 42,
+        "blocks": 1000,
+    }
+
+
+COUNTS = (
+    "epochs batches bytes copies copied_bytes pickled next waited first blocked sampler step pinned pinning"
+).split()
+
+
+def made_up(workers, stuck=()):
+    look = looks.Look((1, 2), figures(workers, stuck), (None,) * workers, (None,) * workers)
+    return looks.Loader(os.getpid(), None, look)
+
+
+@pytest.mark.parametrize("width, height", [(80, 24), (200, 50), (60, 10), (96, 24)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_view_fits_its_terminal_and_shows_what_stands_out(width, height, count):
+    shown = [made_up(48, stuck={31}) for _ in range(count)]
+    lines = top_view.plain(top_view.frame(12345, "python " + "x" * 300, shown, width, height)).splitlines()
+    assert len(lines) <= height and all(len(line) <= width for line in lines), "\n".join(lines)
+    assert any("!           worker 31 has been fetching batch 31" in line for line in lines)
+    if height >= 24:
+        assert sum(line.startswith("   !31 ") for line in lines) == count, "\n".join(lines)
+        assert any("more workers: make the window taller" in line for line in lines)
+
+
+def test_two_loaders_of_few_workers_fit_a_small_terminal():
+    lines = top_view.plain(top_view.frame(1, "python", [made_up(4), made_up(3)], 80, 23)).splitlines()
+    assert len(lines) <= 23 and not any("more worker" in line for line in lines), "\n".join(lines)
+    assert [line.split()[0] for line in lines if " idle " in line and "state" not in line] == list("0123012")
+
+
+def test_the_columns_stay_where_they_are():
+    def columns(loader):
+        lines = top_view.plain(top_view.frame(1, "python", [loader], 120)).splitlines()
+        heading = next(line for line in lines if line.startswith("worker"))
+        rows = lines[lines.index(heading) + 1 :]
+        return heading, [(row.index("idle") if "idle" in row else row.index("fetching")) for row in rows]
+
+    first, places = columns(made_up(12))
+    second, others = columns(made_up(12, stuck={3, 4}))
+    assert first == second and set(places) == set(others) == {heading_at(first, "state")}
+
+
+def heading_at(heading, name):
+    return heading.index(name)
+
+
+def test_times_and_sizes_have_few_letters():
+    times = {0: "0 ms", 0.9994: "999 ms", 0.9996: "1.0 s", 9.96: "10 s", 99.6: "1m40s", 3599: "59m59s", 3600: "1h00m"}
+    assert {seconds: top_view._time(seconds) for seconds in times} == times
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 123456: "123 kB", 99.94e6: "99.9 MB", 2e12: "2000 GB"}
+    assert {size: top_view._size(size) for size in sizes} == sizes
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["top", "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "examples:\n  python -m rustloader top\n" in out and "--interval SECONDS" in out
