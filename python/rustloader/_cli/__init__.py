@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import sys
+
+from rustloader._cli.arguments import counts, integer, positive_int, positive_seconds, seconds
 
 __all__ = ["main"]
 
@@ -61,6 +62,7 @@ the factory, in train.py:
   def make_loader():
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
+_VERBOSE = "print the whole traceback of an error in your code"
 # Options of `run` whose value is the next argument.
 _VALUED = ("--prefetch-factor", "--multiprocessing-context")
 
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
     run.add_argument("-m", dest="module", action="store_true", help="the script is named as a module, as by python -m")
     run.add_argument("--out-of-order", action="store_true", help="deliver batches as they are ready (in_order=False)")
-    run.add_argument("--prefetch-factor", type=_positive, metavar="N", help="batches that each worker has under way")
+    run.add_argument("--prefetch-factor", type=positive_int, metavar="N", help="batches that each worker has under way")
     run.add_argument("--persistent-workers", action="store_true", help="keep the workers from epoch to epoch")
     run.add_argument(
         "--multiprocessing-context",
@@ -129,52 +131,34 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="as JSON")
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES)
-    check.add_argument("factory", help="module:function or file.py:function")
-    check.add_argument("--batches", type=_positive, metavar="N", help="compare so many batches, not the whole epoch")
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="for torch, numpy and random (0)")
+    add = check.add_argument
+    add("factory", help="module:function or file.py:function")
+    add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
+    add("--seed", type=integer, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="give up after SECONDS without progress (default: 60)",
+    )
+    add("--verbose", action="store_true", help=_VERBOSE)
 
     bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES)
     add = bench.add_argument
     add("factory", help="module:function or file.py:function")
-    add("--workers", type=_counts, metavar="N,...", help="measure with each num_workers, and recommend one")
-    add("--step", type=_seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
-    add("--epochs", type=_positive, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
-    add("--batches", type=_positive, metavar="N", help="batches of an epoch at the most")
-    add("--seconds", type=_some_seconds, default=5.0, metavar="S", help="seconds of an epoch at the most (%(default)s)")
-    add("--json", action="store_true", help="as JSON")
+    add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    add("--step", type=seconds, default=0.0, metavar="SECONDS", help="a training step of so long, which sleeps (0)")
+    add("--epochs", type=positive_int, default=3, metavar="N", help="measured epochs of each loader (%(default)s)")
+    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most")
+    add(
+        "--seconds",
+        type=positive_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds of an epoch at the most (%(default)s)",
+    )
+    add("--json", action="store_true", help="print JSON")
+    add("--verbose", action="store_true", help=_VERBOSE)
     add("--plot", metavar="FILE.png", help="draw what main and workers do when, and the rates (needs matplotlib)")
     return parser
-
-
-def _counts(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 0:
-        raise ValueError(text)
-    return numbers
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise ValueError(text)
-    return number
-
-
-def _some_seconds(text: str) -> float:
-    number = _seconds(text)
-    if number == 0:
-        raise ValueError(text)
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise ValueError(text)
-    return number
-
-
-# As argparse names them: "invalid positive number value".
-_counts.__name__ = "list of numbers"
-_seconds.__name__ = _some_seconds.__name__ = "number of seconds"
-_positive.__name__ = "positive number"

@@ -1,0 +1,77 @@
+"""Argument types of the command line: what they accept, and the text of each error."""
+
+import argparse
+
+import pytest
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader import _cli
+    from rustloader._cli import arguments
+
+INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds"
+COUNTS = "must be a comma-separated list of integers, each 0 or more (such as 0,2,4)"
+
+
+@pytest.mark.parametrize(
+    "kind, text, value",
+    [
+        ("integer", "-3", -3),
+        ("positive_int", " 7 ", 7),
+        ("seconds", "0", 0.0),
+        ("seconds", "1e-3", 0.001),
+        ("positive_seconds", "0.5", 0.5),
+        ("counts", "4,0, 2,4", [0, 2, 4]),
+        ("counts", "3", [3]),
+    ],
+)
+def test_values(kind, text, value):
+    found = getattr(arguments, kind)(text)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "kind, text, error",
+    [
+        ("integer", "1.5", "must be an integer, got 1.5"),
+        ("integer", "", "must be an integer, got ''"),
+        ("positive_int", "0", f"{INTEGER}, got 0"),
+        ("positive_int", "-2", f"{INTEGER}, got -2"),
+        ("positive_int", "many", f"{INTEGER}, got 'many'"),
+        ("seconds", "-1", "must be a number of seconds, 0 or more, got -1"),
+        ("seconds", "nan", "must be a number of seconds, 0 or more, got 'nan'"),
+        ("positive_seconds", "0", f"{SECONDS}, got 0"),
+        ("positive_seconds", "inf", f"{SECONDS}, got 'inf'"),
+        ("counts", "", f"{COUNTS}, got ''"),
+        ("counts", "4,x", f"{COUNTS}, got '4,x'"),
+        ("counts", "4,", f"{COUNTS}, got '4,'"),
+        ("counts", "2,-1", f"{COUNTS}, got '2,-1'"),
+    ],
+)
+def test_errors(kind, text, error):
+    with pytest.raises(argparse.ArgumentTypeError) as raised:
+        getattr(arguments, kind)(text)
+    assert str(raised.value) == error
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        (["check", "x:f", "--batches", "0"], f"argument --batches: {INTEGER}, got 0"),
+        (["check", "x:f", "--timeout", "0"], f"argument --timeout: {SECONDS}, got 0"),
+        (["check", "x:f", "--seed", "z"], "argument --seed: must be an integer, got 'z'"),
+        (["bench", "x:f", "--workers", "4,x"], f"argument --workers: {COUNTS}, got '4,x'"),
+        (["bench", "x:f", "--workers", ""], f"argument --workers: {COUNTS}, got ''"),
+        (["bench", "x:f", "--epochs", "no"], f"argument --epochs: {INTEGER}, got 'no'"),
+        (["bench", "x:f", "--step", "-1"], "argument --step: must be a number of seconds, 0 or more, got -1"),
+        (["bench", "x:f", "--seconds", "0"], f"argument --seconds: {SECONDS}, got 0"),
+        (["run", "--prefetch-factor", "0", "x.py"], f"argument --prefetch-factor: {INTEGER}, got 0"),
+    ],
+)
+def test_every_command_uses_them(given, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(given)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{error}\n")
