@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -21,12 +22,13 @@ from rustloader._cli.passes import Limits
 from rustloader._cli.progress import Progress
 from rustloader._cli.timeline import Recorder, Timeline, watch
 
-__all__ = ["NO_WORKERS", "OURS", "TORCH", "Failure", "Result", "measure", "record"]
+__all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
 
 NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
 SEED = 7
 CHECKED = 8  # batches that are compared before a workload is measured
 SHOWN = 24  # batches in the picture's timelines
+STEP = 0.005  # seconds of their training step, which sleeps as a process does that waits for a GPU
 
 
 class Failure(Exception):
@@ -94,7 +96,7 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     progress.say(f"{workload.name}: compare batches")
     _check_equal(*sides[1:])
     for number in range(settings.rounds):
-        for side in sides[number % 3 :] + sides[: number % 3]:  # nobody always comes first
+        for side in sides[number % 3 :] + sides[: number % 3]:  # each comes first in turn
             progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
             side.rates.append(_pass(side, settings.seconds))
             progress.step()
@@ -113,7 +115,7 @@ def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
             options = _with_workers(settings) | {"persistent_workers": False, "worker_init_fn": recorder}
             loader = loader_class(workload.dataset(settings.data), workload.batch_size, **options)
             skipped = 2 * settings.workers * (loader.prefetch_factor or 0)
-            asked, got = watch(loader, Limits(batches=skipped + SHOWN, seconds=30.0))
+            asked, got = watch(loader, Limits(batches=skipped + SHOWN, seconds=30.0, step=STEP))
             timelines[name] = Timeline(settings.workers, skipped, asked, got, recorder.spans())
     return timelines
 
@@ -132,7 +134,7 @@ def _check_equal(theirs: Side, ours: Side) -> None:
     first = []
     for side in (theirs, ours):
         torch.manual_seed(SEED)  # the order of the samples and the workers' random numbers follow from it
-        first.append([summary(batch) for batch, _ in zip(side.batches, range(CHECKED), strict=False)])
+        first.append([summary(batch) for batch in itertools.islice(side.batches, CHECKED)])
     for number, (their_parts, our_parts) in enumerate(zip(*first, strict=True)):
         if their_parts != our_parts:
             raise Failure(f"batch {number} differs between torch and rustloader")

@@ -111,10 +111,10 @@ class Workload:
 
 
 WORKLOADS = [
-    Workload("LLM tokens", "3 int64 fields x 1024, batch 16", "cutting windows out of a text", lambda _: Tokens(), 16),
-    Workload("Tabular rows", "dict of 3 fields, batch 256", "looking rows up", lambda _: Rows(), 256),
-    Workload("Cached images", "uint8 3 x 224 x 224, batch 64", "reading mapped memory", CachedImages, 64),
-    Workload("JPEG decode + augment", "3 x 224 x 224, batch 32", "decoding and augmenting", Photographs, 32),
+    Workload("LLM tokens", "16 x 3 x 1024 int64", "cutting windows out of a text", lambda _: Tokens(), 16),
+    Workload("Tabular rows", "256 dicts of 3 fields", "looking rows up", lambda _: Rows(), 256),
+    Workload("Cached images", "64 x 3 x 224 x 224 uint8", "reading mapped memory", CachedImages, 64),
+    Workload("JPEG decode + augment", "32 x 3 x 224 x 224 uint8", "decoding and augmenting", Photographs, 32),
 ]
 
 
