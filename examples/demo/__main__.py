@@ -27,9 +27,10 @@ def run() -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupt)
     # Ctrl-C reaches the workers as well, which are the main process's to end.
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     status = run()
     if status == 128 + signal.SIGINT:  # loaders and temporary files went with run()
-        print("Interrupted: no process and no unfinished file is left.")
+        after_echo = "\n" if sys.stdout.isatty() else ""  # a terminal shows ^C
+        print(f"{after_echo}Interrupted: no process and no unfinished file is left.")
     sys.exit(status)

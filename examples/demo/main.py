@@ -71,7 +71,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
     """Part 1: the results, and what went wrong."""
     print(
         f"\nPart 1, the gain: batches/s without a training step, persistent workers; median of {settings.rounds} "
-        f"rounds of {settings.seconds:g} s (range)"
+        f"rounds of {settings.seconds:g} s (lowest to highest)"
     )
     results, failures = [], []
     for workload in WORKLOADS:
@@ -80,6 +80,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
                 results.append(measure(workload, settings, progress))
         except (Failure, RuntimeError) as error:  # a RuntimeError: a worker that died
             failures.append(f"{workload.name}: {error}")
+            print(f"{workload.name}: FAILED, see the last lines")
             continue
         for line in text.row(results[-1], settings.workers):
             print(line)
@@ -113,8 +114,8 @@ def parse(arguments: list[str] | None) -> Settings:
     settings = Settings(**vars(parser.parse_args(arguments)))
     if settings.plot.suffix not in FORMATS:
         parser.error(f"--plot must end in {', '.join(FORMATS)}, got {settings.plot}")
-    if not os.access(settings.plot.absolute().parent, os.W_OK):
-        parser.error(f"--plot: cannot write to the folder {settings.plot.absolute().parent}")
+    if settings.plot.is_dir() or not os.access(settings.plot.absolute().parent, os.W_OK):
+        parser.error(f"--plot: cannot write {settings.plot.absolute()}")
     if settings.readme:
         if settings.rounds < default.rounds or settings.seconds < default.seconds:
             parser.error(f"--readme needs at least {default.rounds} rounds of {default.seconds:g} s")

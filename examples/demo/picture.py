@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
 from demo.measure import NO_WORKERS, OURS, STEP, TORCH, Result
@@ -46,9 +47,9 @@ def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Worklo
         pictured: the workload of the timelines.
         workers: worker processes per loader.
     """
-    figure = Figure(figsize=(11, 5.6), dpi=160, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.3), wspace=0.04)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)  # inches
+    figure = Figure(figsize=(11, 5.6), dpi=160, layout=layout, facecolor="white")
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(1, 1.3), wspace=0.04)[0]
 
     left.suptitle("Batches per second (line: range of the rounds)", fontsize=12, color=INK)
     gains = left.subplots()

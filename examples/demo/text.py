@@ -62,7 +62,7 @@ def conclusion(results: list[Result]) -> list[str]:
         gain = result.ratio(OURS, TORCH)
         words = "No measurable difference" if gain is None else f"Smallest gain, {times(gain)}"
         lines += [f"{words}: {result.workload.name}.", *(f"  {words}" for words in [reason(result)] if words)]
-    unneeded = [result.workload.name for result in results if (result.ratio(NO_WORKERS, OURS) or 0) > 1]
+    unneeded = [result.workload.name for result in results if _is_fastest(result, NO_WORKERS)]
     if unneeded:
         lines.append(f"Fastest without workers (num_workers=0): {', '.join(unneeded)}.")
     return [
@@ -125,11 +125,15 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
+def _is_fastest(result: Result, name: str) -> bool:
+    """Whether a loader is measurably faster than both others."""
+    ratios = [result.ratio(name, other) for other in result.rates if other != name]
+    return all(ratio is not None and ratio > 1 for ratio in ratios)
+
+
 def _cell(result: Result, name: str) -> str:
-    others = [result.ratio(name, other) for other in result.rates if other != name]
-    fastest = all(ratio is not None and ratio > 1 for ratio in others)
     text = rate(result.median(name))
-    return f"**{text}**" if fastest else text
+    return f"**{text}**" if _is_fastest(result, name) else text
 
 
 def _gain_cell(ratio: float | None) -> str:

@@ -60,7 +60,8 @@ class CachedImages(Dataset[tuple[torch.Tensor, int]]):
 
     @cached_property
     def images(self) -> np.ndarray:
-        return np.load(self.file, mmap_mode="c")  # copy on write: torch wants memory that can be written to
+        images: np.ndarray = np.load(self.file, mmap_mode="c")  # copy on write: torch asks for writable memory
+        return images
 
     def __len__(self) -> int:
         return EPOCH
@@ -127,7 +128,7 @@ def write_files(data: Path) -> None:
     photographs, random = load_sample_images().images, np.random.default_rng(0)
 
     def part(number: int, height: int, width: int) -> np.ndarray:
-        whole = photographs[number % len(photographs)]
+        whole: np.ndarray = photographs[number % len(photographs)]
         top, left = random.integers(whole.shape[0] - height), random.integers(whole.shape[1] - width)
         return whole[top : top + height, left : left + width]
 
