@@ -54,6 +54,12 @@ class Side:
         # Batches that the workers make ahead.
         self.in_flight = self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
+    def end(self) -> None:
+        """Ends the workers, now: an interrupt in `__del__` would be lost."""
+        iterator: Any = self.loader._iterator  # of persistent workers
+        if iterator is not None:
+            iterator._shutdown_workers()
+
 
 @dataclass(frozen=True)
 class Result:
@@ -94,12 +100,16 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
         Side(OURS, ours(dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: compare batches")
-    _check_equal(*sides[1:])
-    for number in range(settings.rounds):
-        for side in sides[number % 3 :] + sides[: number % 3]:  # each comes first in turn
-            progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
-            side.rates.append(_pass(side, settings.seconds))
-            progress.step()
+    try:
+        _check_equal(*sides[1:])
+        for number in range(settings.rounds):
+            for side in sides[number % 3 :] + sides[: number % 3]:  # each comes first in turn
+                progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
+                side.rates.append(_pass(side, settings.seconds))
+                progress.step()
+    finally:
+        for side in sides:
+            side.end()
     workers = rustloader.stats(sides[2].loader).workers
     busy = sum(worker.busy_seconds for worker in workers)
     own = sum(worker.fetch_seconds for worker in workers)

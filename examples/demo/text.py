@@ -44,11 +44,8 @@ def row(result: Result, workers: int) -> list[str]:
 
 
 def reason(result: Result) -> str:
-    """Why a gain is small, if the figures show it."""
-    if result.own_share < MOSTLY:
-        return "The ranges of the rounds overlap." if result.ratio(OURS, TORCH) is None else ""
-    share = f"{100 * result.own_share:.0f} %"
-    return f"{share} of the workers' time is {result.workload.work}, which no loader speeds up."
+    """Why no loader makes this workload much faster."""
+    return f"{100 * result.own_share:.0f} % of the workers' time is {result.workload.work}, which no loader speeds up."
 
 
 def conclusion(results: list[Result]) -> list[str]:
@@ -58,17 +55,13 @@ def conclusion(results: list[Result]) -> list[str]:
     if gains:
         gain, best = max(gains, key=lambda pair: pair[0])
         lines.append(f"Largest gain: {best.workload.name}, {times(gain)} torch with workers.")
-    for result in _without_gain(results):
-        gain = result.ratio(OURS, TORCH)
-        words = "No measurable difference" if gain is None else f"Smallest gain, {times(gain)}"
-        lines += [f"{words}: {result.workload.name}.", *(f"  {words}" for words in [reason(result)] if words)]
+    lines += _without_gain(results)
     unneeded = [result.workload.name for result in results if _is_fastest(result, NO_WORKERS)]
     if unneeded:
         lines.append(f"Fastest without workers (num_workers=0): {', '.join(unneeded)}.")
     return [
         *lines,
-        "Training gains only while it waits for its loader. To measure a loader of your own, write a function that",
-        "returns it, and run:",
+        "Training gains only while it waits for its loader. To measure yours (make_loader returns it):",
         f"  {_python()} -m rustloader bench train.py:make_loader",
     ]
 
@@ -112,12 +105,20 @@ def _gain(result: Result) -> str:
     return f"{words}, {times(without)} without"
 
 
-def _without_gain(results: list[Result]) -> list[Result]:
-    """The workloads without a measurable difference; where all differ, the one with the smallest gain."""
+def _without_gain(results: list[Result]) -> list[str]:
+    """What gains nothing, and why; where everything gains, the smallest gain."""
     same = [result for result in results if result.ratio(OURS, TORCH) is None]
-    if same or len(results) < 2:
-        return same
-    return [min(results, key=lambda result: result.median(OURS) / result.median(TORCH))]
+    lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
+    for result in same:
+        if result.own_share >= MOSTLY:
+            lines += [f"No measurable difference: {result.workload.name}.", f"  {reason(result)}"]
+    if noisy:
+        lines.append(f"No measurable difference: {', '.join(noisy)} (the ranges of the rounds overlap).")
+    if not same and len(results) > 1:
+        least = min(results, key=lambda result: result.median(OURS) / result.median(TORCH))
+        lines.append(f"Smallest gain: {least.workload.name}, {times(least.median(OURS) / least.median(TORCH))}.")
+        lines += [f"  {reason(least)}"] if least.own_share >= MOSTLY else []
+    return lines
 
 
 def rate(value: float) -> str:

@@ -143,4 +143,3 @@ def write_files(data: Path) -> None:
             Image.fromarray(part(number, 375, 500)).save(new / "photographs" / f"{number:02d}.jpg", quality=90)
         (new / "images.npy").replace(data / "images.npy")
         (new / "photographs").rename(data / "photographs")
-    print(f"Wrote images to {data}.")

@@ -122,6 +122,31 @@ def test_ctrl_c_leaves_nothing_and_says_so(moment, data, tmp_path):
     assert not list(tmp_path.glob("*demo*"))
 
 
+DROPPED = """
+import signal, sys, time, types
+from demo import __main__ as start
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # what a handler raises here is dropped
+
+def main():
+    Dropped()
+    time.sleep(600)
+
+sys.modules["demo.main"] = types.SimpleNamespace(main=main)
+start.watch_for_ctrl_c()
+print(start.run())
+"""
+
+
+def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    command = [sys.executable, "-c", DROPPED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=STARTED)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "130\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -266,8 +291,12 @@ def test_the_last_lines_name_the_largest_gain_and_what_gains_nothing():
         "  97 % of the workers' time is counting, which no loader speeds up.",
         "Fastest without workers (num_workers=0): Cheap.",
     ]
-    assert "Smallest gain, 2.0x: Cheap." in part("text").conclusion([fast, cheap])
-    assert not any("gain:" in line for line in part("text").conclusion([same]))
+    assert "Smallest gain: Cheap, 2.0x." in part("text").conclusion([fast, cheap])
+    noisy = [result([9], [10, 12], [11], name=name) for name in ("A", "B")]
+    lines = part("text").conclusion([*noisy, same])
+    assert lines[0] == "No measurable difference: Same."
+    assert lines[2] == "No measurable difference: A, B (the ranges of the rounds overlap)."
+    assert not any("gain:" in line for line in lines)
 
 
 # The table and the picture
