@@ -36,8 +36,8 @@ help: ## Show this text
 	@echo
 	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
-demo: build ## Train a net on image files through torch and through rustloader; compare the two
-	$(BIN)/python examples/train_digits.py $(ARGS)
+demo: build ## See what rustloader gains on this machine, and that a training's losses stay the same (ARGS=--help)
+	$(BIN)/python examples/demo $(ARGS)
 
 test: build test-rust test-loom test-python ## Run all tests: Rust, loom, Python
 
@@ -178,7 +178,7 @@ $(DOCS)/.made: pyproject.toml
 	@touch $@
 
 clean: ## Remove everything that make created: .venv, builds, caches, the demo's images
-	rm -rf .venv .venv-ecosystem target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data
+	rm -rf .venv .venv-ecosystem target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data demo.png
 	rm -f python/rustloader/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

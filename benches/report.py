@@ -70,10 +70,22 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, text: str) -> None:
-    """Puts a text between the two marks of a document."""
-    before, _, after = path.read_text().split(MARK)
-    path.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+def around(path: Path, mark: str = MARK) -> tuple[str, str]:
+    """What stands before and after the two marks of a document.
+
+    Raises:
+        ValueError: it does not have exactly two.
+    """
+    parts = path.read_text().split(mark)
+    if len(parts) != 3:
+        raise ValueError(f"{path} must have the mark {mark} twice, around the text to replace, got {len(parts) - 1}")
+    return parts[0], parts[2]
+
+
+def write(path: Path, text: str, mark: str = MARK) -> None:
+    """Replaces the text between the two marks of a document."""
+    before, after = around(path, mark)
+    path.write_text(f"{before}{mark}\n\n{text}\n\n{mark}{after}")
 
 
 def picture(results: list[dict[str, Any]]) -> str:

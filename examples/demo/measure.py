@@ -1,0 +1,176 @@
+"""Part 1: each workload through torch without workers, torch with workers, and rustloader."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.data
+
+import rustloader
+from demo.settings import Settings
+from demo.workloads import Workload
+from rustloader._cli.leaves import summary
+from rustloader._cli.passes import Limits
+from rustloader._cli.progress import Progress
+from rustloader._cli.timeline import Recorder, Timeline, watch
+
+__all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
+
+NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
+SEED = 7
+CHECKED = 8  # batches that are compared before a workload is measured
+SHOWN = 24  # batches in the picture's timelines
+STEP = 0.005  # seconds of their training step, which sleeps as a process does that waits for a GPU
+
+
+class Failure(Exception):
+    """A loader broke a promise."""
+
+
+@dataclass
+class Side:
+    """One loader of a workload.
+
+    Attributes:
+        name: NO_WORKERS, TORCH or OURS.
+        loader: the loader. Its workers start once and stay for all rounds.
+        rates: batches/s of each round.
+    """
+
+    name: str
+    loader: torch.utils.data.DataLoader[Any]
+    rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.batches = _forever(self.loader)
+        # Batches that the workers make ahead.
+        self.in_flight = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+
+    def end(self) -> None:
+        """Ends the workers, now: an interrupt in `__del__` would be lost."""
+        iterator: Any = self.loader._iterator  # of persistent workers
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one workload.
+
+    Attributes:
+        workload: what was measured.
+        rates: batches/s of each round, by the loader's name.
+        own_share: the dataset's own code as a part of the work of rustloader's workers, 0 to 1.
+    """
+
+    workload: Workload
+    rates: dict[str, list[float]]
+    own_share: float
+
+    def median(self, name: str) -> float:
+        """The median rate of a loader, in batches/s."""
+        return statistics.median(self.rates[name])
+
+    def ratio(self, name: str, other: str) -> float | None:
+        """How many times as fast one loader is as another one; None if the ranges of their rounds overlap."""
+        one, two = self.rates[name], self.rates[other]
+        overlap = min(one) <= max(two) and min(two) <= max(one)
+        return None if overlap else self.median(name) / self.median(other)
+
+
+def measure(workload: Workload, settings: Settings, progress: Progress) -> Result:
+    """Measures a workload in interleaved rounds, after a check that both loaders with workers deliver equal batches.
+
+    Raises:
+        Failure: they do not, or the Rust engine did not deliver all batches of rustloader.
+    """
+    dataset = workload.dataset(settings.data)
+    torchs, ours = torch.utils.data.DataLoader, rustloader.DataLoader
+    sides = [
+        Side(NO_WORKERS, torchs(dataset, workload.batch_size, shuffle=True)),
+        Side(TORCH, torchs(dataset, workload.batch_size, **_with_workers(settings))),
+        Side(OURS, ours(dataset, workload.batch_size, **_with_workers(settings))),
+    ]
+    progress.say(f"{workload.name}: compare batches")
+    try:
+        _check_equal(*sides[1:])
+        for number in range(settings.rounds):
+            for side in sides[number % 3 :] + sides[: number % 3]:  # each comes first in turn
+                progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
+                side.rates.append(_pass(side, settings.seconds))
+                progress.step()
+    finally:
+        for side in sides:
+            side.end()
+    workers = rustloader.stats(sides[2].loader).workers
+    busy = sum(worker.busy_seconds for worker in workers)
+    own = sum(worker.fetch_seconds for worker in workers)
+    return Result(workload, {side.name: side.rates for side in sides}, own / busy)
+
+
+def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
+    """Records what the main process and the workers of each loader do, for the picture."""
+    timelines = {}
+    for name, loader_class in ((TORCH, torch.utils.data.DataLoader), (OURS, rustloader.DataLoader)):
+        with tempfile.TemporaryDirectory(prefix="rustloader-demo-") as folder:
+            recorder = Recorder(folder, None)
+            options = _with_workers(settings) | {"persistent_workers": False, "worker_init_fn": recorder}
+            loader = loader_class(workload.dataset(settings.data), workload.batch_size, **options)
+            skipped = 2 * settings.workers * (loader.prefetch_factor or 0)
+            asked, got = watch(loader, Limits(batches=skipped + SHOWN, seconds=30.0, step=STEP))
+            timelines[name] = Timeline(settings.workers, skipped, asked, got, recorder.spans())
+    return timelines
+
+
+def _with_workers(settings: Settings) -> dict[str, Any]:
+    return {"shuffle": True, "num_workers": settings.workers, "persistent_workers": True}
+
+
+def _forever(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def _check_equal(theirs: Side, ours: Side) -> None:
+    first = []
+    for side in (theirs, ours):
+        torch.manual_seed(SEED)  # the order of the samples and the workers' random numbers follow from it
+        first.append([summary(batch) for batch in itertools.islice(side.batches, CHECKED)])
+    for number, (their_parts, our_parts) in enumerate(zip(*first, strict=True)):
+        if their_parts != our_parts:
+            raise Failure(f"batch {number} differs between torch and rustloader")
+
+
+def _pass(side: Side, seconds: float) -> float:
+    """Takes batches for so many seconds, and returns the rate in batches/s."""
+    gc.collect()
+    engine_before = rustloader.engine_batches()
+    for _ in range(side.in_flight):
+        next(side.batches)  # they were ready before the clock starts
+    taken, elapsed = 0, 0.0
+    start = time.perf_counter()
+    # Whole turns of the workers, because they may finish at the same time.
+    while elapsed < seconds or taken % max(1, side.loader.num_workers):
+        next(side.batches)
+        taken += 1
+        elapsed = time.perf_counter() - start
+    _check_engine(side, rustloader.engine_batches() - engine_before, side.in_flight + taken)
+    # The workers refill what they make ahead; the next loader shall not wait for a core meanwhile.
+    time.sleep(1.5 * side.in_flight * elapsed / taken)
+    return taken / elapsed
+
+
+def _check_engine(side: Side, delivered: int, taken: int) -> None:
+    if side.name == OURS and delivered != taken:
+        raise Failure(f"the Rust engine delivered only {delivered} of {taken} batches of rustloader")
+    if side.name != OURS and delivered:
+        raise Failure(f"the Rust engine delivered {delivered} batches of {side.name}")

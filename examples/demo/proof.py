@@ -1,0 +1,23 @@
+"""Part 2: promises that the demo proves while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import train_digits
+from demo.settings import Settings
+
+__all__ = ["PROMISES"]
+
+
+def same_losses(settings: Settings) -> list[str]:
+    """Trains a net through each loader. The losses must agree to the last bit."""
+    training = train_digits.Settings(data=settings.data / "digits", epochs=settings.epochs, workers=settings.workers)
+    theirs, ours = train_digits.train_with_both(training)
+    train_digits.print_proof(theirs, ours)
+    return train_digits.complaints(theirs, ours, training)
+
+
+# Each prints what it proves, in as few lines as it can, and returns what it found broken: no text if all is well.
+# A new promise is one function, and one entry here.
+PROMISES: list[Callable[[Settings], list[str]]] = [same_losses]

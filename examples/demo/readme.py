@@ -1,0 +1,26 @@
+"""Writes the demo's table into README.md, as benches/compare.py writes its own."""
+
+from __future__ import annotations
+
+import sys
+
+from demo.settings import EXAMPLES
+
+sys.path.append(str(EXAMPLES.parent / "benches"))
+import report
+
+__all__ = ["check", "write"]
+
+README = EXAMPLES.parent / "README.md"
+MARK = "<!-- demo -->"
+
+
+def check() -> None:
+    """Raises ValueError where README.md does not have the mark twice."""
+    report.around(README, MARK)
+
+
+def write(table: str) -> None:
+    """Replaces what stands between the two marks."""
+    report.write(README, table, MARK)
+    print(f"Wrote the table into {README}.")

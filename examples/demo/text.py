@@ -1,0 +1,148 @@
+"""The demo's words and bars in the terminal, and README's table."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.measure import NO_WORKERS, OURS, TORCH, Result
+from demo.settings import Settings
+from rustloader._cli.results import counted
+
+__all__ = ["conclusion", "rate", "reason", "row", "table", "times"]
+
+BAR = 24  # characters of the longest bar
+# From this part of the workers' time on the dataset's own code is the reason for a small gain.
+MOSTLY = 0.8
+
+
+def times(ratio: float) -> str:
+    """A ratio with two digits: "0.85x", "1.1x", "14x"."""
+    digits = 2 if ratio < 0.995 else 1 if ratio < 9.95 else 0
+    return f"{ratio:.{digits}f}x"
+
+
+def row(result: Result, workers: int) -> list[str]:
+    """A workload's lines: the gain, and a bar for each loader."""
+    labels = {
+        NO_WORKERS: "torch, no workers",
+        TORCH: f"torch, {counted(workers, 'worker')}",
+        OURS: f"rustloader, {counted(workers, 'worker')}",
+    }
+    lines = [f"{result.workload.name} ({result.workload.detail}): {_gain(result)}"]
+    fastest = max(map(result.median, labels))
+    for name, label in labels.items():
+        low, high = min(result.rates[name]), max(result.rates[name])
+        bar = "█" * max(1, round(BAR * result.median(name) / fastest))
+        spread = f"({rate(low)} to {rate(high)})"
+        lines.append(f"  {label:<22}{rate(result.median(name)):>7}  {spread:<20}{bar}")
+    if result.own_share >= MOSTLY:
+        lines.append(f"  {reason(result)}")
+    return lines
+
+
+def reason(result: Result) -> str:
+    """Why no loader makes this workload much faster."""
+    return f"{100 * result.own_share:.0f} % of the workers' time is {result.workload.work}, which no loader speeds up."
+
+
+def conclusion(results: list[Result]) -> list[str]:
+    """The last lines: the largest gain, what gains nothing, where no workers are faster, how to measure a loader."""
+    lines = []
+    gains = [(gain, result) for result in results if (gain := result.ratio(OURS, TORCH)) is not None]
+    if gains:
+        gain, best = max(gains, key=lambda pair: pair[0])
+        lines.append(f"Largest gain: {best.workload.name}, {times(gain)} torch with workers.")
+    lines += _without_gain(results)
+    unneeded = [result.workload.name for result in results if _is_fastest(result, NO_WORKERS)]
+    if unneeded:
+        lines.append(f"Fastest without workers (num_workers=0): {', '.join(unneeded)}.")
+    return [
+        *lines,
+        "Training gains only while it waits for its loader. To measure yours (make_loader returns it):",
+        f"  {_python()} -m rustloader bench train.py:make_loader",
+    ]
+
+
+def table(results: list[Result], settings: Settings, machine: dict[str, Any]) -> str:
+    """The table of README.md, with a line about how it was measured."""
+    workers = counted(settings.workers, "worker")
+    lines = [
+        f"| batches per second | torch, no workers | torch, {workers} | rustloader, {workers} "
+        "| gain over torch's workers | over the faster torch |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        cells = [f"{result.workload.name} ({result.workload.detail})"]
+        cells += [_cell(result, name) for name in (NO_WORKERS, TORCH, OURS)]
+        best_torch = max((NO_WORKERS, TORCH), key=result.median)
+        cells += [_gain_cell(result.ratio(OURS, other)) for other in (TORCH, best_torch)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _caption(settings, machine)])
+
+
+def _caption(settings: Settings, machine: dict[str, Any]) -> str:
+    return (
+        f"Medians of {settings.rounds} interleaved rounds of {settings.seconds:g} s, without a training step; workers "
+        "persist. Bold: the fastest. Measured by `make demo` on {cores} cores of {cpu}, Linux {kernel}, Python "
+        "{python}, torch {torch}, rustloader {rustloader}.".format(**machine)
+    )
+
+
+def _gain(result: Result) -> str:
+    """Against torch with workers and without, in words."""
+    gain, without = result.ratio(OURS, TORCH), result.ratio(OURS, NO_WORKERS)
+    if gain is None:
+        words = "no measurable difference from torch with workers"
+    else:
+        words = f"{times(gain)} torch with workers" + (" (slower)" if gain < 1 else "")
+    if without is None:
+        return f"{words}; without: no measurable difference" if gain is not None else f"{words} or without"
+    if without < 1:
+        return f"{words}; torch without is faster ({times(1 / without)} rustloader)"
+    return f"{words}, {times(without)} without"
+
+
+def _without_gain(results: list[Result]) -> list[str]:
+    """What gains nothing, and why; where everything gains, the smallest gain."""
+    same = [result for result in results if result.ratio(OURS, TORCH) is None]
+    lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
+    for result in same:
+        if result.own_share >= MOSTLY:
+            lines += [f"No measurable difference: {result.workload.name}.", f"  {reason(result)}"]
+    if noisy:
+        lines.append(f"No measurable difference: {', '.join(noisy)} (the ranges of the rounds overlap).")
+    if not same and len(results) > 1:
+        least = min(results, key=lambda result: result.median(OURS) / result.median(TORCH))
+        lines.append(f"Smallest gain: {least.workload.name}, {times(least.median(OURS) / least.median(TORCH))}.")
+        lines += [f"  {reason(least)}"] if least.own_share >= MOSTLY else []
+    return lines
+
+
+def rate(value: float) -> str:
+    """A rate in batches/s with three digits or more: "44.9", "15,926"."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def _is_fastest(result: Result, name: str) -> bool:
+    """Whether a loader is measurably faster than both others."""
+    ratios = [result.ratio(name, other) for other in result.rates if other != name]
+    return all(ratio is not None and ratio > 1 for ratio in ratios)
+
+
+def _cell(result: Result, name: str) -> str:
+    text = rate(result.median(name))
+    return f"**{text}**" if _is_fastest(result, name) else text
+
+
+def _gain_cell(ratio: float | None) -> str:
+    return "no measurable difference" if ratio is None else times(ratio)
+
+
+def _python() -> str:
+    """The interpreter as a user in this folder would type it."""
+    python = Path(sys.executable)
+    here = Path.cwd()
+    return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))

@@ -1,0 +1,145 @@
+"""The four data sets of the demo, and the image files that two of them read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+__all__ = ["WORKLOADS", "Workload", "write_files"]
+
+SIDE = 224  # pixels of an image's side
+# Samples in an epoch, most of them repetitions: long enough that hardly an epoch ends while it is measured.
+EPOCH = 1_000_000
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Windows of 1024 tokens at any place of a text of 2 million, as for training a language model."""
+
+    def __init__(self) -> None:
+        self.text = np.random.default_rng(0).integers(50_257, size=2_000_000, dtype=np.uint16)
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = torch.from_numpy(self.text[index : index + 1025].astype(np.int64))
+        return {"input_ids": window[:-1], "labels": window[1:], "attention_mask": torch.ones(1024, dtype=torch.int64)}
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of a table in memory: 16 numbers, 8 categories and a target."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.numbers = torch.rand(100_000, 16, generator=generator)
+        self.categories = torch.randint(1000, (100_000, 8), generator=generator)
+        self.targets = torch.rand(100_000, generator=generator)
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = index % len(self.targets)
+        return {"numbers": self.numbers[row], "categories": self.categories[row], "target": self.targets[row]}
+
+
+class CachedImages(Dataset[tuple[torch.Tensor, int]]):
+    """Decoded images of 3 x 224 x 224 bytes in a memory-mapped file, with a label."""
+
+    def __init__(self, data: Path) -> None:
+        self.file = data / "images.npy"
+
+    @cached_property
+    def images(self) -> np.ndarray:
+        images: np.ndarray = np.load(self.file, mmap_mode="c")  # copy on write: torch asks for writable memory
+        return images
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self.images[index % len(self.images)]), index % 10
+
+
+class Photographs(Dataset[tuple[torch.Tensor, int]]):
+    """JPEG files, decoded, cropped and flipped at random, as for training a net on photographs."""
+
+    def __init__(self, data: Path) -> None:
+        self.files = sorted((data / "photographs").glob("*.jpg"))
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with Image.open(self.files[index % len(self.files)]) as file:
+            photograph = file.convert("RGB")
+        scale, across, down, flip = torch.rand(4).tolist()
+        side = (0.5 + 0.5 * scale) * min(photograph.size)
+        left, top = across * (photograph.width - side), down * (photograph.height - side)
+        box = (left, top, left + side, top + side)
+        image = photograph.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box)
+        if flip < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), index % 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of the demo.
+
+    Attributes:
+        name: what the batches hold, in a few words.
+        detail: the shape of a batch.
+        work: what the dataset does for a sample, as the end of a sentence.
+        dataset: makes the dataset, given the folder of the files.
+        batch_size: samples per batch.
+    """
+
+    name: str
+    detail: str
+    work: str
+    dataset: Callable[[Path], Dataset[Any]]
+    batch_size: int
+
+
+WORKLOADS = [
+    Workload("LLM tokens", "16 x 3 x 1024 int64", "cutting windows out of a text", lambda _: Tokens(), 16),
+    Workload("Tabular rows", "256 dicts of 3 fields", "looking rows up", lambda _: Rows(), 256),
+    Workload("Cached images", "64 x 3 x 224 x 224 uint8", "reading mapped memory", CachedImages, 64),
+    Workload("JPEG decode + augment", "32 x 3 x 224 x 224 uint8", "decoding and augmenting", Photographs, 32),
+]
+
+
+def write_files(data: Path) -> None:
+    """Writes `images.npy` (39 MB) and `photographs/*.jpg` (4 MB), once: parts of two photographs of scikit-learn's."""
+    if (data / "photographs").exists():
+        return
+    from sklearn.datasets import load_sample_images
+
+    photographs, random = load_sample_images().images, np.random.default_rng(0)
+
+    def part(number: int, height: int, width: int) -> np.ndarray:
+        whole: np.ndarray = photographs[number % len(photographs)]
+        top, left = random.integers(whole.shape[0] - height), random.integers(whole.shape[1] - width)
+        return whole[top : top + height, left : left + width]
+
+    data.mkdir(parents=True, exist_ok=True)
+    # Renamed only when they are complete: Ctrl-C leaves all files or none.
+    with tempfile.TemporaryDirectory(dir=data) as unfinished:
+        new = Path(unfinished)
+        images = np.stack([part(number, SIDE, SIDE).transpose(2, 0, 1) for number in range(256)])
+        np.save(new / "images.npy", images)
+        (new / "photographs").mkdir()
+        for number in range(64):
+            Image.fromarray(part(number, 375, 500)).save(new / "photographs" / f"{number:02d}.jpg", quality=90)
+        (new / "images.npy").replace(data / "images.npy")
+        (new / "photographs").rename(data / "photographs")
