@@ -13,6 +13,8 @@ import os
 import warnings
 from pathlib import Path
 
+import torch
+
 from demo import proof, readme, text
 from demo.measure import Failure, Result, measure, record
 from demo.settings import Settings
@@ -40,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; the exit status."""
     settings = parse(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
+    # As in a worker. With more, torch without workers collapses while other programs use the cores.
+    torch.set_num_threads(1)
     about = machine()
     print(
         "rustloader {rustloader}, torch {torch}, Python {python}, on {cores} cores of {cpu}.".format(**about),

@@ -26,7 +26,7 @@ __all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure"
 
 NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
 SEED = 7
-CHECKED = 8  # batches that are compared before a workload is measured
+CHECKED = 4  # batches that are compared before a workload is measured
 SHOWN = 24  # batches in the picture's timelines
 STEP = 0.005  # seconds of their training step, which sleeps as a process does that waits for a GPU
 
@@ -165,7 +165,7 @@ def _pass(side: Side, seconds: float) -> float:
         elapsed = time.perf_counter() - start
     _check_engine(side, rustloader.engine_batches() - engine_before, side.in_flight + taken)
     # The workers refill what they make ahead; the next loader shall not wait for a core meanwhile.
-    time.sleep(1.5 * side.in_flight * elapsed / taken)
+    time.sleep(min(seconds, 1.5 * side.in_flight * elapsed / taken))
     return taken / elapsed
 
 
