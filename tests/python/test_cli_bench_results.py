@@ -195,7 +195,9 @@ def test_more_workers_than_cores_only_where_they_wait_for_storage():
     assert recommended(computing, cores=4).workers == 4
 
 
-@pytest.mark.parametrize("cpu, queued, workers", [(0.5, 0.0, 4), (4.0, 5.5, 2), (9.0, 0.5, 2), (None, None, 4)])
+@pytest.mark.parametrize(
+    "cpu, queued, workers", [(0.5, 0.0, 4), (0.5, 8.0, 4), (4.0, 5.5, 2), (9.0, 0.5, 2), (None, None, 4)]
+)
 def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
     """Wall time of work, less processor time and the time in the queue for a core."""
     worker = {"fetch_seconds": 9.0, "collate_seconds": 0.5, "pack_seconds": 0.5}

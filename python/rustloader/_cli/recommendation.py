@@ -14,9 +14,9 @@ __all__ = ["RULE", "Choice", "recommend"]
 
 # A number of workers is as good as the best if its rate is at most this part below it.
 _WITHIN = 0.05
-# Workers wait for storage if they spend more than this part of their work neither computing nor queued for a core;
-# where the system does not say how long they queue, if all processes together leave this part of the cores idle.
-_WAITING, _IDLE = 0.5, 0.2
+# Where the system does not say how long workers queue for a core: they wait for storage if all processes together leave
+# this part of the cores idle.
+_IDLE = 0.2
 RULE = (
     f"the fewest workers with batches/s within {_WITHIN:.0%} of the best, or not measurably below; "
     "more workers than cores only if they wait for storage"
@@ -68,11 +68,13 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
 
 
 def _waits_for_storage(point: Point, cores: int) -> bool:
-    """Whether workers spend most of their work waiting, so that more of them than cores are of use."""
+    """Whether workers wait longer than they compute, so that more of them than cores are of use. Time in the queue for
+    a core is neither: there may be other programs."""
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
     times = [(worker.get("cpu_seconds"), worker.get("queued_seconds")) for worker in workers]
     known = [(cpu, queued) for cpu, queued in times if cpu is not None and queued is not None]
     if not workers or len(known) < len(workers):
         return point.rustloader.cores_used < (1 - _IDLE) * cores
     busy = sum(worker[f"{part}_seconds"] for worker in workers for part in ("fetch", "collate", "pack"))
-    return bool(busy - sum(cpu + queued for cpu, queued in known) > _WAITING * busy)
+    computing, queued = (sum(times) for times in zip(*known, strict=True))
+    return bool(busy - computing - queued > computing)
