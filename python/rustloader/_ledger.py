@@ -7,6 +7,7 @@ that Python has for few.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from typing import Any
 
@@ -15,6 +16,9 @@ from rustloader._core import Meter
 from rustloader._processor import ProcessorTime, Workers, total
 
 __all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
+
+
+_NUMBER = re.compile(r"\d+")
 
 
 class Ledger:
@@ -73,8 +77,10 @@ class Ledger:
 
     def fall_back(self, reason: str) -> bool:
         """Notes an iterator that is torch's own. True for the first of its loader with this reason."""
-        is_new = reason not in self.fallbacks
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        # Of texts that differ in numbers alone, such as the memory that is left, the first stands for all.
+        known = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
+        is_new = known not in self.fallbacks
+        self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def figures(self) -> dict[str, Any]:

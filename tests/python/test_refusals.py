@@ -204,7 +204,9 @@ def test_a_refused_call_is_done_without_or_named(name, reports):
     if row.handover == "any" or (row.handover == "all" and ":1+:" in points):
         lines = report["log"]
         assert lines and all(line.startswith(HANDED_OVER) and "\n" not in line for line in lines), report
-        assert errors == [] and report["engine"] == BATCHES[row.program] - 6 * len(lines), report
+        # A loader that falls back in each epoch says so once.
+        assert len(lines) == 1, report
+        assert errors == [] and report["engine"] == (0 if ":1+:" in points else BATCHES[row.program] - 6), report
         return
     assert report["log"] == [], report
     if not row.error or not errors:

@@ -193,4 +193,19 @@ def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
     assert set(vars(loader)) == before
 
 
+@pytest.mark.handover
+def test_reasons_that_differ_in_numbers_alone_are_one(monkeypatch, caplog):
+    from rustloader import _handover
+
+    left = iter(range(1000, 2000))
+    monkeypatch.setattr(_handover, "make_engine", lambda settings: (None, f"{next(left)} bytes are left"))
+    loader = DataLoader(Numbers(3), num_workers=1)
+    for _ in range(3):
+        list(loader)
+    assert [r.getMessage() for r in caplog.records] == [
+        "a DataLoader runs on torch's own iterator: 1000 bytes are left"
+    ]
+    assert [(it.reason, it.count) for it in rustloader.stats(loader).fallbacks] == [("1000 bytes are left", 3)]
+
+
 TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index
