@@ -188,7 +188,7 @@ def test_a_sweep_as_json(folder, capsys):
     alone, two = said["results"]
     assert (alone["workers"], two["workers"]) == (0, 2)
     assert alone["rustloader"] == alone["torch"] and alone["verdict"] is None
-    assert two["verdict"]["kind"] in ("workers", "transport", "main", "step", "collate", "head_of_line")
+    assert two["verdict"]["kind"] != "unknown" and two["verdict"]["sentence"].endswith("."), two["verdict"]
     # One to five epochs to warm up, and two that are measured.
     assert two["verdict"]["stats"]["batches"] in range(60, 141, 20)
     for side in (alone["torch"], two["torch"], two["rustloader"]):
