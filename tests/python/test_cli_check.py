@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 if rustloader is not None:
     from rustloader import _cli
+    from rustloader._cli import workers
 
 # Liveness of processes that import torch, on a machine that does much else.
 LONG = 400.0
@@ -284,7 +285,10 @@ def test_a_difference_is_named(name, told, check):
     "name, told",
     [
         ("exiting", r"torch: worker 1 \(pid \d+\) ended with exit code 3, seen while waiting for batch \d\n  its code"),
-        ("dying_in_init", r"torch: worker \d \(pid \d+\) ended with exit code 4, seen while waiting for batch 0\n"),
+        (
+            "dying_in_init",
+            r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, seen while waiting for batch 0\n",
+        ),
         ("killed_on_us", r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, seen .* batch 1\n  the system may"),
     ],
 )
@@ -293,6 +297,19 @@ def test_the_first_death_ends_it(name, told, check):
     assert status == 2 and "same" not in out
     assert re.match(f"rustloader check: {told}", err), err
     assert err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("(pid 7) exited unexpectedly with exit code 3. Details", "a worker (pid 7) ended with exit code 3"),
+        (f"(pid 7) is killed by signal: {signal.strsignal(9)}. ", "a worker (pid 7) was killed by SIGKILL"),
+        ("(pid(s) 7, 8) exited unexpectedly", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+    ],
+)
+def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, told):
+    assert workers.death([], RuntimeError(f"DataLoader worker {text}")) == told
+    assert workers.death([], ValueError(f"DataLoader worker {text}")) is None
 
 
 @pytest.mark.slow

@@ -73,10 +73,6 @@ def serve(descriptor: int) -> None:
         pass
     except Unusable as error:
         _tell(connection, error)
-    except Exception as error:
-        # torch's handler for SIGCHLD may raise a worker's death anywhere.
-        found = failure(error)
-        _tell(connection, Unusable(f"{found}", found.details))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -86,9 +82,18 @@ def _serve(connection: Connection) -> None:
     _end_with(order.parent)
     side = Side(order)
     connection.send(("ready", stacks.install()))
-    while True:
-        name, *arguments = connection.recv()
-        connection.send((name, getattr(side, name)(*arguments)))
+    try:
+        while True:
+            name, *arguments = connection.recv()
+            connection.send((name, getattr(side, name)(*arguments)))
+    except (EOFError, BrokenPipeError, Unusable):
+        raise
+    except Exception as error:
+        # torch's handler for SIGCHLD raises the death of a worker wherever this process is.
+        event = side.raised(error)
+        if event.kind != "death":
+            raise Unusable(f"{order.engine}: {event.text}", event.details) from None
+        connection.send(("death", event))
 
 
 def _tell(connection: Connection, error: Unusable) -> None:
@@ -143,7 +148,7 @@ class Side:
         try:
             self._iterator = iter(self._loader)
         except (Exception, SystemExit) as error:
-            return self._raised(error)
+            return self.raised(error)
         return {k: worker.pid for k, worker in enumerate(self._workers()) if getattr(worker, "pid", None)}
 
     def next(self) -> Event:
@@ -156,11 +161,11 @@ class Side:
         except StopIteration:
             return Event("end")
         except (Exception, SystemExit) as error:
-            return self._raised(error)
+            return self.raised(error)
         try:
             return Event("batch", _digest(repr(summary(self._batch)).encode(errors="surrogatepass")))
         except Exception as error:
-            event = self._raised(error)
+            event = self.raised(error)
             if event.kind == "death":
                 return event
             raise Unusable(f"a batch cannot be compared: {event.text}", event.details) from None
@@ -214,7 +219,8 @@ class Side:
     def _workers(self) -> list[Any]:
         return list(getattr(self._iterator, "_workers", []))
 
-    def _raised(self, error: BaseException) -> Event:
+    def raised(self, error: BaseException) -> Event:
+        """What an exception means: an error, or the death of a worker."""
         found = failure(error)
         if died := death(self._workers(), error):
             return Event("death", None, died)

@@ -77,11 +77,11 @@ class Watched:
         """
         started = self.ask("start")
         if isinstance(started, Event):
-            yield self._living(started)
+            yield started
             return
         self._workers = started
         while True:
-            yield self._living(self.ask("next"))
+            yield self.ask("next")
             self._batch += 1
 
     def ask(self, request: str, *arguments: Any) -> Any:
@@ -106,14 +106,12 @@ class Watched:
             if now - begin >= limit:
                 raise self._hang(what, limit)
 
-        return self._probe.ask(*request, meanwhile=look) if request else self._probe.answer(look)
+        value = self._probe.ask(*request, meanwhile=look) if request else self._probe.answer(look)
+        if isinstance(value, Event) and value.kind == "death":
+            raise self._died(value.text)
+        return value
 
     # --- deaths
-
-    def _living(self, event: Event) -> Event:
-        if event.kind == "death":
-            raise self._died(event.text)
-        return event
 
     def _died(self, text: str) -> Unusable:
         seen = f"seen while waiting for batch {self._batch}"

@@ -54,12 +54,33 @@ def death(workers: Sequence[Any], error: BaseException) -> str | None:
         error: what its ``next`` has raised.
     """
     named = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
-    for number, worker in enumerate(workers):
+    for number, worker in enumerate(workers or _of_iterator(error)):
         code = _exitcode(worker)
         # Workers of an iterable dataset end with 0 when they have no more; torch's text says that others must not.
         if code or (code == 0 and named and str(worker.pid) in re.findall(r"\d+", str(error))):
             return f"worker {number} (pid {worker.pid}) {how(code)}"
-    return str(error).splitlines()[0] if named else None
+    return _by_text(str(error)) if named else None
+
+
+def _of_iterator(error: BaseException) -> list[Any]:
+    """The workers of an iterator that has failed in its ``__init__``: it knows those that it has started."""
+    trace = error.__traceback__
+    while trace is not None:
+        workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
+        if isinstance(workers, list) and workers:
+            return list(workers)
+        trace = trace.tb_next
+    return []
+
+
+def _by_text(text: str) -> str:
+    """What torch's text says about a worker that no iterator knows."""
+    if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
+        return f"a worker (pid {found[1]}) {how(int(found[2]))}"
+    if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
+        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == found[2]), None)
+        return f"a worker (pid {found[1]}) " + (f"was killed: {found[2]}" if number is None else how(-number))
+    return text.splitlines()[0]
 
 
 def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
