@@ -68,7 +68,8 @@ LOOP = """
 if __name__ == "__main__":
     loader = DataLoader(Items({stuck}), batch_size=4, num_workers=2, prefetch_factor=3, **{options})
     iterator = iter(loader)
-    next(iterator)
+    # One of each worker.
+    next(iterator), next(iterator)
     say(workers=[worker.pid for worker in iterator._workers])
     for batch in iterator:
         time.sleep(0.001)
