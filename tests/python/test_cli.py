@@ -267,6 +267,16 @@ def test_mistakes_are_usage_errors(arguments, capsys):
     assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
 
 
+def test_a_reader_that_closes_the_pipe_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rustloader", "doctor", "--json"], stdout=write, stderr=subprocess.PIPE, timeout=300
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_versions(capsys):
     assert _cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")

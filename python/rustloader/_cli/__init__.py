@@ -94,7 +94,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     command = importlib.import_module(f"rustloader._cli.{options.command}")
-    return int(command.main(options, rest) if options.command == "run" else command.main(options))
+    if options.command == "run":
+        return int(command.main(options, rest))
+    try:
+        status = int(command.main(options))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the pipe, `head` for example, has closed it. Python would report that again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, a signal that Windows does not have
+    return status
 
 
 def _before_script(given: list[str]) -> tuple[list[str], list[str]]:
