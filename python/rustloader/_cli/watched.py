@@ -56,11 +56,11 @@ class Watched:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._hangs:
+        if self._hangs or (kind is not None and not issubclass(kind, Exception)):
+            # At once: on a signal workers that are still being started would print tracebacks.
             kill(self._probe.group)
-        elif kind is not None and issubclass(kind, Exception):
-            kind = None  # the side has ended, or ends by itself when the connection is closed
-        self._probe.__exit__(kind, *rest)
+        # Otherwise the side has ended, or ends by itself when the connection is closed.
+        self._probe.__exit__(None, *rest)
 
     def load(self) -> dict[str, Any]:
         """Imports the user's code and calls the factory. Returns what the side says about the loader."""
