@@ -1,20 +1,18 @@
-"""Processor time of workers, and the cores that this process may use.
+"""Processor time of workers.
 
-Both are read from the kernel when statistics are taken, and once more before workers are ended: the workers themselves
+It is read from the kernel when statistics are taken, and once more before workers are ended: the workers themselves
 pay nothing for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
-from collections.abc import Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
-__all__ = ["ProcessorTime", "Workers", "effective_cores", "of_process", "total"]
+__all__ = ["ProcessorTime", "Workers", "of_process", "total"]
 
 
 class ProcessorTime(NamedTuple):
@@ -88,36 +86,3 @@ def _sum(a: ProcessorTime | None, b: ProcessorTime | None) -> ProcessorTime | No
         return None
     queued = None if a.queued is None or b.queued is None else a.queued + b.queued
     return ProcessorTime(a.cpu + b.cpu, queued)
-
-
-def effective_cores() -> float:
-    """Cores that this process may use: its affinity, and the CPU quota of its cgroup and of those around it."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
-    return affinity if quota is None else min(affinity, quota)
-
-
-@functools.cache
-def _quota() -> float | None:
-    """The smallest CPU quota, in cores; None where there is none."""
-    quotas = [quota for line in (_read("/proc/self/cgroup") or "").splitlines() for quota in _quotas(line)]
-    return min(quotas, default=None)
-
-
-def _quotas(line: str) -> Iterator[float]:
-    """Quotas of one line of /proc/self/cgroup, at each level."""
-    _, controllers, path = line.split(":", 2)
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    # In a container the path may be that of the host, and what the container sees lies at the root.
-    parts = [part for part in path.split("/") if part]
-    for depth in range(len(parts), -1, -1):
-        group = "/".join(["/sys/fs/cgroup", *([controllers] if controllers else []), *parts[:depth]])
-        if controllers:
-            fields = [_read(f"{group}/cpu.cfs_quota_us"), _read(f"{group}/cpu.cfs_period_us")]
-        else:
-            fields = [*(_read(f"{group}/cpu.max") or "").split()]
-        with contextlib.suppress(ValueError, TypeError, ZeroDivisionError):
-            quota, period = (int(field or "") for field in fields)
-            if quota > 0:
-                yield quota / period

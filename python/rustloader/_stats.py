@@ -22,7 +22,8 @@ from rustloader._figures import (
     no_loader,
 )
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
-from rustloader._processor import ProcessorTime, effective_cores
+from rustloader._limits import effective_cores
+from rustloader._processor import ProcessorTime
 from rustloader._wrappers import loader_in
 
 __all__ = ["stats"]

@@ -9,16 +9,18 @@ _PLURALS = {"batch": "batches", "copy": "copies"}
 
 
 def count_of(count: int, what: str) -> str:
-    """A number of things: "1 worker", "2 batches"."""
+    """A number of things: "1 worker", "2,500 batches"."""
     if count != 1:
         what = _PLURALS.get(what, f"{what}s")
-    return f"{count} {what}"
+    return f"{count:,} {what}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds with a unit, three digits: "12.3 ms", "4.56 s"."""
-    number, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
-    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
+    """Seconds with the unit that suits them, three digits: "17.2 us", "123 ms", "4.56 s"."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if 0 < seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def size(count: int) -> str:

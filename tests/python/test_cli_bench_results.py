@@ -243,9 +243,6 @@ def test_the_table_of_a_sweep_fits_a_terminal():
     [
         (lambda: text.number(0.1234), "0.123"),
         (lambda: text.number(12345.6), "12,346"),
-        (lambda: text.duration(0.0000123), "12.3 us"),
-        (lambda: text.duration(0.5), "500 ms"),
-        (lambda: text.duration(3), "3 s"),
         (lambda: text.times(None), "-"),
         (lambda: text.times(13.64), "13.6x"),
         (lambda: text.megabytes(None), "-"),

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader import _cli
-    from rustloader._cli import doctor, limits
+    from rustloader import _limits as limits
+    from rustloader._cli import doctor
 
 GIB = 1 << 30
 
@@ -170,6 +171,19 @@ def test_limits_of_every_level_of_version_2(system):
     system("cgroup/pod/container/memory.max", "max\n")
     assert limits.cores().quota == 1.5
     assert limits.memory()[:3] == (8 * GIB, GIB, 3 * GIB // 4)
+
+
+def test_statistics_count_the_cores_of_the_quota(system):
+    system(
+        "proc/self/cgroup", "0::/docker/x\n"
+    )  # in a container: the path is the host's, the container's own level the root
+    system("cgroup/cpu.max", "50000 100000\n")
+    limits._known_quota.cache_clear()
+    try:
+        assert limits.effective_cores() == 0.5
+        assert rustloader.stats(rustloader.DataLoader([0])).cores == 1
+    finally:
+        limits._known_quota.cache_clear()
 
 
 def test_limits_of_version_1(system):

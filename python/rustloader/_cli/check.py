@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rustloader._cli.factory import Unusable
+from rustloader._texts import count_of
 
 if TYPE_CHECKING:
     from rustloader._cli.side import Event
@@ -90,14 +91,14 @@ class _Comparison:
             served = _served(side)
         print(f"same: {_counted(theirs)} compared, bit for bit; the main process's random state is the same, too")
         batches = sum(event.kind == "batch" for event in theirs)
-        part = f"{served:,} of the {batches:,} batches" if served < batches else _number(batches, "batch", "batches")
+        part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
         print(f"{part} came from the Rust engine")
         return 0
 
     def _torchs(self) -> list[Event]:
         with self._side("torch") as side:
             about = side.load()
-            workers = _number(about["num_workers"], "worker", "workers")
+            workers = count_of(about["num_workers"], "worker")
             print(f"torch       {self._options.factory}, {workers} ...", flush=True)
             events = list(self._epoch(side, about["may_be_endless"]))
             if side.ask("served")[0]:
@@ -132,7 +133,7 @@ class _Comparison:
             if time.monotonic() >= due:
                 due = time.monotonic() + _BETWEEN_LINES
                 hint = "; --batches N ends an endless one" if may_be_endless and not self._options.batches else ""
-                print(f"{side.engine}: {_number(k, 'batch', 'batches')} so far{hint}", file=sys.stderr, flush=True)
+                print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
     def _differs(self, k: int, torchs: Event | None, ours: Event | None, side: Watched) -> int:
@@ -191,9 +192,5 @@ def _where(k: int, torchs: Event | None, ours: Event | None) -> str:
 def _counted(events: list[Event]) -> str:
     kinds = [event.kind for event in events]
     batches, errors = kinds.count("batch"), kinds.count("error")
-    parts = [_number(batches, "batch", "batches")] if batches or not errors else []
-    return " and ".join([*parts, _number(errors, "error", "errors")] if errors else parts)
-
-
-def _number(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"
+    parts = [count_of(batches, "batch")] if batches or not errors else []
+    return " and ".join([*parts, count_of(errors, "error")] if errors else parts)

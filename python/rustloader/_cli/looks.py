@@ -12,7 +12,8 @@ from typing import Any
 from rustloader._cli import processes
 from rustloader._cli.processes import Seen
 from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
-from rustloader._processor import ProcessorTime, effective_cores, of_process
+from rustloader._limits import effective_cores
+from rustloader._processor import ProcessorTime, of_process
 from rustloader._verdict import Verdict
 
 __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import platform
 import resource
-import time
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["cpu_seconds", "machine"]
+from rustloader._processor import of_process
 
-_libc = ctypes.CDLL(None, use_errno=True)
+__all__ = ["cpu_seconds", "machine"]
 
 
 def machine() -> dict[str, Any]:
@@ -39,20 +36,8 @@ def machine() -> dict[str, Any]:
 def cpu_seconds(workers: Iterable[int]) -> float:
     """Processor time of this process, of the children it has waited for, and of workers that run, by process id. One
     that ends meanwhile counts as 0."""
-    total = 0.0
-    for worker in workers:
-        with contextlib.suppress(OSError):
-            total += _process_cpu_seconds(worker)
+    total = sum(time.cpu for time in map(of_process, workers) if time is not None)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime
     return total
-
-
-def _process_cpu_seconds(pid: int) -> float:
-    """Processor time of all threads, living and ended, of a process that lives."""
-    clock = ctypes.c_int()
-    error = _libc.clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(clock))
-    if error:
-        raise OSError(error, f"clock_getcpuclockid: {os.strerror(error)}", str(pid))
-    return time.clock_gettime(clock.value)

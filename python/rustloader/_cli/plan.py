@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from rustloader._cli.factory import Unusable
-from rustloader._cli.text import duration, listed
-from rustloader._texts import count_of
+from rustloader._cli.text import listed
+from rustloader._texts import count_of, duration
 
 __all__ = ["Plan", "check_plot"]
 

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["aligned", "duration", "listed", "megabytes", "number", "times", "wrapped"]
+__all__ = ["aligned", "listed", "megabytes", "number", "times", "wrapped"]
 
 # Columns of a terminal that all output fits.
 _WIDTH = 100
@@ -27,14 +27,6 @@ def number(value: float) -> str:
 def times(ratio: float | None) -> str:
     """A ratio: "1.37x"; "-" where there is none."""
     return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def duration(seconds: float) -> str:
-    """A time with the unit that suits it: "17.2 ms"."""
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds < 1000 / scale:
-            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 100 else f"{seconds * scale:.0f} {unit}"
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def megabytes(count: int | None) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Cores", "Memory", "cores", "kilobytes", "memory"]
+__all__ = ["Cores", "Memory", "cores", "effective_cores", "kilobytes", "memory"]
 
 _PROC = "/proc"
 _CGROUPS = "/sys/fs/cgroup"
@@ -46,8 +47,21 @@ class Memory(NamedTuple):
 
 def cores() -> Cores:
     """The cores, now."""
+    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), _smallest_quota())
+
+
+def effective_cores() -> float:
+    """Cores that this process may use. Cheap: the quota is read once, the affinity each time."""
+    affinity, quota = len(os.sched_getaffinity(0)), _known_quota()
+    return affinity if quota is None else min(affinity, quota)
+
+
+def _smallest_quota() -> float | None:
     quotas = [quota for version, folder in _levels("cpu") if (quota := _quota(version, folder)) is not None]
-    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), min(quotas, default=None))
+    return min(quotas, default=None)
+
+
+_known_quota = functools.cache(_smallest_quota)
 
 
 def memory() -> Memory:
