@@ -36,8 +36,8 @@ def copy_of(nbytes: int, trials: int = 15) -> float:
 
 
 def copies_at_once(nbytes: int, processes: int, trials: int = 5) -> float:
-    """Seconds per copy, if several processes at once copy as many bytes each between warm pages of their own; the median
-    of trials. It is below the time of one copy if the machine copies faster than one of its threads."""
+    """Seconds per copy, if several processes at once copy as many bytes each between warm pages of their own; the
+    median of trials. It is below the time of one copy if the machine copies faster than one of its threads."""
     each = max(5, (256 << 20) // max(nbytes, 1))
     taken = []
     for _ in range(trials):

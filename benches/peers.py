@@ -5,8 +5,8 @@ peer offers: processes, threads, and SPDL's one process with threads in it. Each
 advises for a map-style dataset, and keeps the order.
 
 A row begins with short epochs, all batches of which must equal those of torch without workers. Then all loaders
-run an epoch each, in turn, and another one is first in each round. The figures are medians of the rounds, divided by the
-batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. If one of these
+run an epoch each, in turn, and another one is first in each round. The figures are medians of the rounds, divided by
+the batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. If one of these
 does not hold, the cell says so and the exit status is 1.
 
 `wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in it. Worker
