@@ -1,11 +1,11 @@
 """Where the time of a batch goes, by rustloader's own statistics: `make compare-breakdown`.
 
-Persistent workers; an epoch to warm up, then some that are measured together. Times are microseconds a batch. Those
-of the workers, which work side by side, are of all of them together; those of main are of its thread. `sum` is what
-the parts of the workers come to, of the wall time that they had: what is missing is not accounted for. `in next` is
-the time inside next() that is no wait, in which main holds the GIL.
+Workers are persistent. One epoch warms up, then some are measured together. Times are microseconds per batch: the
+workers' are added up over all workers, main's are those of its thread. `sum` is the workers' parts as a share of the
+wall time that they had; the rest is not accounted for. `in next` is the time inside next() without waiting, in which
+main holds the GIL.
 
-With --calls system calls a batch are counted by `perf stat`, which slows them down: no times then.
+With --calls `perf stat` counts system calls per batch. It slows them down, so there are no times then.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def prepared(row: Row) -> tuple[Any, int]:
 
 
 def measure(row: Row, epochs: int) -> dict[str, float]:
-    """Microseconds a batch."""
+    """Microseconds per batch."""
     loader, batches = prepared(row)
     before = totals(loader)
     for _ in range(epochs):
@@ -90,7 +90,7 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
 
 
 def calls(row: Row, epochs: int, step: float) -> list[float]:
-    """System calls a batch: those of main, and of all workers together."""
+    """System calls per batch: of main, and of all workers together."""
     loader, batches = prepared(row)
     with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
         for _ in range(epochs):

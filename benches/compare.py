@@ -1,10 +1,10 @@
-"""Compare rustloader's DataLoader with torch's: time and CPU time a batch, interleaved in one process.
+"""Compare rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
-Each row is one kind of batch (rows.py); making a sample costs next to nothing, so that what is left is the transport.
-In each round torch's loader and rustloader's run one epoch each, in turn, the first one changing from round
-to round; the figures are medians of the rounds, divided by the batches of an epoch. `wall` is the time from
-iter() to the end of the epoch, `CPU` the processor time of this process and of all workers in it. `floor` is
-torch with num_workers=0: no transport at all.
+Each row is one kind of batch (rows.py). Making a sample costs next to nothing, so what is left is the transport.
+In each round torch's loader and rustloader's run one epoch each, and the first one changes from round to round. The
+figures are medians of the rounds, divided by the batches of an epoch. `wall` is the time from iter() to the end of
+the epoch, `CPU` the processor time of this process and of all workers in it. `floor` is torch with num_workers=0:
+no transport at all.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
@@ -150,7 +150,7 @@ def slower_than(before: dict[str, Any], results: list[dict[str, Any]], percent: 
             if loss > percent:
                 found.append(
                     f"{new['row']}: {title} slower by {loss:.0f} %: ratio to torch {old[ratio]:.1f} -> "
-                    f"{new[ratio]:.1f}, {old[absolute]:,.1f} -> {new[absolute]:,.1f} us a batch"
+                    f"{new[ratio]:.1f}, {old[absolute]:,.1f} -> {new[absolute]:,.1f} us per batch"
                 )
     return found
 
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     for persistent in options.settings:
         print(
             f"{options.workers} workers, {'persistent' if persistent else 'started each epoch'} "
-            f"({options.start_method}); a batch, medians of {options.rounds} rounds{', quick' * options.quick}\n"
+            f"({options.start_method}); per batch, medians of {options.rounds} rounds{', quick' * options.quick}\n"
         )
         print(report.HEAD, flush=True)
         for row in options.rows:

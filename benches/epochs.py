@@ -58,7 +58,7 @@ def living_workers(loader: Any) -> list[Any]:
 
 
 def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False) -> tuple[Timing, Any]:
-    """Times epochs of so many batches each; also the last batch."""
+    """Times epochs of this many batches each. Also returns the last batch."""
     gc.collect()
     torch.multiprocessing.set_sharing_strategy(side.sharing)
     first: float | None = None

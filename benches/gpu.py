@@ -2,12 +2,12 @@
 
 For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds:
 
-rate     batches a second that arrive in pinned memory while nothing else is done, and GB/s of their tensors. `memcpy`
+rate     batches per second that arrive in pinned memory while nothing else is done, and GB/s of their tensors. `memcpy`
          is what one thread copies from ordinary to pinned memory: the limit of one pin thread.
-GIL      microseconds a batch for which the interpreter was not free: a Python thread counts while the loader runs, and
-         what it counts less than alone is the share. What the calling thread itself does in next() is in it.
-step     milliseconds a batch of a training loop that copies to the device with non_blocking=True and computes there for
-         about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): where
+GIL      microseconds per batch for which the interpreter was not free. A Python thread counts while the loader runs;
+         the share is what it counts less than alone. It includes what the calling thread itself does in next().
+step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
+         for about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): if
          `step` is near it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
@@ -52,7 +52,7 @@ def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
 
 
 def gil_us(loader: torch.utils.data.DataLoader) -> float:
-    """Microseconds a batch for which a thread that wants to count could not."""
+    """Microseconds per batch for which a thread that wants to count could not."""
     counted, stop = [0], threading.Event()
 
     def count() -> None:
@@ -99,7 +99,7 @@ def device_ms(work: Any, repeat: int = 5) -> float:
 
 
 class Kernel:
-    """Work on the device that takes about so many milliseconds."""
+    """Work on the device that takes about this many milliseconds."""
 
     def __init__(self, milliseconds: float):
         self.matrix = torch.rand(2048, 2048, device="cuda")
@@ -114,7 +114,7 @@ class Kernel:
 
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
-    """Milliseconds a batch of a loop that copies on one stream and computes on another, one batch behind."""
+    """Milliseconds per batch of a loop that copies on one stream and computes on another, one batch behind."""
     copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
     torch.cuda.synchronize()
     count, start = 0, time.perf_counter()

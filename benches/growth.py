@@ -1,6 +1,7 @@
 """How the time of a batch grows with workers, prefetching, leaves and bytes: `make compare-growth`.
 
-Persistent workers, one epoch to warm up; then torch's loader and rustloader's in turn, medians of the rounds.
+Workers are persistent. After one epoch to warm up, torch's loader and rustloader's run in turn; the figures are medians
+of the rounds.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rustloader._cli.leaves import nbytes
 
 
 class Made(torch.utils.data.Dataset):
-    """The same thing, made beforehand, so many times; `fresh` makes it anew."""
+    """The same thing, made beforehand, `length` times; `fresh` makes it anew."""
 
     def __init__(self, thing: Any, length: int, fresh: Callable[[Any], Any] | None = None):
         self.thing, self.length, self.fresh = thing, length, fresh
@@ -92,10 +93,10 @@ def indices() -> Iterator[Point]:
 
 
 CURVES = {
-    "workers": ("one scalar a batch, by workers", workers),
-    "prefetch": ("one scalar a batch, by prefetch_factor", prefetch),
+    "workers": ("one scalar per batch, by workers", workers),
+    "prefetch": ("one scalar per batch, by prefetch_factor", prefetch),
     "leaves": ("small tensors in a batch, by their number", leaves),
-    "sizes": ("one tensor a batch, by its size, made by torch.clone", sizes),
+    "sizes": ("one tensor per batch, by its size, made by torch.clone", sizes),
     "indices": ("samples in an index batch", indices),
 }
 
@@ -122,7 +123,7 @@ def measure(point: Point, rounds: int) -> dict[str, Any]:
 
 
 def idle(seconds: float = 3.0) -> float:
-    """Processor time a second of main and two workers that wait, in microseconds."""
+    """Processor time per second of main and two workers that wait, in microseconds."""
     loader = rustloader.DataLoader(Made(torch.tensor(1.0), 8), num_workers=2, persistent_workers=True)
     list(loader)
     before = cpu_seconds(loader)
@@ -153,7 +154,7 @@ def main() -> int:
         print()
     if options.only is None:
         results["idle_us_per_s"] = idle()
-        print(f"idle: {results['idle_us_per_s']:.0f} us of processor time a second")
+        print(f"idle: {results['idle_us_per_s']:.0f} us of processor time per second")
     if options.save:
         options.save.write_text(json.dumps(results, indent=1) + "\n")
     return 0

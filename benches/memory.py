@@ -1,9 +1,9 @@
 """Peak memory of two epochs through torch's loader and through rustloader's: `make compare-memory`.
 
-Each measurement is a new process in a memory cgroup of its own, so all counts: private memory of all processes, and
-shared memory, mapped or not. What the process had before the first iter() is taken off. Needs the right to make a
-cgroup. Without --step the loop takes each batch at once, and a loader that is slower than it never has all the
-batches at a time that it may have.
+Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
+shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
+cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
+the batches that it may prefetch.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Cgroup:
         return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
 
     def peak(self) -> int:
-        """Bytes at the most."""
+        """The most bytes so far."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
 
     def remove(self) -> None:
@@ -122,7 +122,7 @@ def use(case: Case, loader: Any, step: float) -> None:
 
 
 def measure(case: Case, name: str, step: float) -> int:
-    """Bytes at the most, of a process of its own."""
+    """The peak in bytes, in a new process."""
     reader, writer = os.pipe()
     with cgroup() as group:
         pid = os.fork()

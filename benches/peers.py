@@ -2,15 +2,15 @@
 
 The rows are those of the comparison with torch (rows.py), with shorter epochs; 2 workers each, in all forms that a
 peer offers: processes, threads, and SPDL's one process with threads in it. Each is built as its own documentation
-advises for a map-style dataset, and told to keep the order.
+advises for a map-style dataset, and keeps the order.
 
 A row begins with short epochs, all batches of which must equal those of torch without workers. Then all loaders
-run an epoch each, in turn, another one first from round to round; the figures are medians of the rounds, divided by the
-batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. If one of these
+run an epoch each, in turn, and another one is first in each round. The figures are medians of the rounds, divided by
+the batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. If one of these
 does not hold, the cell says so and the exit status is 1.
 
-`wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in it. Workers start
-and end with the epoch, where they are not threads; but SPDL's one process is meant to be kept, and is.
+`wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in it. Worker
+processes start and end with the epoch, except SPDL's one process, which is meant to be kept.
 """
 
 import argparse
@@ -154,7 +154,7 @@ PEERS: list[tuple[str, str, dict[str, Maker]]] = [
 
 
 def loaders() -> dict[str, Maker]:
-    """All that can be had here; a line for each that cannot."""
+    """All that are installed; prints a line for each that is not."""
     found = dict(OWN)
     for module, package, makers in PEERS:
         try:
@@ -183,7 +183,7 @@ def check(loader: Iterable[Any], wanted: list[Any]) -> None:
 
 
 def timed(side: Side, batches: int, last: Any) -> None:
-    """An epoch of so many batches, the last of them this one."""
+    """Times an epoch of this many batches, and checks the last one."""
     others = multiprocessing.active_children()
     timing, batch = run_epoch(side, batches)
     # torchdata's workers end a moment after their epoch. Waited for in the next one, they would count there.
@@ -233,7 +233,7 @@ def head(names: list[str], what: str) -> str:
 
 
 def line(result: dict[str, Any], names: list[str], what: str) -> str:
-    """Microseconds a batch; the least in bold."""
+    """Microseconds per batch; the least in bold."""
     found = result[what]
     cells = [report.us(found[name]) if name in found else "FAILED" for name in names]
     least = min(range(len(names)), key=lambda k: found.get(names[k], float("inf")))

@@ -1,7 +1,7 @@
-"""How fast faults are seen and how long ends take: medians and worst of many trials, for docs/reliability.md.
+"""How fast faults are seen and how long shutdowns take: medians and worst of many trials, for docs/reliability.md.
 
-Deaths and ends are those of real processes. Beside what depends on the number of workers stands the floor, measured in
-turn in the same run: as many children by a bare fork that wait in a read and are told to `_exit`.
+Deaths and shutdowns are those of real processes. What depends on the number of workers is compared with a lower bound
+from the same run: as many children of a bare fork, which wait in a read and then `_exit`.
 """
 
 import argparse

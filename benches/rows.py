@@ -135,7 +135,7 @@ class Row:
     # In place of the comparison's own.
     workers: int | None = None
     start_method: str | None = None
-    # A round is so many epochs: one alone would be too short to be timed.
+    # Epochs in a round: one alone would be too short to be timed.
     epochs: int = 1
     # Timed to the first batch, and not to the epoch's end; persistent workers make no sense there.
     to_first: bool = False

@@ -202,7 +202,7 @@ def check_ours(words):
     ours, scripts = _cli._before_script(words) if command == "run" else (words, [])
     options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
     assert options <= known_options("rustloader", command) | {"-m"}, words
-    if command == "doctor" or "--help" in words:
+    if command in ("doctor", "top") or "--help" in words:
         return
     # All else than a name of a file is a value of an option.
     assert any(map(is_there, rest)), f"{words}: name a file, or one of {sorted(READERS)}"

@@ -12,7 +12,7 @@ import pytest
 import torch.utils.data
 import yaml
 from support import HERE, run_script
-from test_docs import PAGES, ROOT, blocks
+from test_docs import PAGES, ROOT, blocks, known_options
 
 import rustloader
 
@@ -106,6 +106,23 @@ def test_plain_english(page):
 @pytest.mark.parametrize("text", ["for so long as", "no seals can be had", "12 us a batch", "whoever builds it"])
 def test_house_words_are_found(text):
     assert HOUSE_WORDS.search(text)
+
+
+# The command line
+
+
+@pytest.mark.parametrize("command", ["doctor", "check", "bench", "top"])
+def test_the_page_of_the_command_line_has_every_option_and_no_other(command):
+    text = re.search(rf"^## `{command}`\n(.*?)(?=^## |\Z)", PAGES["docs/cli.md"].read_text(), re.M | re.S)[1]
+    tables = "\n".join("|".join(cells) for cells in table_rows(text) if cells[0].startswith("`--"))
+    shown = set(re.findall(r"^`(--[a-z]+)", tables, re.M)) or set(re.findall(r"`(--[a-z]+)`", text))
+    there = {option for option in known_options("rustloader", command) if option.startswith("--")} - {"--help"}
+    assert shown == there
+
+
+def test_the_page_of_the_command_line_has_every_command():
+    commands = {cells[0] for cells in table_rows(PAGES["docs/cli.md"].read_text().partition("\n## ")[0])[1:]}
+    assert commands == {f"`{name}`" for name in ("doctor", "check", "bench", "top", "run")}
 
 
 # The API

@@ -292,7 +292,7 @@ def test_the_engine_takes_no_such_pid(pid):
 
 
 @pytest.mark.ours
-def test_a_stranger_is_watched_and_not_signalled():
+def test_s9_a_stranger_is_watched_and_not_signalled():
     """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
     engine = _core.Engine(1, 2, True, False, 0.0, (0.0, 0.0, 0.0))
     read, write = os.pipe()

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import multiprocessing
+import os
 import socket
 
 import pytest
@@ -155,6 +156,19 @@ def test_p25_delivered_memory_is_not_torchs_shared_memory():
     assert queue.get() == 100_000.0
     child.join()
     assert batch.share_memory_().is_shared()
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("count, seen", [(16, 0.0), (4095, 0.0), (4096, 1.0), (100_000, 1.0)])
+def test_p25_writes_of_a_forked_child_reach_the_parent_from_16_kib_on(count, seen):
+    """As docs/compatibility.md says. With torch's loader they always do."""
+    (batch,) = epoch(DataLoader(Given([torch.zeros(count)]), num_workers=1, batch_size=None))
+    pid = os.fork()
+    if pid == 0:
+        batch.fill_(1.0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert batch[0] == seen
 
 
 class InheritsMain(Numbers):
