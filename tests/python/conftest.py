@@ -32,7 +32,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+CRASHED = pytest.StashKey[bool]()
+
+
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # pytest-xdist's workers have a thread for what they are sent
+        config.addinivalue_line("filterwarnings", "ignore:.*multi-threaded.*:DeprecationWarning")
     config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
     config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
     config.addinivalue_line("markers", "warns: this test has the loader warn in the log, and reads what it says")
@@ -52,6 +57,22 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
         if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # as above: the test modules
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if error:
+        node.config.stash[CRASHED] = True
+
+
+def pytest_sessionfinish(session):
+    """A crashed worker of pytest-xdist is a crash of the run: more than a failed test, which is tried again alone."""
+    if session.config.stash.get(CRASHED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.hookimpl(wrapper=True)
