@@ -32,6 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The files that take longest. pytest-xdist gives a whole file to each of its workers; these first, so that none is left at the end.
+LONGEST = """test_refusals test_pinning_exit test_fault_drivers test_interrupts test_cli_bench test_differential test_exit
+test_roundtrip test_idle test_interactive test_install test_cli test_fault_matrix test_stall test_hostile""".split()
 CRASHED = pytest.StashKey[bool]()
 
 
@@ -50,7 +53,14 @@ def pytest_unconfigure(config):
     gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
 
 
+def begins_early(item):
+    name = item.path.stem
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        items.sort(key=begins_early)
     skip = pytest.mark.skip(reason="a promise of ours; torch's loader is under test")
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
