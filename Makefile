@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 ECOSYSTEM := .venv-ecosystem
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
 CARGO ?= cargo
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 # One interpreter for every build of the bindings, so that cargo does not build PyO3 again for each.
@@ -48,10 +49,16 @@ test-rust: ## Only the Rust tests, with failpoints
 test-loom: ## Only the loom models of the lock-free parts
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
+# Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each area: class and iterator, worker, codec,
+# memory, deaths, pinned memory, statistics, command line.
+FAST := test_class.py test_iteration.py test_worker.py test_codec.py test_leases.py test_death.py test_pinning.py test_stats.py test_cli.py
+test-fast: build ## A part of the tests that takes little more than a minute
+	$(CARGO) test --features failpoints --lib --test scheduler_model --test 'engine_*' --test garbage
+	$(PYTEST) $(addprefix tests/python/,$(FAST)) -n 2 --dist load -m 'not alone and not slow' $(ARGS)
+
 # The tests wait more than they work. With ARGS there may be few: then no processes for them, unless JOBS says so.
 JOBS ?= $(if $(ARGS),1,4)
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-PYTEST := $(BIN)/python -m pytest
 
 # Two passes, the second for the tests marked `alone`. Status 5: a pass has none. After a crash there is no list of what failed.
 PASS = $(PYTEST) tests/python $(1) $(ARGS) || case $$? in 1) status=1 ;; 5) ;; *) rm -f $(LAST_FAILED); exit 1 ;; esac
