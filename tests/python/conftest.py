@@ -32,9 +32,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The files that take longest. pytest-xdist gives a whole file to each of its workers; these first, so that none is left at the end.
-LONGEST = """test_refusals test_pinning_exit test_fault_drivers test_interrupts test_cli_bench test_differential test_exit
-test_roundtrip test_idle test_interactive test_install test_cli test_fault_matrix test_stall test_hostile""".split()
+# The files that take longest come first: pytest-xdist gives a whole file to each of its workers.
+LONGEST = """
+test_cli_bench test_fault_drivers test_exit test_fault_matrix test_differential test_refusals test_hostile
+test_elsewhere test_interrupts test_large test_leases test_docs test_cli test_iterable test_pinning_exit test_install
+test_roundtrip
+""".split()
 CRASHED = pytest.StashKey[bool]()
 
 
