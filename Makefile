@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 ECOSYSTEM := .venv-ecosystem
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
 CARGO ?= cargo
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 # One interpreter for every build of the bindings, so that cargo does not build PyO3 again for each.
@@ -19,7 +20,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-growth compare-breakdown compare-peers compare-gpu reliability-figures ecosystem wheel dist docs clean
 
@@ -41,16 +42,32 @@ demo: build ## See what rustloader gains on this machine, and that a training's 
 
 test: build test-rust test-loom test-python ## Run all tests: Rust, loom, Python
 
-test-rust: ## Run the Rust tests only (debug with failpoints, then the property tests in release)
+test-rust: ## Run the Rust tests only, with failpoints
 	$(CARGO) test --features failpoints
-	$(CARGO) test --release --lib --test scheduler_model --test garbage
 
 # A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
 test-loom: ## Run the loom models of the lock-free parts only
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-test-python: build failpoints ## Run the Python tests only (ARGS='-k name')
-	$(BIN)/python -m pytest tests/python $(ARGS)
+# Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each area: class and iterator, worker, codec,
+# memory, deaths, pinned memory, statistics, command line.
+FAST := test_class.py test_iteration.py test_worker.py test_codec.py test_leases.py test_death.py test_pinning.py test_stats.py test_cli.py
+test-fast: build ## Run a part of the tests, for work on the code
+	$(CARGO) test --features failpoints --lib --test scheduler_model --test 'engine_*' --test garbage
+	$(PYTEST) $(addprefix tests/python/,$(FAST)) -n 2 --dist load -m 'not alone and not slow' $(ARGS)
+
+# Files of tests that run at the same time. The tests wait more than they work, so more than the cores is of use.
+JOBS ?= 1
+LAST_FAILED := .pytest_cache/v/cache/lastfailed
+
+# Two passes, the second for the tests marked `alone`. Status 5: a pass has none. After a crash there is no list of what failed.
+PASS = $(PYTEST) tests/python $(1) $(ARGS) || case $$? in 1) status=1 ;; 5) ;; *) rm -f $(LAST_FAILED); exit 1 ;; esac
+test-python: build failpoints ## Run the Python tests only (ARGS='-k name'; JOBS=4 runs four files at a time)
+ifeq ($(JOBS),1)
+	$(PYTEST) tests/python $(ARGS)
+else
+	@set -x; status=0; $(call PASS,-n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not alone'); $(call PASS,-m alone); exit $$status
+endif
 
 fuzz: build ## Send random trees through both loaders and compare (ARGS='--trees 20000 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m roundtrip.fuzz $(ARGS)

@@ -21,7 +21,7 @@ fn words() -> impl Strategy<Value = [u64; 8]> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(if cfg!(debug_assertions) { 200 } else { 2000 }))]
+    #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
     fn entries_of_arbitrary_words_are_read_or_refused(words in words()) {

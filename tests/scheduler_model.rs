@@ -479,7 +479,7 @@ fn config() -> impl Strategy<Value = Config> {
 
 fn cases() -> u32 {
     let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    wanted.unwrap_or(if cfg!(debug_assertions) { 1_000 } else { 10_000 })
+    wanted.unwrap_or(10_000)
 }
 
 proptest! {

@@ -9,7 +9,7 @@ from typing import Any
 
 from demo.measure import NO_WORKERS, OURS, TORCH, Result
 from demo.settings import Settings
-from rustloader._cli.results import counted
+from rustloader._texts import count_of
 
 __all__ = ["conclusion", "rate", "reason", "row", "table", "times"]
 
@@ -28,8 +28,8 @@ def row(result: Result, workers: int) -> list[str]:
     """A workload's lines: the gain, and a bar for each loader."""
     labels = {
         NO_WORKERS: "torch, no workers",
-        TORCH: f"torch, {counted(workers, 'worker')}",
-        OURS: f"rustloader, {counted(workers, 'worker')}",
+        TORCH: f"torch, {count_of(workers, 'worker')}",
+        OURS: f"rustloader, {count_of(workers, 'worker')}",
     }
     lines = [f"{result.workload.name} ({result.workload.detail}): {_gain(result)}"]
     fastest = max(map(result.median, labels))
@@ -68,7 +68,7 @@ def conclusion(results: list[Result]) -> list[str]:
 
 def table(results: list[Result], settings: Settings, machine: dict[str, Any]) -> str:
     """The table of README.md, with a line about how it was measured."""
-    workers = counted(settings.workers, "worker")
+    workers = count_of(settings.workers, "worker")
     lines = [
         f"| batches per second | torch, no workers | torch, {workers} | rustloader, {workers} "
         "| gain over torch's workers | over the faster torch |",

@@ -32,7 +32,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The files that take longest come first: pytest-xdist gives a whole file to each of its workers.
+LONGEST = """
+test_cli_bench test_fault_drivers test_exit test_fault_matrix test_differential test_refusals test_hostile
+test_elsewhere test_interrupts test_large test_leases test_docs test_cli test_iterable test_pinning_exit test_install
+test_roundtrip
+""".split()
+CRASHED = pytest.StashKey[bool]()
+
+
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # pytest-xdist's workers have a thread for what they are sent
+        config.addinivalue_line("filterwarnings", "ignore:.*multi-threaded.*:DeprecationWarning")
     config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
     config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
     config.addinivalue_line("markers", "warns: this test has the loader warn in the log, and reads what it says")
@@ -45,13 +56,36 @@ def pytest_unconfigure(config):
     gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
 
 
+def begins_early(item):
+    name = item.path.stem
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        items.sort(key=begins_early)
     skip = pytest.mark.skip(reason="a promise of ours; torch's loader is under test")
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
         if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # as above: the test modules
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if error:
+        node.config.stash[CRASHED] = True
+
+
+def pytest_sessionfinish(session):
+    """A crashed worker of pytest-xdist is a crash of the run: more than a failed test, which is tried again alone."""
+    if session.config.stash.get(CRASHED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.hookimpl(wrapper=True)

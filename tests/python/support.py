@@ -46,8 +46,11 @@ BOTH = [TorchDataLoader, DataLoader]
 # 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.
 OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 SCRIPTS = []
-# A file with the pids of all processes that the tests have started, by whatever process of theirs.
-STARTED_PIDS = os.environ.setdefault("RUSTLOADER_TEST_PIDS", os.path.join(tempfile.gettempdir(), f"pids-{os.getpid()}"))
+# A file with the pids of all processes that the tests have started, directly or not. Each pytest-xdist worker has one.
+STARTED_PIDS = os.environ.setdefault(
+    f"RUSTLOADER_TEST_PIDS_{os.environ.get('PYTEST_XDIST_WORKER', 'main').upper()}",
+    os.path.join(tempfile.gettempdir(), f"pids-{os.getpid()}"),
+)
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -305,8 +308,14 @@ def children_of(parent):
 
 
 def children():
-    """Those of this process."""
-    return children_of(os.getpid())
+    """Those of this process, from the kernel's list where it keeps one: a look at all processes takes longer."""
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return children_of(os.getpid())
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+            found.update(map(int, file.read().split()))
+    return found
 
 
 def in_session(leader):

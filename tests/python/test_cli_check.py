@@ -22,6 +22,9 @@ LONG = 400.0
 # For `--timeout`: what hangs does so for ever; what does not must start within this time on a busy machine.
 LIMIT = "40"
 
+# A file of shared memory that the loaders here make; other runs of the tests have their own.
+SHM = f"check-test-{os.getpid()}"
+
 LOADERS = """
     import ctypes, multiprocessing.shared_memory, os, random, signal, sys, time
     import numpy as np
@@ -139,7 +142,7 @@ LOADERS = """
     def hanging_factory():
         hangs(0)
     def hanging_with_spawn():
-        shared = multiprocessing.shared_memory.SharedMemory(create=True, size=100, name="rustloader-check-test")
+        shared = multiprocessing.shared_memory.SharedMemory(create=True, size=100, name=os.environ["CHECK_TEST_SHM"])
         return loader(at=5, act=hangs, multiprocessing_context="spawn")
 """
 
@@ -147,6 +150,7 @@ LOADERS = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CHECK_TEST_SHM", SHM)
     (tmp_path / "loaders_of_mine.py").write_text(textwrap.dedent(LOADERS))
     return tmp_path
 
@@ -350,7 +354,6 @@ def test_a_hang_is_named_and_ended(name, told, check):
     ],
 )
 def test_an_end_leaves_nothing(target, number, status, folder):
-    before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "rustloader", "check", f"loaders_of_mine.py:{target}", "--timeout", "300"]
     kw = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **kw) as process:
@@ -367,11 +370,11 @@ def test_an_end_leaves_nothing(target, number, status, folder):
     if number != signal.SIGKILL:
         word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
         assert err.endswith(f"rustloader check: {word}\n") and "Traceback" not in err
-    assert "rustloader-check-test" not in os.listdir("/dev/shm") or "rustloader-check-test" in before
+    assert SHM not in os.listdir("/dev/shm")
 
 
 @pytest.mark.slow
 def test_a_hang_leaves_no_shared_memory(check):
     status, _, err = check("hanging_with_spawn", "--timeout", LIMIT)
     assert status == 2 and "torch: batch 1 did not come within 40 s\n" in err and "Traceback" not in err
-    assert "rustloader-check-test" not in os.listdir("/dev/shm")
+    assert SHM not in os.listdir("/dev/shm")

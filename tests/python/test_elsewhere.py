@@ -25,12 +25,13 @@ ROOT = pathlib.Path(HERE).parents[1]
 # Every interpreter imports a module of this name when it starts, spawned workers among them.
 CUSTOMIZE = """
 import multiprocessing.spawn, multiprocessing.popen_spawn_posix, multiprocessing.resource_tracker
-import os, runpy, subprocess, sys
+import os, runpy, signal, subprocess, sys
 import torch.utils.data  # it is this system's
 sys.platform = {platform!r}
 multiprocessing.set_start_method("fork" if sys.platform == "win32" else "spawn")
 for name in ("memfd_create", "pidfd_open", "sched_getaffinity"):
     delattr(os, name)
+del signal.SIGRTMIN
 if sys.platform == "win32":
     for name in ("register_at_fork", "statvfs", "sysconf"):
         delattr(os, name)
@@ -156,7 +157,7 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
 def test_the_command_line(elsewhere, bare):
     status, out, err = elsewhere("", "-m", "rustloader", "doctor")
     assert (status, err) == (1, "") and "-> the engine needs Linux\n" in out
-    assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n")
+    assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n```\n")
     (bare / "train.py").write_text(
         "from torch.utils.data import DataLoader\n"
         "def make():\n    return DataLoader(list(range(10)), batch_size=4, num_workers=1)\n"
@@ -166,10 +167,10 @@ def test_the_command_line(elsewhere, bare):
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
     status, out, err = elsewhere("", "-m", "rustloader", "top")
     assert (status, out, err) == (2, "", f"rustloader top: {elsewhere.line}\n")
-    status, out, err = elsewhere("", "-m", "rustloader", "check", "train.py:make")
-    assert status == 2 and err.endswith(
-        f"nothing to compare: DataLoaders run on torch's own iterator: {elsewhere.line}\n"
-    )
+    for command in ("check", "bench"):
+        status, out, err = elsewhere("", "-m", "rustloader", command, "train.py:make")
+        text = f"rustloader {command}: the engine runs on Linux only: there is nothing to compare\n"
+        assert (status, out, err) == (2, "", text)
 
 
 @pytest.mark.parametrize("source", ["import rustloader", "from rustloader.dataloader import DataLoader"])

@@ -8,7 +8,8 @@ import torch
 from sample_data import Numbers
 from support import DataLoader, gone, wait_until, worker_pids
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
+# Alone: it measures CPU time.
+pytestmark = [pytest.mark.ours, pytest.mark.alone, pytest.mark.timeout(180)]
 
 WAIT = 1.5  # seconds
 # A wait looks up four times a second. On a machine that leaves us a third of a core a loop would still take 0.5 s.

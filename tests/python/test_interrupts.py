@@ -438,8 +438,9 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
         for _ in range(20):
             begin()
         longest = 2 * (time.monotonic() - start) / 20
-        alarms = 0
-        for _ in range(1500):
+        starts = alarms = 0
+        while starts < 1500 or alarms <= 100:
+            starts += 1
             try:
                 armed = True
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest))
@@ -457,7 +458,6 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
                 raise AssertionError(f"lost after {alarms} alarms")
             except KeyboardInterrupt:
                 pass
-        assert alarms > 100, alarms
         print("all")
         """
     )

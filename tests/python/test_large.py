@@ -45,6 +45,7 @@ class Huge(Numbers):
         return slice(self.size // 2 - 100, self.size // 2 + 150)
 
 
+@pytest.mark.alone  # `needs` looks at the memory that is free when it starts
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_tensor_of_3_gb():
@@ -56,6 +57,7 @@ def test_a_tensor_of_3_gb():
     assert got[dataset.middle()].tolist() == list(range(250))
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["bytes", "dataclass"])

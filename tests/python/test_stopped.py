@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -184,15 +185,20 @@ class Waits(Numbers):
         return super().__getitem__(i)
 
 
+def is_asked_for_its_stack(pid):
+    """Whether the signal for it has been sent and not yet been handled."""
+    with open(f"/proc/{pid}/status") as file:
+        pending = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (signal.SIGRTMIN + 13 - 1) & 1 for mask in pending)
+
+
 @pytest.mark.warns
 def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_where_it_hangs(monkeypatch, tmp_path):
     told = []
 
     def warning(text, *args):
         told.append(text % args)
-        if "state: idle" in told[-1]:
-            os.kill(pid, signal.SIGCONT)
-        elif "state: fetch" in told[-1]:
+        if "state: fetch" in told[-1]:
             (tmp_path / "told").touch()
 
     monkeypatch.setattr(rustloader._stall.logger, "warning", warning)
@@ -202,7 +208,15 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     [pid] = worker_pids(iterator)
     assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
     os.kill(pid, signal.SIGSTOP)
+
+    def go_on():
+        assert wait_until(lambda: is_asked_for_its_stack(pid))
+        os.kill(pid, signal.SIGCONT)
+
+    wakes = threading.Thread(target=go_on)
+    wakes.start()
     assert [x.item() for x in iterator] == [0, 1, 2]
+    wakes.join()
     idle, fetch = (text for text in told if "the batch of index 1." in text)
     assert "state: idle" in idle and "state: fetch" in fetch
     assert re.search(r"test_stopped\.py\", line \d+ in __getitem__\n", fetch), fetch

@@ -150,6 +150,7 @@ def test_p9_a_worker_that_cannot_be_pickled():
 def test_t28_users_filter_by_torchs_module(one_core):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own of a fork
         warnings.filterwarnings("ignore", module=r"torch\.utils\.data")
         assert len(list(DataLoader(Numbers(2), num_workers=2))) == 2
     with warnings.catch_warnings():

@@ -78,6 +78,8 @@ examples:
   {prog} top 12345 --once
   {prog} top 12345 --json --interval 10 > loaders.json
 """
+# Commands that compare both engines. Their modules use what other systems lack.
+_LINUX_ONLY = ("bench", "check")
 # Options of `run` whose value is the next argument.
 _VALUED = ("--prefetch-factor", "--multiprocessing-context")
 
@@ -92,6 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
+        return 2
+    if options.command in _LINUX_ONLY and not sys.platform.startswith("linux"):
+        text = "the engine runs on Linux only: there is nothing to compare"
+        print(f"rustloader {options.command}: {text}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"rustloader._cli.{options.command}")
     if options.command == "run":

@@ -49,7 +49,8 @@ class Probe:
                 process_group=0,
                 env=os.environ | (environment or {}),
             )
-        self._connection.send(order)
+        with contextlib.suppress(BrokenPipeError):  # it has ended at once: `answer` says how
+            self._connection.send(order)
 
     @property
     def group(self) -> int:

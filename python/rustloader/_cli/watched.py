@@ -102,6 +102,7 @@ class Watched:
             due = now + _BETWEEN
             for number, code in dead(self._workers):
                 if now - unnoticed.setdefault(number, now) >= UNNOTICED:
+                    self._hangs = True  # its `next` may block for ever
                     raise self._died(f"worker {number} (pid {self._workers[number]}) {how(code)}")
             if now - begin >= limit:
                 raise self._hang(what, limit)
