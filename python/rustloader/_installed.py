@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 __all__ = ["Installed"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Installed(ContextDecorator):
@@ -23,6 +26,17 @@ class Installed(ContextDecorator):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorates a function. A generator or a coroutine runs after its call has returned, outside of the context."""
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            name = getattr(function, "__qualname__", "the function")
+            raise TypeError(
+                f"@rustloader.installed() cannot decorate {name}, a generator or coroutine function; "
+                "write `with rustloader.installed():` inside of it"
+            )
+        return super().__call__(function)
 
     def __bool__(self) -> NoReturn:
         raise TypeError(

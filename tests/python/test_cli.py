@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pkgutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -265,6 +266,31 @@ def test_mistakes_are_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         _cli.main(arguments)
     assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [
+        (signal.SIGINT, 130, "\nrustloader doctor: interrupted\n"),
+        (signal.SIGTERM, 143, "rustloader doctor: terminated\n"),
+        (signal.SIGHUP, 129, "rustloader doctor: terminated\n"),
+    ],
+)
+def test_a_signal_ends_a_command_with_one_line(number, status, text, monkeypatch, capsys):
+    from rustloader._cli import doctor
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(doctor, "main", lambda options: os.kill(os.getpid(), number))
+    assert _cli.main(["doctor"]) == status and capsys.readouterr() == ("", text)
+    assert signal.getsignal(number) is before
+
+
+def test_a_closed_stdout_is_no_traceback():
+    command = [sys.executable, "-m", "rustloader", "top", "1"]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, timeout=300, text=True
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith("rustloader top: ")
 
 
 def test_a_reader_that_closes_the_pipe_is_no_traceback():

@@ -11,14 +11,14 @@ if rustloader is not None:
     from rustloader import _cli
     from rustloader._cli import arguments
 
-INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds"
-COUNTS = "must be a comma-separated list of integers, each 0 or more (such as 0,2,4)"
+INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds, up to a year"
+COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such as 0,2,4)"
 
 
 @pytest.mark.parametrize(
     "kind, text, value",
     [
-        ("integer", "-3", -3),
+        ("seed", "-3", -3),
         ("positive_int", " 7 ", 7),
         ("seconds", "0", 0.0),
         ("seconds", "1e-3", 0.001),
@@ -35,13 +35,17 @@ def test_values(kind, text, value):
 @pytest.mark.parametrize(
     "kind, text, error",
     [
-        ("integer", "1.5", "must be an integer, got 1.5"),
-        ("integer", "", "must be an integer, got ''"),
+        ("seed", "1.5", "must be an integer of 64 bits, got 1.5"),
+        ("seed", str(2**64), f"must be an integer of 64 bits, got {2**64}"),
+        ("seconds", "1e99", "must be a number of seconds from 0 to a year, got 1e99"),
+        ("positive_seconds", "1e99", f"{SECONDS}, got 1e99"),
+        ("counts", "1025", f"{COUNTS}, got 1025"),
+        ("seed", "", "must be an integer of 64 bits, got ''"),
         ("positive_int", "0", f"{INTEGER}, got 0"),
         ("positive_int", "-2", f"{INTEGER}, got -2"),
         ("positive_int", "many", f"{INTEGER}, got 'many'"),
-        ("seconds", "-1", "must be a number of seconds, 0 or more, got -1"),
-        ("seconds", "nan", "must be a number of seconds, 0 or more, got 'nan'"),
+        ("seconds", "-1", "must be a number of seconds from 0 to a year, got -1"),
+        ("seconds", "nan", "must be a number of seconds from 0 to a year, got 'nan'"),
         ("positive_seconds", "0", f"{SECONDS}, got 0"),
         ("positive_seconds", "inf", f"{SECONDS}, got 'inf'"),
         ("counts", "", f"{COUNTS}, got ''"),
@@ -61,11 +65,11 @@ def test_errors(kind, text, error):
     [
         (["check", "x:f", "--batches", "0"], f"argument --batches: {INTEGER}, got 0"),
         (["check", "x:f", "--timeout", "0"], f"argument --timeout: {SECONDS}, got 0"),
-        (["check", "x:f", "--seed", "z"], "argument --seed: must be an integer, got 'z'"),
+        (["check", "x:f", "--seed", "z"], "argument --seed: must be an integer of 64 bits, got 'z'"),
         (["bench", "x:f", "--workers", "4,x"], f"argument --workers: {COUNTS}, got '4,x'"),
         (["bench", "x:f", "--workers", ""], f"argument --workers: {COUNTS}, got ''"),
         (["bench", "x:f", "--epochs", "no"], f"argument --epochs: {INTEGER}, got 'no'"),
-        (["bench", "x:f", "--step", "-1"], "argument --step: must be a number of seconds, 0 or more, got -1"),
+        (["bench", "x:f", "--step", "-1"], "argument --step: must be a number of seconds from 0 to a year, got -1"),
         (["bench", "x:f", "--seconds", "0"], f"argument --seconds: {SECONDS}, got 0"),
         (["run", "--prefetch-factor", "0", "x.py"], f"argument --prefetch-factor: {INTEGER}, got 0"),
     ],

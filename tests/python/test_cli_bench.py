@@ -385,7 +385,12 @@ def await_end(session, seconds=60.0):
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize(
     "target, number, status",
-    [("slow", signal.SIGINT, 130), ("slow", signal.SIGKILL, -signal.SIGKILL), ("hanging", signal.SIGINT, 130)],
+    [
+        ("slow", signal.SIGINT, 130),
+        ("slow", signal.SIGTERM, 143),
+        ("slow", signal.SIGKILL, -signal.SIGKILL),
+        ("hanging", signal.SIGINT, 130),
+    ],
 )
 def test_an_end_leaves_no_process(target, number, status, folder):
     command = [sys.executable, "-m", "rustloader", "bench", f"loaders.py:{target}", "--seconds", "300"]
@@ -403,5 +408,6 @@ def test_an_end_leaves_no_process(target, number, status, folder):
             for pid in in_session(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    if number == signal.SIGINT:
-        assert err.endswith("\nrustloader bench: interrupted\n") and "Traceback" not in err
+    if number != signal.SIGKILL:
+        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+        assert err.endswith(f"rustloader bench: {word}\n") and "Traceback" not in err

@@ -141,6 +141,13 @@ LOADERS = """
         return loader(sampler=sampler(), prefetch_factor=1)
     def hanging_factory():
         hangs(0)
+    def swallowing():
+        open("hanging", "w").close()
+        while True:
+            try:
+                time.sleep(1)
+            except BaseException:
+                pass
     def hanging_with_spawn():
         shared = multiprocessing.shared_memory.SharedMemory(create=True, size=100, name=os.environ["CHECK_TEST_SHM"])
         return loader(at=5, act=hangs, multiprocessing_context="spawn")
@@ -350,6 +357,7 @@ def test_a_hang_is_named_and_ended(name, told, check):
         ("hanging", signal.SIGINT, 130),
         ("hanging", signal.SIGTERM, 143),
         ("hanging", signal.SIGKILL, -signal.SIGKILL),
+        ("swallowing", signal.SIGKILL, -signal.SIGKILL),
         ("hanging_with_spawn", signal.SIGINT, 130),
     ],
 )

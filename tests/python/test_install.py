@@ -325,6 +325,18 @@ def test_installed_has_no_truth_value_and_installs_nothing_before_it_is_entered(
     assert not rustloader.is_installed()
 
 
+def test_installed_decorates_no_generator_and_no_coroutine():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside of it"):
+            rustloader.installed()(function)
+
+
 def test_installed_is_a_decorator_and_may_be_entered_again():
     @rustloader.installed(prefetch_factor=4)
     def options(depth):

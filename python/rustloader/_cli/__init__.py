@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-from rustloader._cli.arguments import counts, integer, positive_int, positive_seconds, seconds
+from rustloader._cli.arguments import counts, positive_int, positive_seconds, seconds, seed
 
 __all__ = ["main"]
 
@@ -102,9 +102,20 @@ def main(arguments: list[str] | None = None) -> int:
     command = importlib.import_module(f"rustloader._cli.{options.command}")
     if options.command == "run":
         return int(command.main(options, rest))
+    from rustloader._cli.ending import Terminated, terminable
+
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w")
     try:
-        status = int(command.main(options))
+        with terminable():
+            status = int(command.main(options))
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\nrustloader {options.command}: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT
+    except Terminated as error:
+        print(f"rustloader {options.command}: terminated", file=sys.stderr)
+        return 128 + int(error.args[0])
     except BrokenPipeError:
         # The reader of the pipe, `head` for example, has closed it. Python would report that again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -164,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add = check.add_argument
     add("factory", help="module:function or file.py:function")
     add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
-    add("--seed", type=integer, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
+    add("--seed", type=seed, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
     add(
         "--timeout",
         type=positive_seconds,

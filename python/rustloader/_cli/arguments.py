@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["counts", "integer", "positive_int", "positive_seconds", "seconds"]
+__all__ = ["counts", "positive_int", "positive_seconds", "seconds", "seed"]
+
+# A year. Clocks and waits of the system take no more than a few hundred.
+_MOST_SECONDS = 366 * 86400
+# Processes that a sweep starts at a time.
+_MOST_WORKERS = 1024
 
 
-def integer(text: str) -> int:
-    """An integer, such as a seed."""
+def seed(text: str) -> int:
+    """An integer that ``torch.manual_seed`` takes."""
     number = _integer(text)
-    if number is None:
-        raise _error("an integer", text)
+    if number is None or not -(2**63) <= number < 2**64:
+        raise _error("an integer of 64 bits", text)
     return number
 
 
@@ -25,26 +30,26 @@ def positive_int(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A duration in seconds, 0 allowed."""
-    number = _finite(text)
+    """A duration in seconds, from 0 to a year."""
+    number = _seconds(text)
     if number is None or number < 0:
-        raise _error("a number of seconds, 0 or more", text)
+        raise _error("a number of seconds from 0 to a year", text)
     return number
 
 
 def positive_seconds(text: str) -> float:
-    """A duration in seconds, greater than 0."""
-    number = _finite(text)
+    """A duration in seconds, greater than 0, up to a year."""
+    number = _seconds(text)
     if number is None or number <= 0:
-        raise _error("a positive number of seconds", text)
+        raise _error("a positive number of seconds, up to a year", text)
     return number
 
 
 def counts(text: str) -> list[int]:
-    """A comma-separated list of integers of 0 or more, sorted, each once: ``"4,0,2"`` is ``[0, 2, 4]``."""
+    """A comma-separated list of integers from 0 to 1,024, sorted, each once: ``"4,0,2"`` is ``[0, 2, 4]``."""
     numbers = [_integer(part) for part in text.split(",")]
-    if any(number is None or number < 0 for number in numbers):
-        raise _error("a comma-separated list of integers, each 0 or more (such as 0,2,4)", text)
+    if any(number is None or not 0 <= number <= _MOST_WORKERS for number in numbers):
+        raise _error(f"a comma-separated list of integers, each from 0 to {_MOST_WORKERS:,} (such as 0,2,4)", text)
     return sorted({number for number in numbers if number is not None})
 
 
@@ -61,6 +66,11 @@ def _finite(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _seconds(text: str) -> float | None:
+    number = _finite(text)
+    return None if number is None or number > _MOST_SECONDS else number
 
 
 def _error(expected: str, text: str) -> argparse.ArgumentTypeError:

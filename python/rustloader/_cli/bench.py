@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -45,9 +44,6 @@ def main(options: Any) -> int:
     except Unusable as error:
         print(f"rustloader bench: {error.message(options.verbose)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nrustloader bench: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     return 0
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rustloader._cli.factory import Unusable
@@ -31,39 +28,13 @@ _UNSEEDED = (
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
 
 
-class _Terminated(BaseException):
-    """SIGTERM or SIGHUP."""
-
-
 def main(options: Any) -> int:
     """Compares, and prints the result. Returns the exit status."""
     try:
-        with _terminable():
-            return _Comparison(options).run()
+        return _Comparison(options).run()
     except Unusable as error:
         print(f"rustloader check: {error.message(options.verbose)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nrustloader check: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except _Terminated as error:
-        print("rustloader check: terminated", file=sys.stderr)
-        return 128 + int(error.args[0])
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the sides as well."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise _Terminated(number)
-
-    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Comparison:

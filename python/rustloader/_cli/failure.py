@@ -42,6 +42,8 @@ class Failure:
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _LONGEST else self.text[:_LONGEST] + " ..."
+        # Control characters would reach the terminal.
+        text = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
         return f"{text} ({self.where})" if self.where else text
 
 

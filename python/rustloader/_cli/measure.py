@@ -30,6 +30,8 @@ from rustloader._cli.workers import advice, death
 __all__ = ["Order", "serve"]
 
 _PR_SET_PDEATHSIG = 1
+# Seconds that a process has to end after an interrupt. The shutdown of workers takes up to 5.5.
+_SWALLOWED = 15
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ def serve(descriptor: int) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Once: a second time would disturb the end."""
+    """Once: a second time would disturb the end. Where user code swallows the interrupt, an alarm kills the group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(_SWALLOWED)
     raise KeyboardInterrupt
 
 
