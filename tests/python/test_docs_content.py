@@ -182,10 +182,13 @@ def test_the_users_page_quotes_the_performance_log():
     compared = {cells[0]: cells for cells in table_rows(section("docs/performance-log.md", "The comparison"))}
     goals = {cells[0]: cells for cells in table_rows(section("docs/performance-log.md", "Against the goals"))}
     head, *rows = table_rows(section("docs/performance.md", "Some figures"))
-    assert head == ["batch", "torch without workers", "torch", "rustloader", "ratio"] and len(rows) > 4
-    for batch, alone, torchs, ours, ratio in rows:
+    ratios = ["over torch with workers", "over the faster torch"]
+    assert head == ["batch", "torch without workers", "torch", "rustloader", *ratios] and len(rows) > 4
+    for batch, alone, torchs, ours, ratio, over_faster in rows:
         assert [f"{torchs} us", f"{ours} us", ratio] == compared[batch][5:8]
         assert alone == goals[batch][7]
+        without, with_workers, mine = (float(cell.replace(",", "")) for cell in (alone, torchs, ours))
+        assert over_faster == f"{min(without, with_workers) / mine:.1f}x"
 
 
 def test_the_comparison_writes_into_the_performance_log(tmp_path, monkeypatch):
