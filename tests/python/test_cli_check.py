@@ -306,8 +306,10 @@ def test_a_difference_is_named(name, told, check):
 def test_the_first_death_ends_it(name, told, check):
     status, out, err = check(name)
     assert status == 2 and "same" not in out
-    assert re.match(f"rustloader check: {told}", err), err
-    assert err.count("\n") == 2
+    # A thread of torch's process may print that the worker has cut its connection. That comes first.
+    _, _, said = err.rpartition("rustloader check: ")
+    assert re.match(told, said), err
+    assert said.count("\n") == 2
 
 
 @pytest.mark.parametrize(
