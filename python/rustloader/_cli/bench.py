@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rustloader._cli.comparison import CONFIDENCE
-from rustloader._cli.factory import Unusable
+from rustloader._cli.factory import Unusable, check_target
 from rustloader._cli.limited import LimitedProbe
 from rustloader._cli.measure import Order
 from rustloader._cli.memory import Peak, used
@@ -41,6 +41,7 @@ def main(options: Any) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise Unusable("the engine runs on Linux only: there is nothing to compare")
+        check_target(options.factory)
         if options.plot is not None:
             check_plot(options.plot)
         _Bench(options).run()
