@@ -1,8 +1,8 @@
 //! What another process's iterator does, read out of its arena from outside.
 //!
-//! The arena is read by `pread` through a descriptor that cannot write: nothing is mapped, so that no page of the arena comes
-//! into being by a look at it, and nothing there can be changed. The observed process takes no part. What is read may be torn,
-//! or garbage: every number that leads further is checked first, and all others are only shown.
+//! The arena is read by `pread` through a descriptor that cannot write. Nothing is mapped: reading allocates no page of the
+//! arena, and nothing there can be changed. The observed process takes no part. What is read may be torn, or garbage: every
+//! number that leads further is checked first, and all others are only shown.
 
 use std::os::fd::BorrowedFd;
 
@@ -80,7 +80,7 @@ pub struct ObservedWorker {
 
 /// Looks at an arena. `None` while no iterator has it.
 ///
-/// Errors: [`Error::Layout`] for one of another version, [`Error::Corrupt`] for what is no arena.
+/// Errors: [`Error::Layout`] for one of another version, [`Error::Corrupt`] for a file that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::peek::len(fd) as u64 };
     let header: Header = file.read(0)?;
@@ -119,7 +119,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
         observed.push(worker_of(&control, started_ns, epoch_task, warm));
     }
     file.add_region(&geometry, geometry.main_region(), &mut usage)?;
-    let counts = counted(main, state, in_state_ns);
+    let counts = counted(main, state, in_state_ns, now_ns);
     Ok(Some(Observed {
         now_ns,
         pid: main.pid.load(Ordering::Relaxed),
@@ -156,10 +156,11 @@ fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     }
 }
 
-fn main_key(page: &MainPage) -> (u32, u64, u64) {
-    let batches = &page.counts[Count::Next as usize];
-    let (since, next) = (page.since_ns.load(Ordering::Relaxed), batches.load(Ordering::Relaxed));
-    (page.state.load(Ordering::Relaxed), since, next)
+fn main_key(page: &MainPage) -> (u32, u64, u64, u64) {
+    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    let (since_ns, wait_since_ns) = (word(&page.since_ns), word(&page.wait_since_ns));
+    let in_next_ns = word(&page.counts[Count::Next as usize]);
+    (page.state.load(Ordering::Relaxed), since_ns, wait_since_ns, in_next_ns)
 }
 
 fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
@@ -167,19 +168,21 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// The counters, with the time of the state that lasts: they are shown only at the end of each `next`.
-fn counted(main: &MainPage, state: MainState, in_state_ns: u64) -> [u64; Count::LEN] {
+/// The counters, with the time of the state that lasts: they are shown only at the end of each `next` and of each wait.
+fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
-    let lasting: &[Count] = match state {
-        MainState::Next => &[Count::Next],
-        MainState::First => &[Count::Next, Count::First],
-        MainState::Waiting => &[Count::Next, Count::Waited],
-        MainState::Step => &[Count::Step],
+    // Before it waits, a `next` may ask the sampler.
+    let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
+    let lasting: &[(Count, u64)] = match state {
+        MainState::Next => &[(Count::Next, in_state_ns)],
+        MainState::First => &[(Count::Next, in_state_ns), (Count::First, wait_ns)],
+        MainState::Waiting => &[(Count::Next, in_state_ns), (Count::Waited, wait_ns)],
+        MainState::Step => &[(Count::Step, in_state_ns)],
         MainState::Unused | MainState::Starting | MainState::Between => &[],
     };
-    for count in lasting {
-        let sum: &mut u64 = &mut counts[*count as usize];
-        *sum = sum.saturating_add(in_state_ns);
+    for &(count, ns) in lasting {
+        let sum: &mut u64 = &mut counts[count as usize];
+        *sum = sum.saturating_add(ns);
     }
     counts
 }

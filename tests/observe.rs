@@ -140,6 +140,36 @@ fn main_shows_its_state_and_its_counters() {
 }
 
 #[test]
+fn only_the_waits_of_a_next_count_as_waiting() {
+    let arena = arena();
+    let mut engine = engine(&arena);
+    engine.epoch_begins();
+    engine.next_begins();
+    let pause = || std::thread::sleep(Duration::from_millis(5));
+    let times = |count: Count| look(&arena).unwrap().counts[count as usize];
+    // A slow sampler.
+    pause();
+    engine.wait(Some(Duration::ZERO)).unwrap();
+    pause();
+    let seen = look(&arena).unwrap();
+    let (in_next, first) = (seen.counts[Count::Next as usize], seen.counts[Count::First as usize]);
+    assert!(first >= 5_000_000 && in_next >= first + 5_000_000, "{first} of {in_next}");
+    engine.after_wait().unwrap();
+    let shown = times(Count::First);
+    assert!(shown >= first, "a wait that has ended still counts");
+    pause();
+    assert_eq!(times(Count::First), shown, "between two waits it does not grow");
+    engine.wait(Some(Duration::ZERO)).unwrap();
+    pause();
+    assert!(times(Count::First) >= shown + 5_000_000, "the next wait is added");
+    engine.after_wait().unwrap();
+    engine.next_ends();
+    let seen = look(&arena).unwrap();
+    assert_eq!(seen.counts[Count::First as usize], engine.handle().meter.get(Count::First));
+    assert!(seen.counts[Count::First as usize] + 10_000_000 <= seen.counts[Count::Next as usize]);
+}
+
+#[test]
 fn looking_writes_nothing_and_makes_no_page() {
     let arena = arena();
     let _engine = engine(&arena);

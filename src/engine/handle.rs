@@ -67,7 +67,7 @@ impl Handle {
     pub fn started(&self, worker: u32, pid: i32) -> Result<()> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!(
-                "worker {worker} has the pid {pid}, which is no process of its own"
+                "worker {worker} has pid {pid}, which is not a separate process"
             )));
         }
         let place = self.processes.get(worker as usize);

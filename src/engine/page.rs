@@ -1,7 +1,6 @@
 //! What the main process shows of itself in the arena's head, for `rustloader top` in another process.
 //!
-//! Plain stores by the thread that has the turn, at the looks at the clock that `next` takes in any case: no system call, no
-//! lock, and nothing that anybody waits for.
+//! Plain stores by the thread that has the turn, when `next` reads the clock anyway: no system calls, no locks, no waiting.
 
 use std::time::Duration;
 
@@ -58,11 +57,23 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.show(MainState::Next, self.now);
     }
 
-    /// Shows what the `next` that is under way does.
+    /// Shows that the `next` that is under way waits.
     #[inline]
-    pub(super) fn show_in_next(&self, state: MainState) {
+    pub(super) fn show_wait(&self, state: MainState, since: Duration) {
         if let Some(page) = self.page() {
+            page.wait_since_ns.store(since.as_nanos() as u64, Ordering::Relaxed);
             page.state.store(state as u32, Ordering::Relaxed);
+        }
+    }
+
+    /// Shows that a wait has ended: its time must not be missing until that `next` ends.
+    #[inline]
+    pub(super) fn show_wait_ends(&self) {
+        if let Some(page) = self.page() {
+            page.state.store(MainState::Next as u32, Ordering::Relaxed);
+            for count in [Count::First, Count::Waited, Count::Blocked] {
+                page.counts[count as usize].store(self.handle.meter.get(count), Ordering::Relaxed);
+            }
         }
     }
 

@@ -8,7 +8,6 @@ use super::process::Process;
 use super::{DOORBELL, Engine};
 use crate::error::Result;
 use crate::scheduler::Event;
-use crate::shm::layout::MainState;
 use crate::shm::pool;
 use crate::sys;
 use crate::sys::poll::WaitOutcome;
@@ -44,7 +43,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
         let start = sys::clock::monotonic();
         self.watch.wait_begins(start, self.scheduler.is_blocked());
         if let Some(state) = self.watch.waiting() {
-            self.show_in_next(state);
+            self.show_wait(state, start);
         }
         loop {
             sys::clock::yield_now();
@@ -83,7 +82,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.looked = self.now;
         self.watch.wait_ends(self.now, &self.handle.meter);
         if self.watch.waiting().is_some() {
-            self.show_in_next(MainState::Next);
+            self.show_wait_ends();
         }
         let result = self.take_notice();
         self.sticky(result)

@@ -13,7 +13,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout. It is stored last, so that a half-made arena is never taken for a whole one.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
 pub const PAGE: u64 = 4096;
 /// The most workers of an arena.
@@ -91,6 +91,8 @@ pub struct MainPage {
     pub pid: AtomicU32,
     /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the begin of that `next`.
     pub since_ns: AtomicU64,
+    /// Monotonic nanoseconds at which the wait that is not yet in the counters began; valid in both kinds of waiting.
+    pub wait_since_ns: AtomicU64,
     /// Monotonic nanoseconds at which the iterator was made.
     pub started_ns: AtomicU64,
     /// The iterator's `prefetch_factor`.
@@ -101,7 +103,7 @@ pub struct MainPage {
     pub epoch_task: AtomicU64,
     /// Batches handed out before this epoch.
     pub epoch_batches: AtomicU64,
-    /// The counters, as they were at the end of the last `next`.
+    /// The counters, as they were at the end of the last `next`; those of waiting, at the end of the last wait.
     pub counts: [AtomicU64; COUNTS],
 }
 
@@ -118,7 +120,8 @@ impl MainPage {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
         }
-        let times = [&self.since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
+        let times =
+            [&self.since_ns, &self.wait_since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
         times.into_iter().chain(&self.counts).for_each(|word| word.store(0, Ordering::Relaxed));
     }
 }

@@ -287,6 +287,19 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     assert "Traceback" not in err and "_cli" not in err
 
 
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("no_such_file.py:f", "there is no file no_such_file.py\n"),
+        ("loaders.py", "'loaders.py' names no function; write module:function or file.py:function\n"),
+    ],
+)
+def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_Bench", None)
+    assert run(target, capsys=capsys) == (2, "", f"rustloader bench: {text}")
+    assert run(target, "--json", capsys=capsys)[1] == ""
+
+
 def test_the_whole_traceback_behind_verbose(capsys, monkeypatch):
     def fails(options):
         raise Unusable("the cause", "Traceback (most recent call last): ...")

@@ -80,7 +80,11 @@ def test_few_batches_have_no_winner():
         ((10, 11, 12), (10, 11, 12), "No measurable difference: rustloader is 1.00x as fast as torch (between 1.00x"),
         ((10,), (30,), "Too few to tell: 1 epoch of each engine, and it takes at least 3."),
         ((10, 11, 14), (12, 13, 15), "Too few to tell: rustloader was faster in most pairs of epochs, but the rates"),
-        ((10, 20, 30), (20, 10, 45), "Too few to tell: rustloader is 0.50x to 2.00x as fast as torch, as far as 3 pa"),
+        (
+            (10, 20, 30),
+            (20, 10, 45),
+            "Too few to tell: rustloader is 0.50x to 2.00x as fast as torch, based on 3 pairs of",
+        ),
     ],
 )
 def test_sentences_of_comparisons(theirs, ours, words):
@@ -291,7 +295,9 @@ def test_the_summary_of_a_loader():
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
     assert "rustloader is 3.00x as fast as torch" in text and "To measure longer" not in text
-    assert "for loading alone; pass the time of yours: --step SECONDS" in text
+    assert (
+        "The verdict applies to loading only. To include your training step, pass its duration: --step SECONDS" in text
+    )
     # Each note once.
     assert text.count("A ratio above 1") == text.count("Rates and CPU") == text.count("--step") == 1
     assert "--step" not in summary([point], "--step", "0.1").text()
@@ -315,7 +321,9 @@ def test_the_summary_of_a_sweep():
     lines = found.text().splitlines()
     assert "Recommended with rustloader: num_workers=1 (no measurable difference between 1 and 2 workers)." in lines
     assert "With 1 worker:" in lines and max(map(len, lines)) <= 100
-    assert " ".join(lines).count("A ratio above 1") == 1 and "recommendation are for loading alone" in " ".join(lines)
+    assert " ".join(lines).count(
+        "A ratio above 1"
+    ) == 1 and "The verdict and the recommendation apply to loading only." in " ".join(lines)
     said = json.loads(json.dumps(found.as_dict()))
     assert said["recommendation"]["rustloader"] == 1 and said["recommendation"]["step"] == 0.0
     assert [one["comparison"] and one["comparison"]["verdict"] for one in said["results"]] == [None, "faster", "faster"]
@@ -338,7 +346,7 @@ def test_a_sweep_without_figures_recommends_nothing():
 @pytest.mark.parametrize(
     "arguments, text, budget, seconds",
     [
-        ((), "in turn, each at most 3 s; up to 60 s after a warm-up, less if the result is clear before", 60, 3),
+        ((), "in turn, each at most 3 s; up to 60 s after a warm-up, or until the result is clear", 60, 3),
         (("--workers", "0,1,2"), "with 0, 1 and 2 workers: epochs of torch and rustloader in turn", 180, 3),
         (("--workers", "1,2", "--budget", "16"), "each at most 500 ms; up to 16 s", 16, 0.5),
         (("--seconds", "10"), "each at most 10 s; up to 3 min", 160, 10),

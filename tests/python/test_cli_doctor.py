@@ -126,8 +126,8 @@ def test_the_memory_that_is_left(memory, state, found, advice, monkeypatch):
 @pytest.mark.parametrize(
     "cores, state, found",
     [
-        ((8, 4, None), "ok", "4 usable; 4 of the machine's 8 by affinity"),
-        ((8, 4, 1.5), "note", "1.5 usable; 4 of the machine's 8 by affinity, 1.5 by the cgroup's CPU quota"),
+        ((8, 4, None), "ok", "4 usable (machine 8, affinity 4)"),
+        ((8, 4, 1.5), "note", "1.5 usable (machine 8, affinity 4, quota 1.5)"),
         ((1, 1, None), "note", "1 usable"),
     ],
 )

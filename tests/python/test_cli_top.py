@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
     from rustloader import _cli
-    from rustloader._cli import looks, processes, top, top_view
+    from rustloader._cli import looks, memory, processes, top, top_view
 
 HEAD = """
 import json, os, sys, threading, time
@@ -129,6 +129,8 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         assert [worker["pid"] for worker in loader["workers"]] == said["workers"]
         for worker in loader["workers"]:
             assert worker["memory_bytes"] > 1 << 20 and worker["shared_bytes"] > 0
+            if os.path.exists("/proc/self/smaps_rollup"):
+                assert 0 < worker["pss_bytes"] <= worker["memory_bytes"]
             assert 0.5 < sum(worker["shares"].values()) <= 1.001, worker
         later = as_json(process.pid, capsys)["loaders"][0]
         assert later["stats"]["batches"] > loader["stats"]["batches"] and later["batches_per_second"] > 0
@@ -171,9 +173,7 @@ def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys)
         pid = said["workers"][1]
         assert f"  !           worker 1 (pid {pid}) has been fetching batch 41 for " in out
         assert "indices [164, 165, 166, 167]. Its batches take " in out and "\n    !1 " in out
-        assert (
-            "waiting for batch 41 for " in out and "verdict     The loop waits, and the worker below stands out." in out
-        )
+        assert "waiting for batch 41 for " in out and "verdict     The loop waits for the worker marked below." in out
 
 
 def test_a_long_index_is_shortened_and_a_pickled_one_left_out(tmp_path, capsys):
@@ -482,7 +482,7 @@ def test_another_version_of_the_layout_is_named(memfd, capsys):
     assert words.startswith(
         f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
     )
-    assert f"this rustloader ({rustloader.__version__}) reads version 2" in words
+    assert f"this rustloader ({rustloader.__version__}) reads version 3" in words
 
 
 def test_a_damaged_arena_is_an_error(memfd, capsys):
@@ -644,7 +644,7 @@ def test_the_live_view_waits_for_loaders(tmp_path):
             ) as (process, _),
             Terminal(process.pid, "--interval", "0.1") as terminal,
         ):
-            assert terminal.shows("No loader is at work now"), terminal.text
+            assert terminal.shows("No loader is running now"), terminal.text
             os.write(writer, b"go\n")
             assert terminal.shows("loader 1"), terminal.text
             terminal.press("q")
@@ -720,6 +720,50 @@ def test_two_loaders_of_few_workers_fit_a_small_terminal():
     lines = top_view.plain(top_view.frame(1, "python", [made_up(4), made_up(3)], 80, 23)).splitlines()
     assert len(lines) <= 23 and not any("more worker" in line for line in lines), "\n".join(lines)
     assert [line.split()[0] for line in lines if " idle " in line and "state" not in line] == list("0123012")
+
+
+def test_memory_is_pss_or_labelled_rss(monkeypatch):
+    mine, two = os.getpid(), 2
+    look = looks.Look((1, 2), figures(two, ()), (mine,) * two, (None,) * two)
+    monkeypatch.setattr(processes, "memory", lambda pid: 500_000_000)
+
+    def shown(*pss):
+        left = list(pss)
+        monkeypatch.setattr(memory, "proportional", lambda pid: left.pop(0))
+        loader = looks.Loader(mine, None, look)
+        lines = top_view.plain(top_view.frame(1, "python", [loader], 160)).splitlines()
+        summary = next(line for line in lines if line.startswith("  memory"))
+        heading = next(k for k, line in enumerate(lines) if line.startswith("worker"))
+        return (
+            summary.rpartition("; ")[2],
+            lines[heading].split()[-2],
+            [row.split(" MB")[0][-4:] for row in lines[heading + 1 :]],
+        )
+
+    assert shown(30_000_000, 20_000_000) == ("workers 50.0 MB", "memory", ["30.0", "20.0"])
+    # One sum of one kind: RSS as soon as the PSS of one is unknown.
+    assert shown(30_000_000, None) == ("workers 1.0 GB RSS", "RSS", [" 500", " 500"])
+
+
+def test_pages_that_processes_share_count_once_in_the_pss():
+    if memory.proportional(os.getpid()) is None:
+        pytest.skip("the system gives no PSS")
+    pages = b"x" * (64 << 20)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        both = memory.proportional(child) + memory.proportional(os.getpid())
+        # The child has little but what it shares with this process.
+        assert len(pages) < both < processes.memory(os.getpid()) + len(pages) // 2, both
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+    assert memory.proportional(child) is None
 
 
 def test_the_columns_stay_where_they_are():

@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget",
         type=positive_seconds,
         metavar="SECONDS",
-        help="measure for up to SECONDS in all, less if the result is clear before (default: 60 per number of workers)",
+        help="measure for up to SECONDS in all, or until the result is clear (default: 60 per number of workers)",
     )
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
     add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
@@ -226,6 +226,6 @@ def _parser() -> argparse.ArgumentParser:
         type=positive_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="time between two looks, which rates and shares are about (default: 1)",
+        help="seconds between two samples; rates and shares cover this interval (default: 1)",
     )
     return parser

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rustloader._cli.comparison import CONFIDENCE
-from rustloader._cli.factory import Unusable
+from rustloader._cli.factory import Unusable, check_target
 from rustloader._cli.limited import LimitedProbe
 from rustloader._cli.measure import Order
 from rustloader._cli.memory import Peak, used
@@ -38,6 +38,7 @@ _ENGINES = ("torch", "rustloader")
 def main(options: Any) -> int:
     """Measures, and prints the result. Returns 0, or 2 if there was nothing to measure."""
     try:
+        check_target(options.factory)
         if options.plot is not None:
             check_plot(options.plot)
         _Bench(options).run()

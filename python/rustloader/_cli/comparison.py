@@ -159,7 +159,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
     if low <= _EQUAL and high >= 1 / _EQUAL:
         if high <= low * _SMALL:
             return comparison("no measurable difference")
-        found = f"{times(low)} to {times(high)} as fast as torch, as far as {len(ratios)} pairs of epochs say"
+        found = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
         return comparison("too few to tell", f"rustloader is {found}")
     if median_interval(ours).overlaps(median_interval(theirs)):
         leader = "rustloader" if low > 1 else "torch"

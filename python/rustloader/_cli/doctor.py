@@ -245,9 +245,8 @@ def _start_method() -> Iterator[Finding]:
 
 def _cores() -> Iterator[Finding]:
     found = cores()
-    text = f"{found.effective:g} usable; {found.affinity} of the machine's {found.machine} by affinity"
-    if found.quota is not None:
-        text += f", {found.quota:g} by the cgroup's CPU quota"
+    quota = "" if found.quota is None else f", quota {found.quota:g}"
+    text = f"{found.effective:g} usable (machine {found.machine}, affinity {found.affinity}{quota})"
     few = found.effective < 2
     advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if few else ""
     yield Finding("cores", text, NOTE if few else OK, advice)

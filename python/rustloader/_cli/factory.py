@@ -12,7 +12,7 @@ from typing import Any
 
 from rustloader._cli.failure import Failure, failure
 
-__all__ = ["Unusable", "find", "make"]
+__all__ = ["Unusable", "check_target", "find", "make"]
 
 # What a program may return in the place of a loader: an attribute that such an object has, and what to return instead.
 _INSTEAD = {
@@ -47,17 +47,33 @@ class Unusable(Exception):
         return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
 
 
+def check_target(target: str) -> tuple[str, str, bool]:
+    """Checks a target's form, and that its file exists; imports nothing.
+
+    Returns:
+        The module or the file, the name in it, and whether it is a file.
+
+    Raises:
+        Unusable: the target names no function, or there is no such file.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name):
+        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+    is_file = place.endswith(".py") or os.sep in place
+    if is_file and not os.path.isfile(place):
+        hint = f"; did you mean {place}.py?" if os.path.isfile(f"{place}.py") else ""
+        raise Unusable(f"there is no file {place}{hint}")
+    return place, name, is_file
+
+
 def find(target: str) -> Callable[[], Any]:
     """The function that a target names. What the user's code sees in sys.argv is that file or module alone.
 
     Raises:
         Unusable: there is none.
     """
-    place, colon, name = target.rpartition(":")
-    if not (colon and place and name):
-        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+    place, name, is_file = check_target(target)
     sys.argv = [place]
-    is_file = place.endswith(".py") or os.sep in place
     found: Any = _file(place) if is_file else _module(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -180,9 +196,6 @@ def _module(name: str) -> Any:
 
 
 def _file(path: str) -> Any:
-    if not os.path.isfile(path):
-        hint = f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else ""
-        raise Unusable(f"there is no file {path}{hint}")
     folder, file = os.path.split(os.path.abspath(path))
     name = os.path.splitext(file)[0]
     if name in sys.modules or "." in name:

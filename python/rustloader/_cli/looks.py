@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rustloader._cli import processes
+from rustloader._cli import memory, processes
 from rustloader._cli.processes import Seen
 from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
 from rustloader._limits import effective_cores
@@ -18,7 +18,7 @@ from rustloader._verdict import Verdict
 
 __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
 
-# A worker stands out once it is at one batch for this many seconds, and this many times its usual time for a batch.
+# A worker is marked once it is at one batch for this many seconds, and this many times its usual time for a batch.
 _LONG, _TIMES = 2.0, 10.0
 # A verdict on fewer seconds than this would be on chance.
 _SETTLED = 10.0
@@ -82,6 +82,7 @@ class WorkerView:
     queued: int
     ready: int
     memory_bytes: int | None
+    pss_bytes: int | None
     shared_bytes: int
     tasks: int
     usual_seconds: float | None
@@ -101,8 +102,9 @@ class WorkerView:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "shared_bytes")
+        names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "pss_bytes")
         return {name: getattr(self, name) for name in names} | {
+            "shared_bytes": self.shared_bytes,
             "shares": self.shares,
             "tasks": self.tasks,
             "usual_batch_seconds": self.usual_seconds,
@@ -198,6 +200,7 @@ class Loader:
             queued=now["queued"],
             ready=now["ready"],
             memory_bytes=processes.memory(pid) if pid else None,
+            pss_bytes=memory.proportional(pid) if pid else None,
             shared_bytes=now["warm"],
             tasks=now["tasks"],
             usual_seconds=max(0.0, busy) / now["tasks"] if now["tasks"] else None,
@@ -205,7 +208,7 @@ class Loader:
 
     @property
     def stuck(self) -> tuple[WorkerView, ...]:
-        """The workers that stand out: stuck ones, and such as have ended before their time."""
+        """The marked workers: those that are stuck, and those that ended too early."""
         return tuple(it for it in self.workers if it.is_stuck or it.state == "ended")
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The memory of a group of processes together, looked at from outside."""
+"""The memory of processes, looked at from outside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-__all__ = ["Peak", "members", "used"]
+__all__ = ["Peak", "members", "proportional", "used"]
 
 # Seconds between two looks, at the least; and at most half of the time goes into looking.
 _BETWEEN = 0.02
@@ -39,18 +39,20 @@ class Peak:
 def used(group: int) -> int | None:
     """Bytes of a process group. Pages that several processes map count once, and so does shared memory that is under
     way, open but not mapped. None where the system does not say."""
-    proportional, mapped, files = 0, set(), dict[tuple[int, int], int]()
+    total, mapped, files = 0, set(), dict[tuple[int, int], int]()
     found = False
     for pid in members(group):
         # A process that ends meanwhile counts with nothing.
+        own = proportional(pid)
+        if own is None:
+            continue
+        total, found = total + own, True
         with contextlib.suppress(OSError):
-            proportional += _proportional(pid)
-            found = True
             mapped |= set(_mapped(pid))
             files |= _shared_files(pid)
     if not found:
         return None
-    return proportional + sum(size for file, size in files.items() if file not in mapped)
+    return total + sum(size for file, size in files.items() if file not in mapped)
 
 
 def members(group: int) -> Iterator[int]:
@@ -62,9 +64,11 @@ def members(group: int) -> Iterator[int]:
                 yield int(name)
 
 
-def _proportional(pid: int) -> int:
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+def proportional(pid: int) -> int | None:
+    """Resident bytes of a process (PSS): a page that n processes map counts as 1/n. None if not readable."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), None)
+    return None
 
 
 def _mapped(pid: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rustloader._cli.machine import cpu_seconds
 
-__all__ = ["Limits", "Mark", "Nobody", "Pass", "Watcher", "end_iterator", "run_pass", "steady"]
+__all__ = ["Limits", "Mark", "NullWatcher", "Pass", "Watcher", "end_iterator", "run_pass", "steady"]
 
 # Seconds between two marks. Reading the clocks of all processes takes some microseconds; the interval makes that small.
 _BETWEEN = 0.05
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Is told how a pass goes on."""
+    """Receives progress callbacks of a pass."""
 
     def began(self, iterator: Any) -> None:
         """The workers have been started."""
@@ -42,8 +42,8 @@ class Watcher(Protocol):
         """The loader has raised an error; its workers are as it left them."""
 
 
-class Nobody:
-    """A watcher that does nothing."""
+class NullWatcher:
+    """Ignores the progress of a pass."""
 
     def began(self, iterator: Any) -> None: ...
     def beat(self) -> None: ...
@@ -92,12 +92,12 @@ def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher 
         loader: a DataLoader.
         limits: where to end.
         weigh: whether to count the bytes of the batches, which takes time.
-        watcher: is told how it goes on.
+        watcher: receives progress callbacks.
 
     Raises:
         StopIteration: there was no batch at all.
     """
-    watcher = watcher or Nobody()
+    watcher = watcher or NullWatcher()
     gc.collect()
     begin = _mark(0)
     iterator = iter(loader)

@@ -32,7 +32,7 @@ _LANES = 16
 _THIN = 0.01
 _CAPTION = (
     "One run of each engine, recorded apart from the measurement. Blank: idle. "
-    "What torch's workers send is not shown: a thread of theirs does it."
+    "What torch's workers send is not shown: a background thread sends it."
 )
 _INK = "#333333"
 

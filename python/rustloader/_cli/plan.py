@@ -69,7 +69,7 @@ class Plan:
         if self.budget is None:
             return text
         budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"
-        return f"{text}; up to {budget} after a warm-up, less if the result is clear before"
+        return f"{text}; up to {budget} after a warm-up, or until the result is clear"
 
 
 def check_plot(path: str) -> None:

@@ -81,9 +81,9 @@ class Summary:
             yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
             yield f"  {wrapped(point.verdict['reason'], '  ')}"
         if not options.step:
-            what = "Verdict and recommendation are" if self._choices else "The verdict is"
-            text = f"The loop did no training step. {what} for loading alone; pass the time of yours: --step SECONDS"
-            yield wrapped(text, "  ")
+            what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
+            text = f"The loop did no training step. {what} to loading only."
+            yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _longer(self) -> str:
         if self._plan.budget is None:
@@ -96,9 +96,9 @@ class Summary:
         else:
             rates = "Rates and CPU include the start of the workers: the epochs are too short to leave it out."
         return (
-            f"{rates} CPU and memory are of main process and workers together; memory is the peak beyond what there "
-            "was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the median over "
-            "the pairs of epochs."
+            f"{rates} CPU and memory are totals of the main process and the workers; memory is the peak beyond "
+            "what there was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the "
+            "median over the pairs of epochs."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rustloader._cli.passes import Limits, Nobody, Watcher, end_iterator
+from rustloader._cli.passes import Limits, NullWatcher, Watcher, end_iterator
 
 __all__ = ["Recorder", "Timeline", "watch"]
 
@@ -109,12 +109,12 @@ def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[
     Args:
         loader: a DataLoader.
         limits: where to end.
-        watcher: is told how it goes on.
+        watcher: receives progress callbacks.
 
     Returns:
         When each batch was asked for, and when it was there.
     """
-    watcher = watcher or Nobody()
+    watcher = watcher or NullWatcher()
     asked: list[float] = []
     got: list[float] = []
     iterator = iter(loader)

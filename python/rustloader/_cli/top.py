@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["main"]
 
-# The verdict of the live view is about so many of the last seconds.
+# The live view's verdict covers this many seconds.
 _WINDOW = 60.0
 
 
@@ -153,7 +153,7 @@ def _age(look: dict[Any, Any], now: float) -> float:
 
 def _once(pid: int, options: Any) -> int:
     """Prints what two looks have found that lie the interval apart."""
-    from rustloader._cli import processes
+    from rustloader._cli import memory, processes
     from rustloader._cli.top_view import frame, plain
 
     watch = _Watch(pid)
@@ -162,8 +162,9 @@ def _once(pid: int, options: Any) -> int:
     watch.look()
     loaders, command = watch.loaders(), processes.command(pid)
     if options.json:
-        said = {"pid": pid, "user": processes.owner(pid), "command": command, "memory_bytes": processes.memory(pid)}
-        print(json.dumps(said | {"loaders": [loader.as_dict() for loader in loaders]}, indent=2))
+        said = {"pid": pid, "user": processes.owner(pid), "command": command}
+        used = {"memory_bytes": processes.memory(pid), "pss_bytes": memory.proportional(pid)}
+        print(json.dumps(said | used | {"loaders": [loader.as_dict() for loader in loaders]}, indent=2))
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
     print(plain(frame(pid, command, loaders, width)))
@@ -209,7 +210,7 @@ def _terminated(number: int, frame: Any) -> None:
 
 
 def _keys() -> Any:
-    """A context that gives a function: the key that is pressed within so many seconds, or nothing."""
+    """Returns a context manager that yields a function: it waits up to the given seconds for a key."""
     import contextlib
     import select
     import termios

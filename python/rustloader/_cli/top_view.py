@@ -24,8 +24,7 @@ _COLOURS = {
     "left": "dim",
 }
 _ALARM = "bold red"
-# The table's columns but for the last one, the indices, which get what is left: heading and width, negative where it is
-# left-aligned.
+# Columns of the table: heading and width, negative if left-aligned. The index column takes the rest.
 _COLUMNS = {
     "worker": 6,
     "pid": 7,
@@ -54,7 +53,7 @@ def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height:
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     if not loaders:
-        return [*lines, [], [("No loader is at work now: between two epochs, say.", "dim")]]
+        return [*lines, [], [("No loader is running now; the process may be between two epochs.", "dim")]]
     above = _summaries(loaders, width, compact=False)
     if height is not None and _left(above, height) < sum(len(loader.workers) for loader in loaders):
         above = _summaries(loaders, width, compact=True)
@@ -104,17 +103,26 @@ _SHARES = {"waiting": "waiting", "step": "in the training step", "next": "at wor
 
 
 def _memory(loader: Loader) -> str:
-    figures = loader.figures
-    workers = [worker.memory_bytes for worker in loader.workers if worker.memory_bytes is not None]
-    used = f"shared {_size(figures['warm'])}, {_size(figures['leased'])} of it in tensors of main; workers "
-    return used + (_size(sum(workers)) if workers else "n/a")
+    figures, rss = loader.figures, _shows_rss(loader)
+    workers = [used for worker in loader.workers if (used := _used(worker, rss)) is not None]
+    shared = f"shared {_size(figures['warm'])}, {_size(figures['leased'])} of it in tensors of main; workers "
+    return shared + (_size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
+
+
+def _shows_rss(loader: Loader) -> bool:
+    """Whether the memory of workers is shown as RSS: the PSS of one of them is not readable."""
+    return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
+
+
+def _used(worker: WorkerView, rss: bool) -> int | None:
+    return worker.memory_bytes if rss else worker.pss_bytes
 
 
 def _verdict(loader: Loader) -> str:
     if loader.stuck and _waits(loader):
         # Nothing that was measured before says more.
-        who = "the worker below stands" if len(loader.stuck) == 1 else "the workers below stand"
-        return f"The loop waits, and {who} out."
+        who = "worker" if len(loader.stuck) == 1 else "workers"
+        return f"The loop waits for the {who} marked below."
     verdict, seconds = loader.verdict
     return f"{verdict.sentence} ({'since the start' if seconds is None else f'last {_time(seconds)}'})"
 
@@ -161,17 +169,19 @@ def _indices(worker: WorkerView) -> str:
 
 def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
     columns = {name: wide for name, wide in _COLUMNS.items() if name != "pid" or width >= _WITH_PIDS}
-    yield [(_row(columns, dict(zip(columns, columns, strict=True)), "indices", width), "dim")]
+    rss = _shows_rss(loader)
+    heads = dict(zip(columns, columns, strict=True)) | ({"memory": "RSS"} if rss else {})
+    yield [(_row(columns, heads, "indices", width), "dim")]
     shown = list(loader.workers)
     if room is not None and len(shown) > room:
-        # Those that stand out come first where there is no room for all.
+        # Marked workers come first where there is no room for all.
         stuck = {worker.id for worker in loader.stuck}
         first = sorted(shown, key=lambda worker: (worker.id not in stuck, worker.id))[: max(0, room - 1)]
         shown = sorted(first, key=lambda worker: worker.id)
     for worker in shown:
-        stands_out = worker.is_stuck or worker.state == "ended"
-        row = _row(columns, _cells(worker), worker.index or "", width)
-        if stands_out:
+        marked = worker.is_stuck or worker.state == "ended"
+        row = _row(columns, _cells(worker, rss), worker.index or "", width)
+        if marked:
             yield [(row, _ALARM)]
         else:
             before, state, behind = row.partition(worker.state)
@@ -181,8 +191,8 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
         yield [(_cut(f"       ... {more}: make the window taller, or use --once", width), "dim")]
 
 
-def _cells(worker: WorkerView) -> dict[str, str]:
-    shares = worker.shares
+def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
+    shares, used = worker.shares, _used(worker, rss)
     return {
         "worker": ("!" if worker.is_stuck or worker.state == "ended" else "") + str(worker.id),
         "pid": str(worker.pid or "-"),
@@ -193,7 +203,7 @@ def _cells(worker: WorkerView) -> dict[str, str]:
         "coll": _percent(shares["collate"]),
         "pack": _percent(shares["pack"]),
         "idle": _percent(shares["idle"]),
-        "memory": "n/a" if worker.memory_bytes is None else _size(worker.memory_bytes),
+        "memory": "n/a" if used is None else _size(used),
     }
 
 
