@@ -83,6 +83,10 @@ pub struct WorkerTotals {
     pub tasks: u64,
     /// Nanoseconds in each state, by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
+    /// Nanoseconds of processor time before its first task; 0: it has not come so far.
+    pub start_cpu_ns: u64,
+    /// Nanoseconds that it waited for a core before its first task.
+    pub start_queued_ns: u64,
 }
 
 impl WorkerTotals {
@@ -98,7 +102,15 @@ impl WorkerTotals {
             let sum: &mut u64 = &mut spent_ns[state as usize];
             *sum = sum.saturating_add(now.saturating_sub(since));
         }
-        Self { pid, alive, tasks: page.sent.load(Ordering::Relaxed), spent_ns }
+        Self {
+            pid,
+            alive,
+            tasks: page.sent.load(Ordering::Relaxed),
+            spent_ns,
+            // SYNC: start-time (pairs with the Release in `Port::change`).
+            start_cpu_ns: page.start_cpu_ns.load(Ordering::Acquire),
+            start_queued_ns: page.start_queued_ns.load(Ordering::Relaxed),
+        }
     }
 
     /// Adds what a later worker of the same number has done.
@@ -107,6 +119,8 @@ impl WorkerTotals {
         for (sum, more) in self.spent_ns.iter_mut().zip(&later.spent_ns) {
             *sum = sum.wrapping_add(*more);
         }
+        self.start_cpu_ns = self.start_cpu_ns.wrapping_add(later.start_cpu_ns);
+        self.start_queued_ns = self.start_queued_ns.wrapping_add(later.start_queued_ns);
         if later.pid != 0 {
             (self.pid, self.alive) = (later.pid, later.alive);
         }
@@ -363,7 +377,9 @@ mod tests {
             meter.add_time(Count::Waited, Duration::from_micros(u64::from(us)));
             meter.note_slow(task(us));
         }
-        let worker = WorkerTotals { pid: 7, alive: true, tasks: 2, spent_ns: [1; WorkerState::COUNT] };
+        let spent_ns = [1; WorkerState::COUNT];
+        let worker =
+            WorkerTotals { pid: 7, alive: true, tasks: 2, spent_ns, start_cpu_ns: 3, start_queued_ns: 4 };
         let mut ended = first.totals();
         (ended.workers, ended.high_water) = (vec![worker], 9);
         all.absorb(&ended);
@@ -375,7 +391,9 @@ mod tests {
         assert_eq!(totals.counts[Count::Waited as usize], 30_000);
         assert_eq!(totals.high_water, 9);
         assert_eq!(indices(&totals), ["20", "10"]);
-        let both = WorkerTotals { pid: 8, alive: false, tasks: 4, spent_ns: [2; WorkerState::COUNT] };
+        let spent_ns = [2; WorkerState::COUNT];
+        let both =
+            WorkerTotals { pid: 8, alive: false, tasks: 4, spent_ns, start_cpu_ns: 6, start_queued_ns: 8 };
         assert_eq!(totals.workers, [both, WorkerTotals { alive: false, ..worker }]);
     }
 }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rustloader::engine::Engine;
@@ -86,7 +87,8 @@ fn a_worker_shows_its_batch_and_its_index() {
     engine.epoch_begins();
     let worker = port(&arena, 0);
     engine.submit(7, TaskKind::Plain, &indices()).unwrap();
-    assert_eq!(look(&arena).unwrap().workers[0].queued, 1);
+    let seen = look(&arena).unwrap().workers.remove(0);
+    assert_eq!((seen.queued, seen.totals.start_cpu_ns), (1, 0), "it is starting");
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
     std::thread::sleep(Duration::from_millis(2));
     let seen = look(&arena).unwrap().workers.remove(0);
@@ -94,6 +96,8 @@ fn a_worker_shows_its_batch_and_its_index() {
     assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
     assert!(seen.at_batch_ns >= 2_000_000 && seen.in_state_ns >= 2_000_000);
     assert!(seen.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the state that lasts counts");
+    let started = seen.totals.start_cpu_ns;
+    assert!(started > 0, "its start is behind it");
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
     let seen = look(&arena).unwrap();
     assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));
@@ -104,6 +108,19 @@ fn a_worker_shows_its_batch_and_its_index() {
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
     let seen = look(&arena).unwrap().workers.remove(0);
     assert_eq!((seen.batch, seen.index), (Some(2), None));
+    worker.enter(WorkerState::Starting);
+    worker.enter(WorkerState::Idle);
+    assert_eq!(
+        look(&arena).unwrap().workers[0].totals.start_cpu_ns,
+        started,
+        "the start of a later epoch is not meant"
+    );
+    arena.reset_control();
+    let status = &arena.control(0).status;
+    assert_eq!(
+        status.start_cpu_ns.load(Ordering::Relaxed) + status.start_queued_ns.load(Ordering::Relaxed),
+        0
+    );
 }
 
 #[test]

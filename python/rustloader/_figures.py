@@ -29,10 +29,13 @@ class WorkerStats:
         fetch_seconds: In the dataset.
         collate_seconds: In ``collate_fn``.
         pack_seconds: Writing batches into the arena, or pickling them, and publishing them.
-        cpu_seconds: Processor time in seconds: of all threads, of child processes that have ended, and of the start of
-            the process. Compare it with ``busy_seconds``: a worker that waits for storage has much less. None where it
-            is unknown: the system does not tell it, or a worker has ended by itself.
-        queued_seconds: Seconds in which the worker was ready to run and had no core. None where it is unknown.
+        cpu_seconds: Processor time in seconds since the first task: of all threads, and of child processes that have
+            ended. The start of the process is not in it. Compare it with ``busy_seconds - unmeasured_seconds``: a
+            worker that waits for storage has much less. None where it is unknown: the system does not report it, or
+            the worker was killed.
+        queued_seconds: Seconds since the first task in which the worker was ready to run and had no core. None where it
+            is unknown.
+        unmeasured_seconds: Part of ``busy_seconds``: of processes whose processor time is unknown, such as killed ones.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -54,6 +57,7 @@ class WorkerStats:
     pack_seconds: float = 0.0
     cpu_seconds: float | None = None
     queued_seconds: float | None = None
+    unmeasured_seconds: float = 0.0
 
     @property
     def busy_seconds(self) -> float:

@@ -112,7 +112,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         _ledger.of(self).add(core.meter)
         try:
             _start.start_processes(self, core)
-            _ledger.of(self).start_workers([process.pid for process in self._workers])
+            _ledger.of(self).start_workers([process.pid for process in self._workers], core.meter)
             if self._pin_memory:
                 core.start_pinning(_pin.Pinner(self._pin_memory_device))
                 self._pin_memory_thread = _pin.Thread(core)  # type: ignore[assignment]

@@ -7,18 +7,32 @@ that Python has for few.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import threading
 import weakref
 from typing import Any
 
 from rustloader import _core
 from rustloader._core import Meter
-from rustloader._processor import ProcessorTime, Workers, total
+from rustloader._processor import Workers, WorkTime, total
 
 __all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
 
 
 _NUMBER = re.compile(r"\d+")
+
+# Held for a swap alone. Reentrant, because the collector or a signal handler may make an iterator in the midst of one.
+_swap = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _swap
+    # In the parent another thread may have held it.
+    _swap = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Ledger:
@@ -33,9 +47,8 @@ class Ledger:
         self.fallbacks: dict[str, int] = {}
         self._ended = Meter()
         self._meters: list[Meter] = []
-        # Of processes that have ended, and of those that may run.
-        self._ended_times: list[ProcessorTime | None] = []
-        self._workers: list[Workers] = []
+        # The times of processes that have ended, and those that may run. Swapped as one, for readers in other threads.
+        self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
     def serve(self) -> None:
         """Notes an iterator that the engine serves."""
@@ -51,27 +64,35 @@ class Ledger:
         if self._loaders is not None:
             self._loaders.add(meter)
 
-    def start_workers(self, pids: list[int]) -> None:
-        """Notes the processes of one more engine, by the worker's number."""
-        self._watch(Workers(pids))
+    def start_workers(self, pids: list[int], meter: Meter) -> None:
+        """Notes the processes of one more engine, by the worker's number, and its counters."""
+        self._watch(Workers(pids, meter))
 
     def _watch(self, workers: Workers) -> None:
-        for ended in [it for it in self._workers if it.ended]:
-            self._ended_times = total(self._ended_times, ended.times())
-        self._workers = [*(it for it in self._workers if not it.ended), workers]
+        while True:
+            before = self._processes
+            times, watched = before
+            ended = [it for it in watched if it.ended]
+            for it in ended:
+                times = total(times, it.times())
+            after = times, (*(it for it in watched if it not in ended), workers)
+            with _swap:
+                if self._processes is before:
+                    self._processes = after
+                    break
         if self._loaders is not None:
             self._loaders._watch(workers)
 
     def end_workers(self) -> None:
         """Keeps the processor times of an iterator's workers, which are about to end."""
         if self._loaders is not None:
-            for workers in self._workers:
+            for workers in self._processes[1]:
                 workers.end()
 
-    def processor_times(self) -> list[ProcessorTime | None]:
+    def processor_times(self) -> list[WorkTime]:
         """Processor times by the worker's number."""
-        times = self._ended_times
-        for workers in self._workers:
+        times, watched = self._processes
+        for workers in watched:
             times = total(times, workers.times())
         return times
 

@@ -1,7 +1,7 @@
 """Processor time of workers.
 
-It is read from the kernel when statistics are taken, and once more before workers are ended: the workers themselves
-pay nothing for it.
+The kernel keeps it; it is read when statistics are taken, and once more before workers are ended. A worker itself only
+notes, once, what its start has taken: that of Python and of the program's imports is no work on batches.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ import contextlib
 import os
 import time
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["ProcessorTime", "Workers", "of_process", "total"]
+from rustloader import _core
+from rustloader._core import Meter
+
+__all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_work", "started", "total"]
+
+# The number of the field in /proc/PID/stat, from 0, behind the name of the program: the process's start.
+_STARTED = 19
 
 
 class ProcessorTime(NamedTuple):
@@ -22,24 +28,65 @@ class ProcessorTime(NamedTuple):
     queued: float | None
 
 
-def of_process(pid: int) -> ProcessorTime | None:
+class WorkTime(NamedTuple):
+    """Processor time of a worker's processes since their first tasks; None where it is unknown for all of them.
+
+    ``unmeasured`` is how many of the worker's busy seconds belong to processes whose processor time is unknown.
+    """
+
+    cpu: float | None = None
+    queued: float | None = None
+    unmeasured: float = 0.0
+
+
+NOTHING = WorkTime()
+
+
+def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     """Processor time of a process that exists; None where the system does not tell it.
 
-    All threads count, and child processes that it has waited for.
+    All threads count, and child processes that it has waited for. With ``start``, what `started` has given: None, too,
+    if another process has the number by now.
     """
+    # Before the clock: where the process ends in between, all of it is unknown.
+    queued = _queued(pid)
     # What clock_getcpuclockid(3) computes: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
     clock = (~pid << 3) | 2
     try:
         own = time.clock_gettime(clock)
     except OSError:
         return None
-    return ProcessorTime(own + _children(pid), _queued(pid))
-
-
-def _children(pid: int) -> float:
-    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    fields = _stat(pid)
+    if start is not None and fields[_STARTED : _STARTED + 1] != [start]:
+        return None
     # cutime and cstime, in ticks.
-    return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+    return ProcessorTime(own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK"), queued)
+
+
+def started(pid: int) -> str | None:
+    """When a process was started, as the kernel writes it: tells it from a later one of the same number."""
+    fields = _stat(pid)
+    return fields[_STARTED] if len(fields) > _STARTED else None
+
+
+def of_work(time: ProcessorTime | None, figures: dict[str, Any]) -> WorkTime:
+    """What of a process's time is work on batches: all since its first task.
+
+    Args:
+        time: all of its time; None where it is unknown.
+        figures: a worker's, of ``_core.observe`` or of ``_core.figures`` for one iterator.
+    """
+    if not figures["start_cpu"]:
+        return WorkTime(0.0, 0.0)
+    if time is None:
+        seconds = figures.get("seconds", figures)
+        return WorkTime(unmeasured=sum(seconds[part] for part in ("fetch", "collate", "pack", "publish")))
+    queued = None if time.queued is None else max(0.0, time.queued - figures["start_queued"])
+    return WorkTime(max(0.0, time.cpu - figures["start_cpu"]), queued)
+
+
+def _stat(pid: int) -> list[str]:
+    return (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
 
 
 def _queued(pid: int) -> float | None:
@@ -54,11 +101,12 @@ def _read(path: str) -> str | None:
 
 
 class Workers:
-    """The worker processes of one iterator."""
+    """The worker processes of one engine, by the worker's number, and the meter of that engine."""
 
-    def __init__(self, pids: list[int]) -> None:
-        self._pids = pids
-        self._ended: list[ProcessorTime | None] | None = None
+    def __init__(self, pids: list[int], meter: Meter) -> None:
+        self._processes = [(pid, started(pid)) for pid in pids]
+        self._meter = meter
+        self._ended: list[WorkTime] | None = None
 
     @property
     def ended(self) -> bool:
@@ -70,19 +118,27 @@ class Workers:
         if self._ended is None:
             self._ended = self.times()
 
-    def times(self) -> list[ProcessorTime | None]:
-        """By the worker's number; None where the process has gone without leaving its time."""
-        return [of_process(pid) for pid in self._pids] if self._ended is None else self._ended
+    def times(self) -> list[WorkTime]:
+        """By the worker's number."""
+        if self._ended is not None:
+            return self._ended
+        workers = _core.figures([self._meter])["workers"]
+        times = [of_process(pid, start) for pid, start in self._processes]
+        # In a forked child there may be no figures.
+        found = [of_work(time, figures) for time, figures in zip(times, workers, strict=False)]
+        # Where another thread has ended the processes meanwhile, some were no longer there to ask.
+        return found if self._ended is None else self._ended
 
 
-def total(first: list[ProcessorTime | None], second: list[ProcessorTime | None]) -> list[ProcessorTime | None]:
-    """Sums by the worker's number. What is unknown in one is unknown in the sum."""
-    nothing = ProcessorTime(0.0, 0.0)
-    return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=nothing)]
+def total(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:
+    """Sums by the worker's number."""
+    return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=NOTHING)]
 
 
-def _sum(a: ProcessorTime | None, b: ProcessorTime | None) -> ProcessorTime | None:
-    if a is None or b is None:
-        return None
+def _sum(a: WorkTime, b: WorkTime) -> WorkTime:
+    unmeasured = a.unmeasured + b.unmeasured
+    if a.cpu is None or b.cpu is None:
+        known = b if a.cpu is None else a
+        return known._replace(unmeasured=unmeasured)
     queued = None if a.queued is None or b.queued is None else a.queued + b.queued
-    return ProcessorTime(a.cpu + b.cpu, queued)
+    return WorkTime(a.cpu + b.cpu, queued, unmeasured)

@@ -23,7 +23,7 @@ from rustloader._figures import (
 )
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
 from rustloader._limits import effective_cores
-from rustloader._processor import ProcessorTime
+from rustloader._processor import NOTHING, WorkTime
 from rustloader._wrappers import loader_in
 
 __all__ = ["stats"]
@@ -112,7 +112,7 @@ def _of_ledger(ledger: _ledger.Ledger, num_workers: int, fallbacks: tuple[Fallba
         sampler_seconds=seconds("sampler"),
         step_seconds=seconds("step"),
         workers=tuple(
-            _worker(number, worker, times[number] if number < len(times) else None)
+            _worker(number, worker, times[number] if number < len(times) else NOTHING)
             for number, worker in enumerate(figures["workers"])
         ),
         slowest=tuple(
@@ -126,7 +126,7 @@ def _of_ledger(ledger: _ledger.Ledger, num_workers: int, fallbacks: tuple[Fallba
     )
 
 
-def _worker(number: int, figures: dict[str, Any], time: ProcessorTime | None) -> WorkerStats:
+def _worker(number: int, figures: dict[str, Any], time: WorkTime) -> WorkerStats:
     return WorkerStats(
         id=number,
         pid=figures["pid"],
@@ -138,8 +138,9 @@ def _worker(number: int, figures: dict[str, Any], time: ProcessorTime | None) ->
         fetch_seconds=figures["fetch"],
         collate_seconds=figures["collate"],
         pack_seconds=figures["pack"] + figures["publish"],
-        cpu_seconds=None if time is None else time.cpu,
-        queued_seconds=None if time is None else time.queued,
+        cpu_seconds=time.cpu,
+        queued_seconds=time.queued,
+        unmeasured_seconds=time.unmeasured,
     )
 
 

@@ -194,16 +194,15 @@ class _Shares(NamedTuple):
 
 
 def _shares(stats: "Stats") -> _Shares | None:
-    """None where the processor time of a worker is unknown."""
-    cpu = queued = 0.0
+    """None where no processor time is known. Processes without it are left out."""
+    cpu = queued = busy = 0.0
     for worker in stats.workers:
-        if worker.cpu_seconds is None or worker.queued_seconds is None:
-            return None
-        cpu, queued = cpu + worker.cpu_seconds, queued + worker.queued_seconds
-    busy = sum(worker.busy_seconds for worker in stats.workers)
+        if worker.cpu_seconds is not None and worker.queued_seconds is not None:
+            cpu, queued = cpu + worker.cpu_seconds, queued + worker.queued_seconds
+            busy += worker.busy_seconds - worker.unmeasured_seconds
     if busy <= 0:
         return None
-    # Some of both belongs to the start of workers and to waking up: too much rather than too little, so that nothing
+    # Some of both belongs to later epochs' starts and to waking up: too much rather than too little, so that nothing
     # is taken for waiting that is not.
     share = min(1.0, cpu / busy)
     return _Shares(share, min(1 - share, queued / busy))
@@ -250,7 +249,9 @@ def _has_step(stats: "Stats", loop: float) -> bool:
 def _saturated(stats: "Stats", loop: float) -> bool:
     """Whether the workers alone keep the cores busy."""
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
-    return cpu > _SATURATED * stats.cores * (loop + stats.first_seconds)
+    # The start of the processes is in neither.
+    since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
+    return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
 def _storage(stats: "Stats", needed: int | None, shares: _Shares, reason: str) -> Verdict:

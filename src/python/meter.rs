@@ -69,6 +69,8 @@ fn worker_dict<'py>(py: Python<'py>, worker: &WorkerTotals) -> PyResult<Bound<'p
     dict.set_item("pid", worker.pid)?;
     dict.set_item("alive", worker.alive)?;
     dict.set_item("tasks", worker.tasks)?;
+    dict.set_item("start_cpu", seconds(worker.start_cpu_ns))?;
+    dict.set_item("start_queued", seconds(worker.start_queued_ns))?;
     for (number, &ns) in worker.spent_ns.iter().enumerate() {
         dict.set_item(WorkerState::from_u32(number as u32).name(), seconds(ns))?;
     }

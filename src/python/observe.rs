@@ -61,6 +61,8 @@ fn worker_dict<'py>(py: Python<'py>, worker: &ObservedWorker) -> PyResult<Bound<
     dict.set_item("state", worker.state.name())?;
     dict.set_item("seconds_in_state", seconds(worker.in_state_ns))?;
     dict.set_item("tasks", worker.totals.tasks)?;
+    dict.set_item("start_cpu", seconds(worker.totals.start_cpu_ns))?;
+    dict.set_item("start_queued", seconds(worker.totals.start_queued_ns))?;
     dict.set_item("batch", worker.batch)?;
     dict.set_item("seconds_at_batch", seconds(worker.at_batch_ns))?;
     dict.set_item("index", worker.index.as_deref())?;

@@ -415,6 +415,8 @@ impl Arena {
                 &status.largest,
                 &status.promised,
                 &status.index_task,
+                &status.start_cpu_ns,
+                &status.start_queued_ns,
             ] {
                 word.store(0, Ordering::Relaxed);
             }

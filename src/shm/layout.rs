@@ -240,6 +240,10 @@ pub struct StatusPage {
     pub index_len: AtomicU64,
     /// The task of `index` plus one; 0: none. Stored last.
     pub index_task: AtomicU64,
+    /// Nanoseconds of processor time that the process had used when it left its first `Starting`; 0: it has not yet.
+    pub start_cpu_ns: AtomicU64,
+    /// Nanoseconds that its main thread had waited for a core by then; 0 where the system does not say. Stored first.
+    pub start_queued_ns: AtomicU64,
 }
 
 /// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.

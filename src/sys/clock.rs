@@ -15,6 +15,28 @@ pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
 
+/// Nanoseconds of processor time that this process has used so far, with that of its ended children; at least 1.
+pub fn process_cpu_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a timespec of ours for the kernel to fill.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    // SAFETY: an rusage of zeroes is a valid one, for the kernel to fill.
+    let children = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
+        [usage.ru_utime, usage.ru_stime]
+    };
+    let of_children = children.map(|it| Duration::new(it.tv_sec as u64, it.tv_usec as u32 * 1000));
+    let all = Duration::new(time.tv_sec as u64, time.tv_nsec as u32) + of_children[0] + of_children[1];
+    (all.as_nanos() as u64).max(1)
+}
+
+/// Nanoseconds that the main thread of this process was ready to run and had no core; 0 where the system does not say.
+pub fn queued_ns() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/schedstat").unwrap_or_default();
+    text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0)
+}
+
 /// For so long somebody who waits lets others run before it goes to sleep: a wake-up costs more than most small batches.
 pub const YIELD_FOR: Duration = Duration::from_micros(20);
 
@@ -42,5 +64,14 @@ mod tests {
         yield_now();
         assert!(monotonic() >= before);
         assert!(u128::from(monotonic_ns()) >= before.as_nanos());
+    }
+
+    #[test]
+    fn processor_time_is_that_of_work() {
+        let (cpu, before) = (process_cpu_ns(), monotonic());
+        while process_cpu_ns() < cpu + 1_000_000 {
+            assert!(monotonic() - before < Duration::from_secs(60));
+        }
+        assert!(queued_ns() <= queued_ns());
     }
 }

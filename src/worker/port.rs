@@ -156,6 +156,11 @@ impl Port {
     fn change(&self, state: WorkerState, now: u64) -> u64 {
         let status = self.status();
         let before = WorkerState::from_u32(status.state.load(Ordering::Relaxed));
+        if before == WorkerState::Starting && status.start_cpu_ns.load(Ordering::Relaxed) == 0 {
+            status.start_queued_ns.store(sys::clock::queued_ns(), Ordering::Relaxed);
+            // SYNC: start-time (pairs with the Acquire in `WorkerTotals::of`).
+            status.start_cpu_ns.store(sys::clock::process_cpu_ns(), Ordering::Release);
+        }
         let spent = now.saturating_sub(status.since_ns.load(Ordering::Relaxed));
         // Before the sum: who finds this stretch in the sum must not find its begin as well, and count it twice.
         status.since_ns.store(now, Ordering::Relaxed);

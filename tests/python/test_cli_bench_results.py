@@ -210,6 +210,18 @@ def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
     assert recommended(points, cores=2).workers == workers
 
 
+def test_a_killed_worker_does_not_hide_that_the_others_wait():
+    parts = {"collate_seconds": 0.0, "pack_seconds": 0.0, "queued_seconds": 0.0}
+    # Of the first, 50 s were a process's whose processor time is unknown; of the second, all.
+    first = parts | {"fetch_seconds": 60.0, "cpu_seconds": 8.0, "unmeasured_seconds": 50.0}
+    second = parts | {"fetch_seconds": 90.0, "cpu_seconds": None, "unmeasured_seconds": 90.0}
+    points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [first, second]}})
+    assert recommended(points, cores=2).workers == 2
+    waits = first | {"cpu_seconds": 2.0}
+    points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [waits, second]}})
+    assert recommended(points, cores=2).workers == 4
+
+
 # Texts
 
 

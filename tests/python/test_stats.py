@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import time
 import weakref
 
@@ -467,8 +468,44 @@ def test_processor_time_that_is_not_known_is_none(monkeypatch):
     assert "workers_0_cpu_seconds" not in stats.as_dict(flat=True)
     assert "wait for storage is unknown" in stats.verdict().reason
     monkeypatch.undo()
-    # What is unknown of one process stays so.
-    assert rustloader.stats(trained(loader)).workers[0].cpu_seconds is None
+    # What is unknown of one process does not hide what is known of a later one.
+    later = rustloader.stats(trained(loader, step=LONG / 8))
+    for before, worker in zip(stats.workers, later.workers, strict=True):
+        assert worker.unmeasured_seconds == pytest.approx(before.busy_seconds, abs=LONG)
+        assert 0 < worker.cpu_seconds < worker.busy_seconds - worker.unmeasured_seconds
+    assert later.verdict().kind == "storage"
+
+
+def test_a_killed_worker_does_not_spoil_later_verdicts():
+    loader = DataLoader(Slow(24, long), batch_size=None, num_workers=2)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(4)]
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="killed"):
+        list(iterator)
+    assert len(first) == 4
+    killed, other = rustloader.stats(loader).workers
+    assert killed.cpu_seconds is None and killed.unmeasured_seconds == killed.busy_seconds > LONG
+    assert other.cpu_seconds is not None and other.unmeasured_seconds == 0
+    stats = rustloader.stats(trained(loader, step=LONG / 8))
+    again = stats.workers[0]
+    assert again.unmeasured_seconds == killed.unmeasured_seconds
+    assert 0 < again.cpu_seconds < again.busy_seconds - again.unmeasured_seconds
+    assert stats.verdict().kind == "storage"
+
+
+def test_the_start_of_a_process_is_not_work():
+    loader = DataLoader(Slow(4, long), batch_size=None, num_workers=1, worker_init_fn=compute)
+    iterator = iter(loader)
+    before = rustloader.stats(loader).workers[0]
+    assert before.cpu_seconds == 0 and before.queued_seconds == 0
+    next(iterator)
+    live = rustloader.stats(loader).workers[0]
+    list(iterator)
+    (done,) = rustloader.stats(loader).workers
+    # The arena is another epoch's then.
+    later = rustloader.stats(trained(loader)).workers[0]
+    assert 0 < live.cpu_seconds <= done.cpu_seconds < later.cpu_seconds < 5 * LONG, later
 
 
 # Verdicts
@@ -491,6 +528,21 @@ def test_workers_that_compute_are_told_of_no_more_than_the_cores():
     workers = rustloader.stats(loader).workers
     for worker in workers:
         assert worker.cpu_seconds + worker.queued_seconds > worker.busy_seconds / 2 > 0, workers
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_way_in_which_workers_start_is_no_part_of_the_verdict(method):
+    options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": method}
+    sleeping = verdict(DataLoader(Slow(24, long), **options), step=LONG / 8)
+    assert sleeping.kind == "storage", sleeping
+    computing = verdict(DataLoader(Computing(24), **options), step=0.01)
+    assert computing.kind in ("dataset", "cores", "workers"), computing
+
+
+def compute(worker):
+    end = time.process_time() + 5 * LONG
+    while time.process_time() < end:
+        pass
 
 
 class Computing(Dataset):

@@ -3,7 +3,9 @@
 import html.parser
 import pickle
 import re
+import threading
 import typing
+import warnings
 
 import pytest
 from support import TORCH_MODE
@@ -262,3 +264,85 @@ def test_ended_children_of_a_worker_count():
     before = processor.of_process(os.getpid()).cpu
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     assert processor.of_process(os.getpid()).cpu >= before + 0.45
+
+
+def test_a_number_that_another_process_has_by_now():
+    import os
+
+    start = processor.started(os.getpid())
+    assert start and start.isdecimal() and processor.started(2**22 + 1) is None
+    assert processor.of_process(os.getpid(), start) is not None
+    assert processor.of_process(os.getpid(), str(int(start) + 1)) is None
+
+
+def test_time_of_work_is_all_since_the_start():
+    figures = {"start_cpu": 2.0, "start_queued": 0.5, "fetch": 3.0, "collate": 1.0, "pack": 0.5, "publish": 0.25}
+    assert processor.of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
+    assert processor.of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
+    assert processor.of_work(None, figures) == (None, None, 4.75)
+    # It has not come to its first task.
+    assert processor.of_work(processor.ProcessorTime(1.0, 0.5), figures | {"start_cpu": 0.0}) == (0.0, 0.0, 0.0)
+
+
+def test_sums_of_times_keep_the_unknown_apart():
+    known, unknown = processor.WorkTime(1.0, 0.5), processor.WorkTime(unmeasured=4.0)
+    assert processor.total([known, unknown], [unknown, unknown, known]) == [(1.0, 0.5, 4.0), (None, None, 8.0), known]
+    assert processor.total([known], [processor.WorkTime(1.0)]) == [(2.0, None, 0.0)]
+
+
+class Ended:
+    """The workers of an iterator that has ended."""
+
+    ended = True
+
+    def __init__(self, busy=lambda: None):
+        self.busy = busy
+
+    def times(self):
+        self.busy()
+        return [processor.WorkTime(1.0, 0.0)]
+
+
+def test_iterators_that_start_at_once_are_all_counted():
+    from rustloader import _ledger
+
+    ledger, other = _ledger.Ledger(), []
+
+    def meanwhile():
+        if not other:
+            other.append(threading.Thread(target=ledger._watch, args=(Ended(),)))
+            other[0].start()
+            other[0].join()
+
+    ledger._watch(Ended(meanwhile))
+    ledger._watch(Ended())
+    assert other and ledger.processor_times() == [(3.0, 0.0, 0.0)]
+
+
+def test_a_child_does_not_wait_for_the_ledgers_lock():
+    import os
+    import signal
+
+    from rustloader import _ledger
+
+    ledger, held, done = _ledger.Ledger(), threading.Event(), threading.Event()
+
+    def hold():
+        with _ledger._swap:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        ledger._watch(Ended())
+        os._exit(len(ledger.processor_times()))
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    thread.join()
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 1, status

@@ -13,7 +13,7 @@ from rustloader._cli import memory, processes
 from rustloader._cli.processes import Seen
 from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
 from rustloader._limits import effective_cores
-from rustloader._processor import ProcessorTime, of_process
+from rustloader._processor import NOTHING, WorkTime, of_process, of_work
 from rustloader._verdict import Verdict
 
 __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
@@ -35,13 +35,13 @@ class Look:
         file: device and inode of its arena.
         figures: what ``_core.observe`` says of it.
         pids: our numbers of its workers' processes; None where they are not known.
-        times: their processor times.
+        times: the processor times of their work.
     """
 
     file: tuple[int, int]
     figures: dict[str, Any]
     pids: tuple[int | None, ...]
-    times: tuple[ProcessorTime | None, ...]
+    times: tuple[WorkTime, ...]
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
@@ -65,7 +65,9 @@ def take(pid: int) -> list[Look]:
 def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
     inner = [worker["pid"] for worker in seen.figures["workers"]]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
-    return Look(seen.file, seen.figures, pids, tuple(None if pid is None else of_process(pid) for pid in pids))
+    times = (None if pid is None else of_process(pid) for pid in pids)
+    work = tuple(of_work(time, worker) for time, worker in zip(times, seen.figures["workers"], strict=True))
+    return Look(seen.file, seen.figures, pids, work)
 
 
 @dataclass(frozen=True)
@@ -289,16 +291,18 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
         fetch_seconds=spent["fetch"],
         collate_seconds=spent["collate"],
         pack_seconds=spent["pack"] + spent["publish"],
-        cpu_seconds=None if time is None else time.cpu,
-        queued_seconds=None if time is None else time.queued,
+        cpu_seconds=time.cpu,
+        queued_seconds=time.queued,
+        unmeasured_seconds=time.unmeasured,
     )
 
 
-def _between(now: ProcessorTime | None, before: ProcessorTime | None) -> ProcessorTime | None:
-    if now is None or before is None:
-        return None
+def _between(now: WorkTime, before: WorkTime) -> WorkTime:
+    """The worker is one process: its time is known at both looks or it is not."""
+    if now.cpu is None or before.cpu is None:
+        return NOTHING
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
-    return ProcessorTime(max(0.0, now.cpu - before.cpu), queued)
+    return WorkTime(max(0.0, now.cpu - before.cpu), queued)
 
 
 def _cores(pid: int) -> int:

@@ -71,10 +71,10 @@ def _waits_for_storage(point: Point, cores: int) -> bool:
     """Whether workers wait longer than they compute, so that more of them than cores are of use. Time in the queue for
     a core is neither: there may be other programs."""
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
-    times = [(worker.get("cpu_seconds"), worker.get("queued_seconds")) for worker in workers]
-    known = [(cpu, queued) for cpu, queued in times if cpu is not None and queued is not None]
-    if not workers or len(known) < len(workers):
+    known = [it for it in workers if it.get("cpu_seconds") is not None and it.get("queued_seconds") is not None]
+    parts = ("fetch", "collate", "pack")
+    busy = sum(sum(it[f"{part}_seconds"] for part in parts) - it.get("unmeasured_seconds", 0.0) for it in known)
+    if busy <= 0:
         return point.rustloader.cores_used < (1 - _IDLE) * cores
-    busy = sum(worker[f"{part}_seconds"] for worker in workers for part in ("fetch", "collate", "pack"))
-    computing, queued = (sum(times) for times in zip(*known, strict=True))
+    computing, queued = (sum(it[name] for it in known) for name in ("cpu_seconds", "queued_seconds"))
     return bool(busy - computing - queued > computing)
