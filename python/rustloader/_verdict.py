@@ -115,6 +115,9 @@ def _judge(stats: "Stats") -> Verdict:
     if stats.epochs > 1 and stats.first_seconds > loop:
         return _starting(stats, loop)
     if waited > _WAITS * loop:
+        # Epochs in which a worker makes hardly more than its first batch.
+        if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
+            return _starting(stats, loop)
         return _waiting(stats, loop)
     each = f"per batch: {duration(step / stats.batches)} of training step, {duration(own / stats.batches)} in next(), "
     each += f"{duration(waited / stats.batches)} of waiting"
@@ -145,7 +148,7 @@ def _starting(stats: "Stats", loop: float) -> Verdict:
     reason += f"{duration(loop)} for the rest"
     remedy = "set persistent_workers=True, which keeps the workers from epoch to epoch."
     if stats.iterators < stats.epochs:
-        remedy = "the workers are kept already, so use longer epochs, or make the first batches cheaper."
+        remedy = "the workers are kept already. Use longer epochs, or no workers for epochs this short."
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
@@ -231,12 +234,12 @@ def _workers(stats: "Stats", loop: float, per_task: float) -> Verdict:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Verdict("transport", sentence, reason)
-    if collate > _MOST * per_task:
-        return _computing(stats, needed, "collate", reason)
     if shares is not None and shares.queued > _MOST and count <= stats.cores:
         sentence = "The cores are the bottleneck: other work takes them while the workers are ready to run. End other "
         sentence += "programs, use fewer threads in the training process (torch.set_num_threads), or add cores."
         return Verdict("cores", sentence, reason)
+    if collate > _MOST * per_task:
+        return _computing(stats, needed, "collate", reason)
     if shares is not None and shares.waiting > _MOST and not _saturated(stats, loop):
         return _storage(stats, needed, shares, reason)
     return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
@@ -274,8 +277,8 @@ def _computing(stats: "Stats", needed: int | None, most: Literal["fetch", "colla
     count, cores = _count(stats), stats.cores
     number = None if needed is None or count >= cores else min(needed, cores)
     if most == "collate":
-        sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, or let "
-        sentence += "default_collate do its work."
+        sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, use "
+        sentence += "smaller samples, or let default_collate build the batches."
     elif number is not None and number == needed:
         sentence = "The workers are the bottleneck."
     else:
