@@ -513,6 +513,21 @@ def test_a_process_that_ends_between_two_looks(tmp_path, capsys, monkeypatch):
         assert words in (f"process {process.pid} has ended", f"there is no process {process.pid}")
 
 
+def test_stopped_processes_are_named(tmp_path, capsys):
+    with running(loop(), tmp_path) as (process, _):
+        worker = as_json(process.pid, capsys)["loaders"][0]["workers"][0]["pid"]
+        for pid in (worker, process.pid):
+            os.kill(pid, signal.SIGSTOP)
+            assert wait_until(lambda pid=pid: processes.stopped(pid))
+        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+        assert "main        stopped by a signal or a debugger\n" in out
+        assert f"worker 0 (pid {worker}) is stopped by a signal or a debugger" in out and "\n    !0 " in out
+        loader = as_json(process.pid, capsys)["loaders"][0]
+        assert (loader["main"]["state"], loader["workers"][0]["state"]) == ("stopped", "stopped")
+        for pid in (worker, process.pid):
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
     source = """
         if __name__ == "__main__":

@@ -102,6 +102,11 @@ class WorkerView:
         usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
         return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether the worker needs attention: it is stuck, is stopped, or ended too early."""
+        return self.is_stuck or self.state in ("ended", "stopped")
+
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "pss_bytes")
@@ -188,6 +193,8 @@ class Loader:
         state = _BUSY.get(now["state"], now["state"])
         if state != "left" and pid and processes.ended(pid):
             state = "ended"
+        elif pid and processes.stopped(pid):
+            state = "stopped"
         busy = sum(now["seconds"][part] for part in _BUSY)
         # The batch that it is at is no measure of itself.
         busy -= now["seconds_at_batch"] if now["state"] in _BUSY else 0.0
@@ -196,7 +203,7 @@ class Loader:
             pid=pid,
             state=state,
             batch=now["batch"] if now["state"] in _BUSY else None,
-            seconds=now["seconds_at_batch"] if state in _BUSY.values() else now["seconds_in_state"],
+            seconds=now["seconds_at_batch"] if now["state"] in _BUSY else now["seconds_in_state"],
             index=now["index"] if now["state"] in _BUSY else None,
             shares={name: spent[name] / whole for name in ("fetch", "collate", "pack", "idle", "starting")},
             queued=now["queued"],
@@ -210,8 +217,15 @@ class Loader:
 
     @property
     def stuck(self) -> tuple[WorkerView, ...]:
-        """The marked workers: those that are stuck, and those that ended too early."""
-        return tuple(it for it in self.workers if it.is_stuck or it.state == "ended")
+        """The marked workers."""
+        return tuple(worker for worker in self.workers if worker.is_marked)
+
+    @property
+    def state(self) -> str:
+        """What the main process does."""
+        if processes.stopped(self.pid):
+            return "stopped"
+        return "stopping" if self.figures["stopping"] else str(self.figures["state"])
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -224,7 +238,7 @@ class Loader:
             "age_seconds": self.age_seconds,
             "interval_seconds": self.seconds,
             "main": {
-                "state": "stopping" if figures["stopping"] else figures["state"],
+                "state": self.state,
                 "seconds": figures["seconds_in_state"],
                 "shares": self.main_shares,
             },

@@ -23,6 +23,7 @@ __all__ = [
     "outer_pids",
     "owner",
     "pids",
+    "stopped",
 ]
 
 # What /proc/PID/fd shows of an arena.
@@ -164,6 +165,11 @@ def command(pid: int) -> str:
 def ended(pid: int) -> bool:
     """Whether a process is no more, or only its exit status is left."""
     return _state(pid) in "ZX"
+
+
+def stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, or Ctrl-Z) or a debugger has stopped a process."""
+    return _state(pid) in "Tt"
 
 
 def _state(pid: int) -> str:

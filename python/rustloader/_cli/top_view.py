@@ -20,6 +20,7 @@ _COLOURS = {
     "sending": "blue",
     "starting": "yellow",
     "ended": "bold red",
+    "stopped": "bold red",
     "idle": "dim",
     "left": "dim",
 }
@@ -134,7 +135,9 @@ def _waits(loader: Loader) -> bool:
 def _main(loader: Loader) -> str:
     figures = loader.figures
     time = _time(figures["seconds_in_state"])
-    if figures["stopping"]:
+    if loader.state == "stopped":
+        return "stopped by a signal or a debugger"
+    if loader.state == "stopping":
         return "shutting down the workers"
     batch = figures["epoch_batches"]
     words = {
@@ -157,6 +160,8 @@ def _alarm(worker: WorkerView) -> str:
         at += f", indices {worker.index}"
     if worker.state == "ended":
         return f"{who} has ended{at}."
+    if worker.state == "stopped":
+        return f"{who} is stopped by a signal or a debugger{at}."
     if worker.state == "starting":
         return f"{who} has been starting for {_time(worker.seconds)}."
     usual = f" Its batches take {_time(worker.usual_seconds)} on average." if worker.usual_seconds is not None else ""
@@ -179,7 +184,7 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
         first = sorted(shown, key=lambda worker: (worker.id not in stuck, worker.id))[: max(0, room - 1)]
         shown = sorted(first, key=lambda worker: worker.id)
     for worker in shown:
-        marked = worker.is_stuck or worker.state == "ended"
+        marked = worker.is_marked
         row = _row(columns, _cells(worker, rss), worker.index or "", width)
         if marked:
             yield [(row, _ALARM)]
@@ -194,7 +199,7 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
 def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
     shares, used = worker.shares, _used(worker, rss)
     return {
-        "worker": ("!" if worker.is_stuck or worker.state == "ended" else "") + str(worker.id),
+        "worker": ("!" if worker.is_marked else "") + str(worker.id),
         "pid": str(worker.pid or "-"),
         "state": worker.state,
         "batch": "-" if worker.batch is None else str(worker.batch),
