@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rustloader import _core
 from rustloader._core import Meter
 
-__all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_work", "started", "total"]
+__all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_threads", "of_work", "started", "total"]
 
 # The number of the field in /proc/PID/stat, from 0, behind the name of the program: the process's start.
 _STARTED = 19
@@ -50,17 +50,22 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     """
     # Before the clock: where the process ends in between, all of it is unknown.
     queued = _queued(pid)
-    # What clock_getcpuclockid(3) computes: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
-    clock = (~pid << 3) | 2
-    try:
-        own = time.clock_gettime(clock)
-    except OSError:
+    own = of_threads(pid)
+    if own is None:
         return None
     fields = _stat(pid)
     if start is not None and fields[_STARTED : _STARTED + 1] != [start]:
         return None
     # cutime and cstime, in ticks.
     return ProcessorTime(own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK"), queued)
+
+
+def of_threads(pid: int) -> float | None:
+    """Seconds that all threads of a process ran, those that have ended included; None if the process has ended."""
+    # What clock_getcpuclockid(3) computes: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
+    with contextlib.suppress(OSError):
+        return time.clock_gettime((~pid << 3) | 2)
+    return None
 
 
 def started(pid: int) -> str | None:

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-from rustloader._processor import of_process
+from rustloader._processor import of_threads
 
 __all__ = ["cpu_seconds", "machine"]
 
@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 def cpu_seconds(workers: Iterable[int]) -> float:
     """Processor time of this process, of the children it has waited for, and of workers that run, by process id. One
     that ends meanwhile counts as 0."""
-    total = sum(time.cpu for time in map(of_process, workers) if time is not None)
+    total = sum(seconds for seconds in map(of_threads, workers) if seconds is not None)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime
