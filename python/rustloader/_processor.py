@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -120,7 +121,8 @@ class Workers:
 
     def end(self) -> None:
         """Keeps the times as they are now: the processes are about to end."""
-        if self._ended is None:
+        # As the interpreter exits, there is nobody left to ask, and parts of Python are gone.
+        if self._ended is None and not sys.is_finalizing():
             self._ended = self.times()
 
     def times(self) -> list[WorkTime]:
