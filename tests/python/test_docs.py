@@ -174,7 +174,7 @@ def check_make(words):
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for word in words:
         variable, equals, _ = word.partition("=")
-        assert (variable in ("PYTHON", "TORCH")) if equals else word in targets, word
+        assert (variable in ("JOBS", "PYTHON", "TORCH")) if equals else word in targets, word
 
 
 def check_pip(words):
