@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 /// Calls without a failpoint: the file in src/sys, the call, and why.
 const WITHOUT: &[(&str, &str, &str)] = &[
     ("clock.rs", "clock_gettime", "answered without the kernel (vDSO)"),
+    ("clock.rs", "getrusage", "refused only for a wrong argument"),
     ("clock.rs", "sched_yield", "its answer does not matter"),
     ("fork.rs", "pthread_atfork", "handed to at_fork, which has one"),
     ("hold.rs", "raise", "to the calling thread; cannot be refused"),

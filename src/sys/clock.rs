@@ -33,7 +33,8 @@ pub fn process_cpu_ns() -> u64 {
 
 /// Nanoseconds that the main thread of this process was ready to run and had no core; 0 where the system does not say.
 pub fn queued_ns() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/schedstat").unwrap_or_default();
+    let bytes = super::read_file("/proc/self/schedstat".as_ref()).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
     text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0)
 }
 
