@@ -553,7 +553,7 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
     [
         (["0"], "argument PID: must be a positive integer, got 0"),
         (["x"], "argument PID: must be a positive integer, got 'x'"),
-        (["1", "--interval", "0"], "argument --interval: must be a positive number of seconds, got 0"),
+        (["1", "--interval", "0"], "argument --interval: must be a positive number of seconds, up to a year, got 0"),
     ],
 )
 def test_mistakes_are_usage_errors(arguments, words, capsys):
@@ -754,7 +754,7 @@ def test_two_loaders_of_few_workers_fit_a_small_terminal():
 
 def test_memory_is_pss_or_labelled_rss(monkeypatch):
     mine, two = os.getpid(), 2
-    look = looks.Look((1, 2), figures(two, ()), (mine,) * two, (None,) * two)
+    look = looks.Look((1, 2), figures(two, ()), (mine,) * two, (looks.WorkTime(),) * two)
     monkeypatch.setattr(processes, "memory", lambda pid: 500_000_000)
 
     def shown(*pss):

@@ -323,13 +323,9 @@ def test_settings(name):
 
 
 def test_a_prefetch_factor_that_is_no_whole_number():
-    def error(cls):
-        with pytest.raises(TypeError) as caught:
-            iter(cls(Items(), sampler=[0], num_workers=1, prefetch_factor=2.5))
-        return str(caught.value)
-
-    theirs, ours = map(error, BOTH)
-    assert theirs in ours
+    # torch's words. Its own iterator is not asked: it fails half-made, and the thread of its queue is left to an error.
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        iter(DataLoader(Items(), sampler=[0], num_workers=1, prefetch_factor=2.5))
 
 
 def test_loaders_and_iterators_that_compare_by_value():

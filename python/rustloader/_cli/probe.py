@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe"]
 
-_CODE = "import sys; from rustloader._cli.measure import serve; serve(int(sys.argv[1]))"
+# Until `serve` has its own handler, an interrupt ends the process without a traceback: there is nothing to clean up.
+_CODE = """\
+import os, signal, sys
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+from {} import serve
+serve(int(sys.argv[1]))
+"""
 _STDERR = 2
 
 
@@ -31,18 +37,22 @@ class Probe:
 
     Args:
         order: what it has to do. The process gets ready by itself; see ``answer``.
-        code: what the process runs, with the number of its descriptor as an argument.
+        module: has the function ``serve``, which the process runs with the number of its descriptor.
         environment: variables that it gets in addition.
     """
 
     def __init__(
-        self, order: Order | SideOrder, code: str = _CODE, environment: Mapping[str, str] | None = None
+        self,
+        order: Order | SideOrder,
+        module: str = "rustloader._cli.measure",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = order.engine
         self._connection, there = multiprocessing.Pipe()
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, str(there.fileno())],  # type: ignore[attr-defined]
+                [sys.executable, *flags, "-c", _CODE.format(module), str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # what the user's code prints is no result

@@ -14,7 +14,6 @@ from rustloader._cli.workers import UNNOTICED, advice, dead, how, kill, places
 
 __all__ = ["Watched"]
 
-_CODE = "import sys; from rustloader._cli.side import serve; serve(int(sys.argv[1]))"
 # Seconds: the least limit for what is not only the user's code, such as the start of Python and the end of workers.
 _PATIENT = 60.0
 # Seconds between two looks at the workers.
@@ -46,7 +45,7 @@ class Watched:
         self.engine = engine
         self._options = options
         order = SideOrder(options.factory, engine, options.seed, quiet, os.getpid())
-        self._probe = Probe(order, _CODE, _environment(options.seed))
+        self._probe = Probe(order, "rustloader._cli.side", _environment(options.seed))
         self._stacks: int | None = None
         self._workers: dict[int, int] = {}
         self._batch = 0
