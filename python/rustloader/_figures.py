@@ -8,7 +8,7 @@ from typing import Any
 from rustloader._tables import headline, html, lines
 from rustloader._verdict import Verdict, judge
 
-# No `from __future__ import annotations`: the fields' types are to be types, wherever somebody looks them up.
+# No `from __future__ import annotations`: field annotations must be types, not strings.
 __all__ = ["ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "Stats", "WorkerStats"]
 
 

@@ -269,7 +269,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             text = _stall.index_text(index)
             self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
         said = core.worker_status(worker_id)["pid"]
-        # The list is the user's as well, who may have emptied it.
+        # User code can reach this list and may have emptied it.
         process = self._workers[worker_id] if worker_id < len(self._workers) else None
         self._death = _death.describe(process, core.exit_status(worker_id), said)
         core.close()

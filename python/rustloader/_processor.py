@@ -121,7 +121,7 @@ class Workers:
 
     def end(self) -> None:
         """Keeps the times as they are now: the processes are about to end."""
-        # As the interpreter exits, there is nobody left to ask, and parts of Python are gone.
+        # While the interpreter exits, parts of Python are already gone.
         if self._ended is None and not sys.is_finalizing():
             self._ended = self.times()
 

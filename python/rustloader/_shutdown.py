@@ -109,7 +109,7 @@ def _join(process: Any, core: Engine) -> None:
     with contextlib.suppress(ValueError):
         if core.alive() == 0 and process.exitcode is None:
             process.join(STATUS_AFTER)
-    # Where somebody else has reaped it, multiprocessing would keep it among the living for ever.
+    # If other code has reaped it, multiprocessing would keep it among the living for ever.
     _mp_children.discard(process)
 
 

@@ -10,7 +10,7 @@ from rustloader._texts import count_of, duration, short_index
 if TYPE_CHECKING:
     from rustloader._figures import Stats, WorkerStats
 
-# No `from __future__ import annotations`: the fields' types are to be types, wherever somebody looks them up.
+# No `from __future__ import annotations`: field annotations must be types, not strings.
 __all__ = ["Verdict", "VerdictKind", "judge"]
 
 VerdictKind = Literal[

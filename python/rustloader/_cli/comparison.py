@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether more epochs would hardly change what is said: there are enough for the confidence, and the interval
+        """Whether more epochs would hardly change the result: there are enough for the confidence, and the interval
         is narrow or clearly away from 1."""
         interval = Interval(self.low, self.high, self.confidence)
         clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
