@@ -151,7 +151,7 @@ def _check_equal(theirs: Side, ours: Side) -> None:
 
 
 def _pass(side: Side, seconds: float) -> float:
-    """Takes batches for so many seconds, and returns the rate in batches/s."""
+    """Takes batches for the given seconds, and returns the rate in batches/s."""
     gc.collect()
     engine_before = rustloader.engine_batches()
     for _ in range(side.in_flight):

@@ -316,3 +316,15 @@ def check_interval(every: float) -> None:
     """Raises the error for what is no number of seconds between two reports."""
     if not every > 0:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
+
+
+def counted(figures: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ``Stats`` that an iterator's counters give. Counters of time are in nanoseconds."""
+    times = ("next", "first", "waited", "blocked", "sampler", "step")
+    return {
+        "epochs": figures["epochs"],
+        "batches": figures["batches"],
+        "bytes": figures["bytes"],
+        **{f"{name}_seconds": figures[name] / 1e9 for name in times},
+        "copies": CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+    }

@@ -13,12 +13,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from rustloader import _ledger
 from rustloader._figures import (
     ArenaStats,
-    CopyStats,
     Fallback,
     PinningStats,
     SlowBatch,
     Stats,
     WorkerStats,
+    counted,
     no_loader,
 )
 from rustloader._iter import _MultiProcessingDataLoaderIter as OurIter
@@ -95,22 +95,11 @@ def _of_ledger(ledger: _ledger.Ledger, num_workers: int, fallbacks: tuple[Fallba
     # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
     times = ledger.processor_times()
 
-    def seconds(name: str) -> float:
-        return float(figures[name]) / 1e9
-
     return Stats(
         num_workers=num_workers,
         cores=_cores(),
         iterators=ledger.iterators,
-        epochs=figures["epochs"],
-        batches=figures["batches"],
-        bytes=figures["bytes"],
-        next_seconds=seconds("next"),
-        first_seconds=seconds("first"),
-        waited_seconds=seconds("waited"),
-        blocked_seconds=seconds("blocked"),
-        sampler_seconds=seconds("sampler"),
-        step_seconds=seconds("step"),
+        **counted(figures),
         workers=tuple(
             _worker(number, worker, times[number] if number < len(times) else NOTHING)
             for number, worker in enumerate(figures["workers"])
@@ -120,8 +109,7 @@ def _of_ledger(ledger: _ledger.Ledger, num_workers: int, fallbacks: tuple[Fallba
             for task in figures["slowest"]
         ),
         arena=ArenaStats(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
-        copies=CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
-        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], seconds("pinning")),
+        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], figures["pinning"] / 1e9),
         fallbacks=fallbacks,
     )
 

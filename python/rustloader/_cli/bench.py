@@ -150,7 +150,7 @@ class _Bench:
         return seconds > longest and not decided
 
     def _at(self, seconds: float) -> float | None:
-        """How far the bar is after so many seconds with this number of workers; None if it counts steps."""
+        """How far the bar is after the given seconds with this number of workers; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: LimitedProbe, side: Side) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rustloader._cli import memory, processes
 from rustloader._cli.processes import Seen
-from rustloader._figures import ArenaStats, CopyStats, PinningStats, Stats, WorkerStats
+from rustloader._figures import ArenaStats, PinningStats, Stats, WorkerStats, counted
 from rustloader._limits import effective_cores
 from rustloader._processor import NOTHING, WorkTime, of_process, of_work
 from rustloader._verdict import Verdict
@@ -264,26 +264,14 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
     earlier = since.figures["counts"] if since else {}
     figures = {name: max(0, count - earlier.get(name, 0)) for name, count in counts.items()}
 
-    def seconds(name: str) -> float:
-        return float(figures[name]) / 1e9
-
     return Stats(
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        epochs=figures["epochs"],
-        batches=figures["batches"],
-        bytes=figures["bytes"],
-        next_seconds=seconds("next"),
-        first_seconds=seconds("first"),
-        waited_seconds=seconds("waited"),
-        blocked_seconds=seconds("blocked"),
-        sampler_seconds=seconds("sampler"),
-        step_seconds=seconds("step"),
+        **counted(figures),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
-        copies=CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
-        pinning=PinningStats(now.figures["pinning"], figures["pinned"], seconds("pinning")),
+        pinning=PinningStats(now.figures["pinning"], figures["pinned"], figures["pinning"] / 1e9),
     )
 
 

@@ -85,7 +85,7 @@ class Probe:
         return self._receive(meanwhile, 0.02)[1]
 
     def _receive(self, meanwhile: Callable[[], object] | None, every: float) -> tuple[str, Any]:
-        """The next message, as its name and its value. ``meanwhile`` is called every so many seconds."""
+        """The next message, as its name and its value. ``meanwhile`` is called at that interval, in seconds."""
         while not self._connection.poll(every if meanwhile else 0.2):
             if self._has_ended() and not self._connection.poll():
                 raise Unusable(f"the process with {self.engine}'s iterator ended: {self._how()}")
