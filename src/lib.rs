@@ -34,4 +34,8 @@ pub mod wire;
 pub mod worker;
 
 #[cfg(all(feature = "python", not(loom)))]
+mod codec;
+#[cfg(all(feature = "python", not(loom)))]
+mod interop;
+#[cfg(all(feature = "python", not(loom)))]
 mod python;

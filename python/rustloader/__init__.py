@@ -38,36 +38,36 @@ if TYPE_CHECKING:
     from torch.utils.data import *  # noqa: F403
 
     from rustloader._core import engine_batches as engine_batches
-    from rustloader._figures import ArenaStats as ArenaStats
-    from rustloader._figures import CopyStats as CopyStats
-    from rustloader._figures import Fallback as Fallback
-    from rustloader._figures import PinningStats as PinningStats
-    from rustloader._figures import SlowBatch as SlowBatch
-    from rustloader._figures import Stats as Stats
-    from rustloader._figures import WorkerStats as WorkerStats
-    from rustloader._install import install as install
-    from rustloader._install import installed as installed
-    from rustloader._install import is_installed as is_installed
-    from rustloader._install import uninstall as uninstall
-    from rustloader._report import report as report
-    from rustloader._stats import stats as stats
-    from rustloader._verdict import Verdict as Verdict
-    from rustloader._verdict import VerdictKind as VerdictKind
     from rustloader.dataloader import DataLoader as DataLoader
+    from rustloader.installation import install as install
+    from rustloader.installation import installed as installed
+    from rustloader.installation import is_installed as is_installed
+    from rustloader.installation import uninstall as uninstall
+    from rustloader.metrics.figures import ArenaStats as ArenaStats
+    from rustloader.metrics.figures import CopyStats as CopyStats
+    from rustloader.metrics.figures import Fallback as Fallback
+    from rustloader.metrics.figures import PinningStats as PinningStats
+    from rustloader.metrics.figures import SlowBatch as SlowBatch
+    from rustloader.metrics.figures import Stats as Stats
+    from rustloader.metrics.figures import WorkerStats as WorkerStats
+    from rustloader.metrics.report import report as report
+    from rustloader.metrics.stats import stats as stats
+    from rustloader.metrics.verdict import Verdict as Verdict
+    from rustloader.metrics.verdict import VerdictKind as VerdictKind
 
 # Where our names live; all others are torch's. Those of the second dict need no engine.
 _OURS = {
     "engine_batches": "rustloader._core",
-    "install": "rustloader._install",
-    "installed": "rustloader._install",
-    "is_installed": "rustloader._install",
-    "report": "rustloader._report",
-    "stats": "rustloader._stats",
-    "uninstall": "rustloader._install",
+    "install": "rustloader.installation",
+    "installed": "rustloader.installation",
+    "is_installed": "rustloader.installation",
+    "report": "rustloader.metrics.report",
+    "stats": "rustloader.metrics.stats",
+    "uninstall": "rustloader.installation",
     "__version__": "rustloader._core",
 }
 if not sys.platform.startswith("linux"):
-    _OURS = dict.fromkeys(_OURS, "rustloader._elsewhere")
+    _OURS = dict.fromkeys(_OURS, "rustloader.unsupported")
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(
         f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
@@ -76,16 +76,16 @@ elif importlib.util.find_spec("rustloader._core") is None:
     )
 
 _OURS |= {
-    "ArenaStats": "rustloader._figures",
-    "CopyStats": "rustloader._figures",
+    "ArenaStats": "rustloader.metrics.figures",
+    "CopyStats": "rustloader.metrics.figures",
     "DataLoader": "rustloader.dataloader",
-    "Fallback": "rustloader._figures",
-    "PinningStats": "rustloader._figures",
-    "SlowBatch": "rustloader._figures",
-    "Stats": "rustloader._figures",
-    "Verdict": "rustloader._verdict",
-    "VerdictKind": "rustloader._verdict",
-    "WorkerStats": "rustloader._figures",
+    "Fallback": "rustloader.metrics.figures",
+    "PinningStats": "rustloader.metrics.figures",
+    "SlowBatch": "rustloader.metrics.figures",
+    "Stats": "rustloader.metrics.figures",
+    "Verdict": "rustloader.metrics.verdict",
+    "VerdictKind": "rustloader.metrics.verdict",
+    "WorkerStats": "rustloader.metrics.figures",
 }
 
 # Modules that a program reaches as attributes: `data.distributed.DistributedSampler`.
@@ -115,4 +115,4 @@ def __dir__() -> list[str]:
 
 
 if "RUSTLOADER_INSTALL" in os.environ:
-    importlib.import_module("rustloader._environment").follow(os.environ["RUSTLOADER_INSTALL"])
+    importlib.import_module("rustloader.environment").follow(os.environ["RUSTLOADER_INSTALL"])

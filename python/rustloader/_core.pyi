@@ -192,8 +192,8 @@ class Port:
         """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""
 
     def receive(self) -> tuple[int, int, Any]:
-        """The next thing to do, waiting without the GIL: a code of ``_worker.py``, the task's number, the index, or the
-        exception that its unpickling has raised."""
+        """The next thing to do, waiting without the GIL: a code of
+        ``workers/main.py``, the task's number, the index, or the exception that its unpickling has raised."""
 
     @property
     def stopping(self) -> bool:

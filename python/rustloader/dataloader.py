@@ -12,11 +12,11 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if sys.platform.startswith("linux"):
-    from rustloader import _handover, _internals
-    from rustloader._iter import _MultiProcessingDataLoaderIter
-    from rustloader._torchs import TorchIter, in_torch
+    from rustloader.iterator import compat, fallback
+    from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+    from rustloader.iterator.torch_side import TorchIter, in_torch
 else:
-    from rustloader import _elsewhere
+    from rustloader import unsupported
 
 __all__ = ["DataLoader"]
 
@@ -92,11 +92,11 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if self.num_workers == 0:
             return super()._get_iterator()
         if not sys.platform.startswith("linux"):
-            _elsewhere.tell()
+            unsupported.tell()
             return super()._get_iterator()
         other = _other_iterator(super()._get_iterator)
         if other is not None:
-            _handover.fall_back(self, other)
+            fallback.fall_back(self, other)
             return super()._get_iterator()
         in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
@@ -110,7 +110,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
     """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
-    if not _internals.is_torchs(get_iterator, torch_dataloader):
+    if not compat.is_torchs(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:

@@ -1,9 +1,9 @@
 //! The core's leases and leaves, as the codec wants them.
 
-use super::codec::Source;
-use super::dlpack;
+use crate::codec::Source;
 use crate::engine::completions::Leaves;
 use crate::error::Error;
+use crate::interop::dlpack;
 use crate::shm::lease::Lease;
 
 impl dlpack::Lease for Lease {

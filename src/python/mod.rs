@@ -1,9 +1,6 @@
 //! The bindings: thin classes over the engine and the worker's port. Only this folder names pyo3.
 
 mod code;
-mod codec;
-mod collate;
-mod dlpack;
 mod engine;
 mod errors;
 #[cfg(feature = "failpoints")]
@@ -17,8 +14,6 @@ mod port;
 mod profiler;
 mod runtime;
 mod signals;
-mod stay;
-mod tensor;
 mod turn;
 
 use pyo3::prelude::*;
@@ -27,10 +22,6 @@ use pyo3::prelude::*;
 // takes the GIL again when it loads a module that says so, and warns of it. Without this PyO3 would say the opposite.
 #[pymodule(gil_used = true)]
 mod _core {
-    #[pymodule_export]
-    use super::codec::roundtrip::{_collate, _roundtrip};
-    #[pymodule_export]
-    use super::dlpack::{LeaseBuffer, heap_storage};
     #[pymodule_export]
     use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
@@ -46,7 +37,11 @@ mod _core {
     #[pymodule_export]
     use super::signals::HeldSignals;
     #[pymodule_export]
-    use super::tensor::is_plain_leaf;
+    use crate::codec::roundtrip::{_collate, _roundtrip};
+    #[pymodule_export]
+    use crate::interop::dlpack::{LeaseBuffer, heap_storage};
+    #[pymodule_export]
+    use crate::interop::tensor::is_plain_leaf;
 
     use pyo3::prelude::*;
 
@@ -58,6 +53,6 @@ mod _core {
         }
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
-        module.add("INLINE_LIMIT", super::codec::INLINE_LIMIT)
+        module.add("INLINE_LIMIT", crate::codec::INLINE_LIMIT)
     }
 }

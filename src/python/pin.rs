@@ -7,13 +7,13 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::codec::{self, Copies, Pinned};
 use super::runtime::Runtime;
-use super::stay::{call, let_go};
-use super::tensor::Bridge;
+use crate::codec::{self, Copies, Pinned};
 use crate::engine::completions::Message;
 use crate::engine::pin::{Body, Prepare};
 use crate::engine::{Handle, Incoming};
+use crate::interop::stay::{call, let_go};
+use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::lease::Lease;
 use crate::sys::{clock, fork};
@@ -73,7 +73,7 @@ impl std::fmt::Debug for Ready {
     }
 }
 
-/// What makes batches ready: `rustloader._pin.Pinner` and what the decoder needs.
+/// What makes batches ready: `rustloader.device.pinning.Pinner` and what the decoder needs.
 pub struct Pinner {
     /// The Python object.
     pinner: Held,

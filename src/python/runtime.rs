@@ -23,13 +23,13 @@ impl Runtime {
     /// The process's runtime, made on first use.
     pub fn get(py: Python<'_>) -> PyResult<Arc<Self>> {
         let made = RUNTIME.get_or_try_init(py, || {
-            let pack = py.import("rustloader._pack")?;
+            let pack = py.import("rustloader.workers.serialize")?;
             let function = |name: &str| pack.getattr(name).map(Bound::unbind);
             PyResult::Ok(Arc::new(Self {
                 loads: function("loads")?,
                 dump_index: function("dump_index")?,
                 load_index: function("load_index")?,
-                tell_stall: py.import("rustloader._stall")?.getattr("tell")?.unbind(),
+                tell_stall: py.import("rustloader.workers.stalls")?.getattr("tell")?.unbind(),
             }))
         })?;
         Ok(made.clone())

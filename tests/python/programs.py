@@ -18,7 +18,7 @@ from support import DataLoader, gone, same, state_of, wait_until, workers_say
 from torch.utils.data import _utils, default_collate
 
 import rustloader
-from rustloader import _stall
+from rustloader.workers import stalls
 
 # A batch of 4 images is too large to lie in the message itself.
 SIZE, BATCH = 24, 4
@@ -246,7 +246,7 @@ def stuck():
         yield from iterator
 
     os.environ["RUSTLOADER_STALL_ITEM_SECONDS"] = "0.2"
-    _stall.logger = types.SimpleNamespace(warning=warning)
+    stalls.logger = types.SimpleNamespace(warning=warning)
     with tempfile.TemporaryDirectory() as folder:
         told = f"{folder}/told"
         items = loader(Held(3, 1, told), workers=1, batch_size=None)

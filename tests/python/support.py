@@ -37,10 +37,10 @@ if TORCH_MODE:
     LoaderIter = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 else:
     import rustloader
-    import rustloader._iter
+    import rustloader.iterator.core
 
     DataLoader = rustloader.DataLoader
-    LoaderIter = rustloader._iter._MultiProcessingDataLoaderIter
+    LoaderIter = rustloader.iterator.core._MultiProcessingDataLoaderIter
 
 BOTH = [TorchDataLoader, DataLoader]
 # 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.

@@ -221,7 +221,7 @@ def test_what_is_ours_and_what_is_the_scripts():
 
 def test_options_of_run_become_the_variable(monkeypatch):
     from rustloader._cli.run import _setting
-    from rustloader._environment import _parsed
+    from rustloader.environment import _parsed
 
     def setting(*arguments):
         return _setting(_cli._parser().parse_args(["run", *arguments, "train.py"]))

@@ -33,7 +33,7 @@ LOADERS = """
     from torch.utils.data import DataLoader, Dataset, IterableDataset
 
     def on_us():
-        return rustloader._torchs.IterType.stand_in is not None
+        return rustloader.iterator.torch_side.IterType.stand_in is not None
 
     class Draws(Dataset):
         def __init__(self, at=None, act=None):
@@ -121,7 +121,7 @@ LOADERS = """
     def handed_over():
         def refused(*args):
             raise PermissionError(1, "Operation not permitted")
-        rustloader._handover.Engine = refused
+        rustloader.iterator.fallback.Engine = refused
         return loader()
 
     def exiting():

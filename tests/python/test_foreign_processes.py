@@ -29,7 +29,9 @@ from support import (
 )
 
 if not TORCH_MODE:
-    from rustloader import _cleaning, _core, _handover, _shutdown, report
+    from rustloader import _core, cleanup, report
+    from rustloader.iterator import fallback
+    from rustloader.workers import shutdown
 
 FORK = multiprocessing.get_context("fork")
 NOT_A_SUBCLASS = "is not a subclass of multiprocessing.process.BaseProcess"
@@ -183,7 +185,7 @@ def test_processes_that_only_look_like_processes_are_torchs_to_start(name, worke
 @pytest.mark.ours
 def test_a_class_that_starts_something_else_is_torchs_to_start():
     loader = DataLoader([0], num_workers=1, multiprocessing_context=context(ByThread))
-    reason = _handover.why_not(LoaderIter, LoaderIter, loader)
+    reason = fallback.why_not(LoaderIter, LoaderIter, loader)
     assert reason == "the Process of its multiprocessing context has its own way to start"
 
 
@@ -328,10 +330,10 @@ def test_only_real_processes_are_killed_after_a_failed_start():
     thread = AsThread()
     thread.kill = Lies.kill
     for process in (Lies(), thread, FORK.Process(), None):
-        _shutdown.kill(process)
+        shutdown.kill(process)
     real = FORK.Process(target=time.sleep, args=(1000,))
     real.start()
-    _shutdown.kill(real)
+    shutdown.kill(real)
     assert real.exitcode == -9
 
 
@@ -395,7 +397,7 @@ def test_the_error_of_a_start_comes_before_that_of_the_shutdown():
 @pytest.mark.ours
 @pytest.mark.warns
 def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
-    monkeypatch.setattr(_shutdown, "STATUS_AFTER", "no number")  # the join of each process raises a TypeError
+    monkeypatch.setattr(shutdown, "STATUS_AFTER", "no number")  # the join of each process raises a TypeError
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
     next(iterator)
     pids = worker_pids(iterator)
@@ -405,7 +407,7 @@ def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
     assert all(map(gone, pids))
     lines = [line for line in logged(caplog) if line.startswith("a step of a DataLoader's shutdown failed: TypeError")]
     assert len(lines) == 2, caplog.text
-    assert id(iterator) not in _shutdown.live
+    assert id(iterator) not in shutdown.live
     for process in iterator._workers:
         del process._popen.poll
         process.join()
@@ -446,6 +448,6 @@ def test_an_interrupt_while_cleaning_up_is_raised():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _cleaning.clean_up_after(ValueError(), interrupted)
+        cleanup.clean_up_after(ValueError(), interrupted)
     with pytest.raises(KeyboardInterrupt):
-        _cleaning.quietly(interrupted)
+        cleanup.quietly(interrupted)

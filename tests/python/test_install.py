@@ -254,7 +254,7 @@ def test_a_class_of_the_programs_own_in_torchs_place_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match=r"was replaced by .*Other; call rustloader\.install\(\) before"):
         rustloader.install(in_order=False)
     monkeypatch.undo()
-    assert rustloader._options.current() == {}
+    assert rustloader.options.current() == {}
 
 
 @pytest.mark.warns
@@ -279,7 +279,7 @@ def test_ours_put_back_by_somebody_after_uninstall_can_be_taken_out():
         call()
     rustloader.uninstall()
     assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
-    assert LoaderIter is rustloader._iter._MultiProcessingDataLoaderIter
+    assert LoaderIter is rustloader.iterator.core._MultiProcessingDataLoaderIter
 
 
 def test_install_is_idempotent_and_uninstall_needs_no_install():
@@ -295,12 +295,12 @@ def test_install_is_idempotent_and_uninstall_needs_no_install():
 def test_installed_leaves_things_as_they_were():
     with pytest.raises(KeyError), rustloader.installed(prefetch_factor=4):
         with rustloader.installed(in_order=False):
-            assert rustloader._options.current() == {"prefetch_factor": 4, "in_order": False}
-        assert rustloader._options.current() == {"prefetch_factor": 4}
+            assert rustloader.options.current() == {"prefetch_factor": 4, "in_order": False}
+        assert rustloader.options.current() == {"prefetch_factor": 4}
         assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
         raise KeyError
     assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
-    assert rustloader._options.current() == {}
+    assert rustloader.options.current() == {}
 
 
 def test_one_name_asks_whether_it_is_installed():
@@ -340,7 +340,7 @@ def test_installed_decorates_no_generator_and_no_coroutine():
 def test_installed_is_a_decorator_and_may_be_entered_again():
     @rustloader.installed(prefetch_factor=4)
     def options(depth):
-        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader._options.current())
+        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader.options.current())
 
     for _ in range(2):
         assert options(2) == (True, {"prefetch_factor": 4})
@@ -410,11 +410,11 @@ def test_wrong_options_are_errors_and_change_nothing(options, error, text):
             call(**options)
         assert text in str(raised.value)
         assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
-        assert rustloader._options.current() == {}
+        assert rustloader.options.current() == {}
 
 
 def test_it_says_once_what_it_did(caplog, module, monkeypatch):
-    monkeypatch.setattr(rustloader._install, "_told", False)
+    monkeypatch.setattr(rustloader.installation, "_told", False)
     module.held = TORCHS["iterator"]
     with caplog.at_level(logging.INFO, logger="rustloader"):
         for _ in range(3):
@@ -446,7 +446,7 @@ def test_our_own_loaders_are_what_they_were():
     ],
 )
 def test_the_environment_variable(setting, options):
-    from rustloader._environment import _parsed
+    from rustloader.environment import _parsed
 
     assert _parsed(setting) == options
 
@@ -465,7 +465,7 @@ def test_the_environment_variable(setting, options):
     ],
 )
 def test_an_environment_variable_that_says_something_else(setting):
-    from rustloader._environment import _parsed
+    from rustloader.environment import _parsed
 
     with pytest.raises(ValueError) as raised:
         _parsed(setting)
@@ -496,7 +496,7 @@ def test_the_variable_is_followed_when_torch_comes_and_by_spawned_processes(tmp_
         def rank(k):
             import rustloader
             got = [x.item() for x in loader(("fork", "spawn")[k])]
-            print(k, got, rustloader.engine_batches(), rustloader._options.current(), flush=True)
+            print(k, got, rustloader.engine_batches(), rustloader.options.current(), flush=True)
         if __name__ == "__main__":
             rank(0)
             process = torch.multiprocessing.get_context("spawn").Process(target=rank, args=(1,))

@@ -66,7 +66,7 @@ def test_settings_beyond_the_engines_limits_are_handed_over():
     def reason(workers, prefetch_factor):
         settings = {"num_workers": workers, "prefetch_factor": prefetch_factor}
         others = {"in_order": True, "persistent_workers": False, "timeout": 0}
-        engine, reason = rustloader._handover.make_engine(types.SimpleNamespace(**settings, **others))
+        engine, reason = rustloader.iterator.fallback.make_engine(types.SimpleNamespace(**settings, **others))
         assert engine is None
         return reason
 
@@ -286,7 +286,7 @@ HANDOVERS = {
     "processes": lambda patch: patch.setattr(
         torch.multiprocessing, "Process", lambda real=torch.multiprocessing.Process, **kw: real(**kw)
     ),
-    "no memory": lambda patch: patch.setattr(rustloader._handover, "Engine", refused),
+    "no memory": lambda patch: patch.setattr(rustloader.iterator.fallback, "Engine", refused),
     "subclass": lambda patch: None,
 }
 

@@ -217,7 +217,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_iter(host, monkeypatch):
     def fail(self, device):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr("rustloader._pin.Pinner.__init__", fail)
+    monkeypatch.setattr("rustloader.device.pinning.Pinner.__init__", fail)
     loader = DataLoader(Numbers(4), num_workers=2, pin_memory=True, persistent_workers=True)
     with within(10), pytest.raises(RuntimeError, match="no device"):
         iter(loader)

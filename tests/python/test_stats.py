@@ -344,22 +344,22 @@ def test_loaders_that_compare_by_value_are_told_apart():
 
 
 def test_nothing_is_kept_alive_and_nothing_is_left():
-    from rustloader import _ledger
+    from rustloader.metrics import ledger
 
     gc.disable()
     try:
         loader = DataLoader(Numbers(40), num_workers=1)
-        entries = len(_ledger._ledgers)
+        entries = len(ledger._ledgers)
         iterator = iter(loader)
         next(iterator)
         rustloader.stats(iterator), rustloader.stats(loader)
         dead, gone = weakref.ref(iterator), weakref.ref(loader)
         del iterator
         assert dead() is None
-        assert len(_ledger._ledgers) == entries + 1
-        assert _ledger.find(loader).figures()["batches"] == 1
+        assert len(ledger._ledgers) == entries + 1
+        assert ledger.find(loader).figures()["batches"] == 1
         del loader
-        assert gone() is None and len(_ledger._ledgers) == entries
+        assert gone() is None and len(ledger._ledgers) == entries
     finally:
         gc.enable()
 
@@ -372,12 +372,12 @@ def test_the_attributes_of_an_iterator_keep_their_compact_form():
 
 
 def test_many_epochs_leave_one_counter():
-    from rustloader import _ledger
+    from rustloader.metrics import ledger
 
     loader = DataLoader(Numbers(1), num_workers=1)
     for _ in range(5):
         trained(loader)
-    assert len(_ledger.find(loader)._meters) == 1
+    assert len(ledger.find(loader)._meters) == 1
 
 
 def test_stats_can_be_asked_for_while_next_waits(tmp_path):
@@ -458,9 +458,9 @@ def test_the_processor_time_of_an_iterator_that_the_collector_takes():
 
 
 def test_processor_time_that_is_not_known_is_none(monkeypatch):
-    from rustloader import _processor
+    from rustloader.metrics import cpu_time
 
-    monkeypatch.setattr(_processor, "of_process", lambda pid, start: None)
+    monkeypatch.setattr(cpu_time, "of_process", lambda pid, start: None)
     loader = trained(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=SHORT)
     stats = rustloader.stats(loader)
     assert [(worker.cpu_seconds, worker.queued_seconds) for worker in stats.workers] == [(None, None)] * 2
@@ -657,9 +657,9 @@ def test_an_error_of_the_callback_loses_no_batch():
 def test_workers_report_nothing(tmp_path):
     class Nested(Numbers):
         def __getitem__(self, i):
-            from rustloader import _report
+            from rustloader.metrics import report
 
-            return len(_report._running)
+            return len(report._running)
 
     loader = DataLoader(Nested(4), batch_size=None, num_workers=1)
     with rustloader.report(loader, lambda stats: None):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.ours
 if not TORCH_MODE:
     import rustloader
     from rustloader import ArenaStats, CopyStats, Fallback, PinningStats, SlowBatch, Stats, WorkerStats
-    from rustloader import _processor as processor
-    from rustloader._texts import count_of, duration, short_index, size
+    from rustloader.metrics import cpu_time as processor
+    from rustloader.texts import count_of, duration, short_index, size
 
 MANY = f"[{', '.join(map(str, range(1000, 1016)))}, ... 256 in all]"
 
@@ -304,9 +304,9 @@ class Ended:
 
 
 def test_iterators_that_start_at_once_are_all_counted():
-    from rustloader import _ledger
+    from rustloader.metrics import ledger
 
-    ledger, other = _ledger.Ledger(), []
+    ledger, other = ledger.Ledger(), []
 
     def meanwhile():
         if not other:
@@ -323,12 +323,12 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
     import os
     import signal
 
-    from rustloader import _ledger
+    from rustloader.metrics import ledger
 
-    ledger, held, done = _ledger.Ledger(), threading.Event(), threading.Event()
+    ledger, held, done = ledger.Ledger(), threading.Event(), threading.Event()
 
     def hold():
-        with _ledger._swap:
+        with ledger._swap:
             held.set()
             done.wait(60)
 

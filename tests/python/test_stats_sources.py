@@ -195,10 +195,10 @@ def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
 
 @pytest.mark.handover
 def test_reasons_that_differ_in_numbers_alone_are_one(monkeypatch, caplog):
-    from rustloader import _handover
+    from rustloader.iterator import fallback
 
     left = iter(range(1000, 2000))
-    monkeypatch.setattr(_handover, "make_engine", lambda settings: (None, f"{next(left)} bytes are left"))
+    monkeypatch.setattr(fallback, "make_engine", lambda settings: (None, f"{next(left)} bytes are left"))
     loader = DataLoader(Numbers(3), num_workers=1)
     for _ in range(3):
         list(loader)

@@ -281,9 +281,9 @@ def test_a_bare_buffer(n):
 
 def beside(value):
     """Bytes of a batch's pickle, and of what travels beside it."""
-    from rustloader import _pack
+    from rustloader.workers import serialize
 
-    payload, objects, _ = _pack.dumps(value)
+    payload, objects, _ = serialize.dumps(value)
     return len(payload), sum(obj[0].nbytes if isinstance(obj, list) else obj.nbytes for obj in objects)
 
 

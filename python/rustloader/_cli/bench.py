@@ -23,8 +23,8 @@ from rustloader._cli.recommendation import Choice, recommend
 from rustloader._cli.results import Point, Side, settle, starting
 from rustloader._cli.summary import Summary
 from rustloader._cli.timeline import Timeline
-from rustloader._limits import effective_cores
-from rustloader._texts import count_of
+from rustloader.limits import effective_cores
+from rustloader.texts import count_of
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rustloader._cli.factory import Unusable
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 if TYPE_CHECKING:
     from rustloader._cli.side import Event

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from rustloader._cli.text import times
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 __all__ = [
     "CONFIDENCE",

@@ -18,7 +18,7 @@ from rustloader._cli.log import warnings
 if sys.platform.startswith("linux"):
     import resource
 
-    from rustloader._limits import cores, kilobytes, memory
+    from rustloader.limits import cores, kilobytes, memory
 
 __all__ = ["main"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rustloader._cli import memory, processes
 from rustloader._cli.processes import Seen
-from rustloader._figures import ArenaStats, PinningStats, Stats, WorkerStats, counted
-from rustloader._limits import effective_cores
-from rustloader._processor import NOTHING, WorkTime, of_process, of_work
-from rustloader._verdict import Verdict
+from rustloader.limits import effective_cores
+from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
+from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted
+from rustloader.metrics.verdict import Verdict
 
 __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
 

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-from rustloader._processor import of_threads
+from rustloader.metrics.cpu_time import of_threads
 
 __all__ = ["cpu_seconds", "machine"]
 

@@ -12,7 +12,7 @@ from rustloader._cli.recommendation import Choice
 from rustloader._cli.results import Point
 from rustloader._cli.text import listed
 from rustloader._cli.timeline import Timeline
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 __all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rustloader._cli.factory import Unusable
 from rustloader._cli.text import listed
-from rustloader._texts import count_of, duration
+from rustloader.texts import count_of, duration
 
 __all__ = ["Plan", "check_plot"]
 

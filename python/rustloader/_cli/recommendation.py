@@ -8,7 +8,7 @@ from typing import Any
 
 from rustloader._cli.results import Point, Side
 from rustloader._cli.text import listed
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 __all__ = ["RULE", "Choice", "recommend"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from rustloader._cli.comparison import Comparison, Interval, compare, median_interval, too_few
 from rustloader._cli.passes import Pass
 from rustloader._cli.text import aligned, megabytes, number, times
-from rustloader._texts import duration
+from rustloader.texts import duration
 
 __all__ = ["Point", "Side", "settle", "starting", "sweep_table", "table"]
 

@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-from rustloader._environment import follow  # by the package itself it would import torch
+from rustloader.environment import follow  # by the package itself it would import torch
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from rustloader._cli.plan import Plan
 from rustloader._cli.recommendation import RULE, Choice
 from rustloader._cli.results import Point, sweep_table, table
 from rustloader._cli.text import wrapped
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 __all__ = ["Summary"]
 

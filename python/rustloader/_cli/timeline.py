@@ -92,7 +92,7 @@ class Recorder:
         _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
 
     def _time_sending(self) -> None:
-        from rustloader._worker import _Worker
+        from rustloader.workers.main import _Worker
 
         ours = _Worker.send
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from rustloader._cli.looks import Loader, WorkerView
-from rustloader._texts import count_of
+from rustloader.texts import count_of
 
 __all__ = ["Line", "frame", "plain"]
 

@@ -12,11 +12,11 @@ use super::state::State;
 use super::submit::hold_back;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Engine, Incoming, Step};
+use crate::interop::stay::call;
 use crate::metrics::{Count, SlowTask};
 use crate::python::code;
 use crate::python::meter::short_text;
 use crate::python::pin::Ready;
-use crate::python::stay::call;
 use crate::python::turn::closed;
 use crate::wire::ResultKind;
 

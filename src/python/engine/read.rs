@@ -8,13 +8,14 @@ use pyo3::types::{PyBytes, PyList};
 
 use super::state::State;
 use super::{BATCHES, PyEngine};
+use crate::codec;
 use crate::engine::Incoming;
 use crate::engine::completions::Message;
+use crate::interop::stay::call;
+use crate::interop::tensor::Bridge;
 use crate::metrics::Count;
+use crate::python::code;
 use crate::python::pin::{Held, Ready};
-use crate::python::stay::call;
-use crate::python::tensor::Bridge;
-use crate::python::{code, codec};
 use crate::wire::ResultKind;
 
 /// So often an unpickling that has failed is tried again.

@@ -6,9 +6,9 @@ use pyo3::types::{PyBytes, PyIterator, PyTuple};
 
 use super::PyEngine;
 use super::state::State;
+use crate::codec;
 use crate::error::Error;
-use crate::python::codec;
-use crate::python::stay::{call, next_of};
+use crate::interop::stay::{call, next_of};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 

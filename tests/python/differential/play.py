@@ -13,14 +13,14 @@ from torch.utils.data import dataloader as torchs
 from torch.utils.data import get_worker_info
 
 import rustloader
-import rustloader._iter
+import rustloader.iterator.core
 
 from . import describe, parts, patterns, recorder, samplers
 
 LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
 ITERATORS = {
     "torch": torchs._MultiProcessingDataLoaderIter,
-    "ours": rustloader._iter._MultiProcessingDataLoaderIter,
+    "ours": rustloader.iterator.core._MultiProcessingDataLoaderIter,
 }
 
 # So many batches end an epoch that has no end of its own.
@@ -251,7 +251,7 @@ class Session:
 
     def record(self):
         self.note(KEPT, [describe.value(batch) == was for batch, was in self.kept])
-        own = [it for it in self.iterators if isinstance(it, rustloader._iter._MultiProcessingDataLoaderIter)]
+        own = [it for it in self.iterators if isinstance(it, rustloader.iterator.core._MultiProcessingDataLoaderIter)]
         return {
             "main": self.note.events,
             "workers": recorder.workers(self.note.folder),
@@ -284,7 +284,7 @@ def play(program, which, folder):
     # Workers are to have one all the same.
     torch.set_num_threads(2)
     # The fork server imports torch once, not each of its workers.
-    torch.multiprocessing.set_forkserver_preload(["rustloader._worker", parts.__name__])
+    torch.multiprocessing.set_forkserver_preload(["rustloader.workers.main", parts.__name__])
     session = Session(program, which, folder)
     with watched(session):
         session.after("start")

@@ -181,7 +181,7 @@ def wrong_words(trial, output, figures):
     wrong = []
     if output.count("Traceback (most recent call last)") > (2 if trial.how == "twice" else 1):
         wrong.append("too many tracebacks")
-    if "Process-" in output or "_worker.py" in output:
+    if "Process-" in output or "workers/main.py" in output:
         wrong.append("a worker's traceback")
     if output.strip() and "KeyboardInterrupt" not in output:
         wrong.append("it says something else")

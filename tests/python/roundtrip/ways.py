@@ -11,8 +11,8 @@ from torch.multiprocessing import reductions
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from roundtrip.build import FOR_TORCH, OPERATIONS, build
-from rustloader import _pack
 from rustloader._core import _roundtrip
+from rustloader.workers import serialize
 
 __all__ = ["Error", "Loaders", "collated", "packed", "packed_by_torch"]
 
@@ -140,9 +140,9 @@ def _packed(description, options):
     if plain:
         return back
     for views in (True, False):
-        plain, back = _roundtrip(_pack.dumps(value, views=views)[:2], **options)
+        plain, back = _roundtrip(serialize.dumps(value, views=views)[:2], **options)
         if plain:
-            return _pack.loads(*back)
+            return serialize.loads(*back)
     raise RuntimeError("a batch whose storages cannot be sent")
 
 

@@ -1,0 +1,271 @@
+"""``rustloader.install()``: every DataLoader of the process gets the engine, also those that a framework builds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from torch.utils.data import dataloader as torch_dataloader
+
+from rustloader import options
+from rustloader.install_handle import Installed
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
+from rustloader.iterator.torch_side import IterType, TorchIter
+
+__all__ = ["install", "installed", "is_installed", "uninstall"]
+
+logger = logging.getLogger("rustloader")
+
+_NAME = "_MultiProcessingDataLoaderIter"
+_lock = threading.RLock()
+# Names that held our class before it was installed, with the namespaces that they stand in: they keep it.
+_meant: dict[tuple[int, str], dict[str, Any]] = {}
+# The tuples that were made, and what they stand for.
+_tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+_told = False
+_told_of: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def install(
+    *,
+    in_order: bool | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool | None = None,
+    multiprocessing_context: str | BaseContext | None = None,
+) -> None:
+    """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
+
+    For programs whose loaders are built by a framework. torch's iterator class is replaced, in torch's module and
+    under the names by which other loaded modules hold it. Loaders that exist already use the engine from their next
+    iterator on. A class derived from torch's iterator before this call stays on it, and one that overrides what the
+    engine has no place for falls back to it; the logger ``rustloader`` says so at WARNING.
+
+    The arguments are options that frameworks drop when they build a loader anew. Each applies to all loaders that have
+    torch's default for it, until ``uninstall()``; a further call adds to those of earlier ones.
+
+    Args:
+        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
+        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
+        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
+            None, the loader's own).
+        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
+            ``multiprocessing`` (default: None, the loader's own).
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: An option cannot have that value.
+        RuntimeError: The program has put a class of its own in the place of torch's iterator.
+
+    Examples:
+        >>> rustloader.install(prefetch_factor=4)
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> rustloader.stats(loader).batches
+        2
+        >>> rustloader.uninstall()
+    """
+    values = {
+        "in_order": in_order,
+        "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    with _lock:
+        present = torch_dataloader._MultiProcessingDataLoaderIter
+        if present is not OurIter and present is not TorchIter:
+            raise RuntimeError(
+                f"torch.utils.data.dataloader.{_NAME} was replaced by {present.__module__}.{present.__qualname__}; "
+                "call rustloader.install() before that is imported"
+            )
+        options.add(values)
+        if IterType.stand_in is None:
+            _put_in()
+
+
+def uninstall() -> None:
+    """Takes back what ``install()`` did, its options included.
+
+    Iterators that are at work go on with the engine. Does nothing where nothing is installed.
+
+    Examples:
+        >>> rustloader.install()
+        >>> rustloader.uninstall()
+        >>> rustloader.is_installed()
+        False
+    """
+    with _lock:
+        options.replace({})
+        if IterType.stand_in is None:
+            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # somebody has put it back
+                torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
+            return
+        IterType.stand_in = None
+        for _, namespace, key, value in _places(OurIter):
+            if (id(namespace), key) not in _meant:
+                namespace[key] = _restored(value)
+        _meant.clear()
+        _tuples.clear()
+        present = torch_dataloader._MultiProcessingDataLoaderIter
+        if present is not TorchIter:
+            logger.warning(
+                "torch.utils.data.dataloader.%s was replaced by %s.%s after rustloader.install(), and stays so",
+                _NAME,
+                present.__module__,
+                present.__qualname__,
+            )
+
+
+def is_installed() -> bool:
+    """Answers whether torch's loaders use the Rust engine now.
+
+    Returns:
+        True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.
+
+    Examples:
+        >>> rustloader.is_installed()
+        False
+        >>> with rustloader.installed():
+        ...     rustloader.is_installed()
+        True
+    """
+    return IterType.stand_in is not None
+
+
+def installed(
+    *,
+    in_order: bool | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool | None = None,
+    multiprocessing_context: str | BaseContext | None = None,
+) -> Installed:
+    """Installs the engine for the body of a ``with`` statement, in all threads; then things are as they were before.
+
+    Args:
+        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
+        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
+        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
+            None, the loader's own).
+        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
+            ``multiprocessing`` (default: None, the loader's own).
+
+    Returns:
+        A context manager; also a decorator. It has no truth value: to ask, call ``rustloader.is_installed()``.
+
+    Raises:
+        TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
+        ValueError: An option cannot have that value; on entering.
+        RuntimeError: The program has put a class of its own in the place of torch's iterator; on entering.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> with rustloader.installed():
+        ...     batches = list(loader)
+        >>> rustloader.stats(loader).batches
+        2
+    """
+    values = {
+        "in_order": in_order,
+        "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    return Installed(lambda: _installed(values))
+
+
+@contextlib.contextmanager
+def _installed(values: dict[str, Any]) -> Iterator[None]:
+    before = options.current()
+    was_installed = is_installed()
+    install(**values)
+    try:
+        yield
+    finally:
+        with _lock:
+            if was_installed:
+                options.replace(before)
+            else:
+                uninstall()
+
+
+def _put_in() -> None:
+    """Puts our class where torch's is held."""
+    older = list(_derived(TorchIter))
+    homes = {cls.__module__ for cls in older} - {torch_dataloader.__name__}
+    _meant.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(OurIter)})
+    _meant.pop((id(vars(torch_dataloader)), _NAME), None)  # as above
+    rebound = []
+    for module, namespace, key, value in _places(TorchIter):
+        # Where a class was derived from torch's, its code may name that as its base: `super(Name, self)`.
+        if module not in homes:
+            namespace[key] = _replaced(value)
+            rebound.append(f"{module}.{key}")
+    IterType.stand_in = OurIter
+    _tell(rebound, older)
+
+
+def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Where loaded modules hold a class, by itself or in a tuple: (module, its namespace, name, value)."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "rustloader":
+            continue
+        try:
+            # Not by getattr, which has modules that load themselves late do so.
+            namespace = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        for key, value in list(namespace.items()):
+            if value is wanted or (type(value) is tuple and any(item is wanted for item in value)):
+                yield module_name, namespace, key, value
+
+
+def _replaced(value: Any) -> Any:
+    if value is TorchIter:
+        return OurIter
+    made = tuple(OurIter if item is TorchIter else item for item in value)
+    _tuples.append((made, value))
+    return made
+
+
+def _restored(value: Any) -> Any:
+    if value is OurIter:
+        return TorchIter
+    for made, original in _tuples:
+        if made is value:
+            return original
+    return tuple(TorchIter if item is OurIter else item for item in value)
+
+
+def _derived(cls: Any) -> Iterator[type]:
+    """The classes derived from torch's iterator that have not ours as a base."""
+    for derived in cls.__subclasses__():
+        if derived is not OurIter:
+            yield derived
+            yield from _derived(derived)
+
+
+def _tell(rebound: list[str], older: list[type]) -> None:
+    global _told
+    # A process that was spawned runs the script's top level once more; it is not the one to speak.
+    process = multiprocessing.current_process()
+    quiet = _told or process.daemon or getattr(process, "_inheriting", False)
+    level = logging.DEBUG if quiet else logging.INFO
+    _told = True
+    text = "".join(f", {name}={value!r}" for name, value in options.current().items())
+    logger.log(level, "DataLoaders with workers use the Rust engine%s; replaced: %s", text, ", ".join(rebound))
+    for cls in older:
+        if cls not in _told_of:
+            _told_of.add(cls)
+            logger.warning(
+                "%s.%s was derived from torch's iterator before rustloader.install(), and stays on it; "
+                "call install() before the class is made",
+                cls.__module__,
+                cls.__qualname__,
+            )

@@ -1,0 +1,328 @@
+"""The iterator: torch's ``_MultiProcessingDataLoaderIter`` with our engine under it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import _utils
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from rustloader import _core, options
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine
+from rustloader.cleanup import clean_up_after, quietly
+from rustloader.device import pinning
+from rustloader.iterator import compat, fallback
+from rustloader.iterator.torch_side import IterType, TorchIter, in_torch
+from rustloader.metrics import ledger, report
+from rustloader.workers import deaths, shutdown, stalls, start
+
+__all__ = ["_MultiProcessingDataLoaderIter"]
+
+# torch's own, unless somebody was here before: spares most batches a closer look.
+_torchs_next_index: Any = _BaseDataLoaderIter._next_index
+if not compat.is_torchs(_torchs_next_index, torch_dataloader):
+    _torchs_next_index = None
+
+_LENGTH_WARNING = (
+    "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
+    "fetched. For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+)
+# Older versions of torch have theirs point into torch's own file.
+_LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
+
+
+class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
+    """Iterates over a loader with worker processes.
+
+    It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
+    transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
+    multiprocessing context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's
+    iterator that a program has replaced, a subclass with hooks that the engine has no place for, a system without
+    memfd) the iterator is torch's own in every method, and the logger ``rustloader`` says so, once per loader and
+    reason.
+    """
+
+    # What methods need that may run before `__init__` has come far, or without it.
+    _core: Engine | None = None
+    _passthrough = False
+    _shutdown = False
+    _workers: list[Any] = []  # noqa: RUF012
+    _death: str | None = None
+    _death_note: str | None = None
+    _ended = False
+    _rescued: list[Any] | None = None
+
+    def __init__(self, loader: Any) -> None:
+        if _MultiProcessingDataLoaderIter not in type(self).__mro__:
+            # A class from before `install()` calls its base by the name in torch's module.
+            TorchIter.__init__(self, loader)
+            return
+        ledger.open_for(self, loader)
+        seen = options.applied(loader)
+        self._set_up(seen)
+        options.keep(loader, seen, self)
+
+    def _set_up(self, loader: Any) -> None:
+        reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
+        core = None
+        # Compared as in torch, whose TypeError says how.
+        if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
+            core, reason = fallback.make_engine(loader)
+        if reason is not None:
+            fallback.fall_back(self, reason)
+            self._passthrough = True
+            try:
+                in_torch(super().__init__, loader)
+            except BaseException as error:
+                clean_up_after(error, self._abandon_torchs)
+                raise
+            return
+        in_torch(_BaseDataLoaderIter.__init__, self, loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        if core is None:
+            name = "num_workers" if self._num_workers <= 0 else "prefetch_factor"
+            raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
+        self._core = core
+        ledger.of(self).serve()
+        self._context = fallback.context_of(loader)
+        self._worker_init_fn = loader.worker_init_fn
+        self._workers = []
+        self._start_workers()
+        self._reset(loader, first_iter=True)
+
+    def _abandon_torchs(self) -> None:
+        """Ends what torch's constructor had started before it failed: its own clean-up needs what was not made."""
+        try:
+            super()._shutdown_workers()
+        except Exception as error:
+            for process in self._workers:
+                quietly(shutdown.kill, process)
+            if not isinstance(error, AttributeError):
+                raise
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        shutdown.live[id(self)] = self
+        core = self._engine()
+        ledger.of(self).add(core.meter)
+        try:
+            start.start_processes(self, core)
+            ledger.of(self).start_workers([process.pid for process in self._workers], core.meter)
+            if self._pin_memory:
+                core.start_pinning(pinning.Pinner(self._pin_memory_device))
+                self._pin_memory_thread = pinning.Thread(core)  # type: ignore[assignment]
+                self._pin_memory_thread_done_event = pinning.DoneEvent(core)  # type: ignore[assignment]
+        except BaseException as error:
+            # Half of the workers are no use; a further iter() of a persistent loader starts anew.
+            clean_up_after(error, self._shutdown_workers)
+            raise
+
+    def _restart(self) -> None:
+        """New workers for a persistent loader whose workers have died or were shut down."""
+        self._shutdown_workers()
+        core, reason = fallback.make_engine(self)
+        if core is None:
+            raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
+        self._core = core
+        self._workers.clear()
+        self._shutdown = False
+        self._death = self._death_note = None
+        self._start_workers()
+
+    def _engine(self) -> Engine:
+        if self._core is None:
+            raise AssertionError("the DataLoader iterator was not initialized")
+        return self._core
+
+    @property
+    def engine_batches(self) -> int:
+        """Number of batches that the Rust engine has delivered; 0 when torch's own iterator does the work."""
+        return 0 if self._core is None else self._core.batches
+
+    # --- an epoch ----------------------------------------------------------------------------------------------
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if self._passthrough:
+            super()._reset(loader, first_iter)
+            return
+        core = self._engine()
+        _BaseDataLoaderIter._reset(self, loader, first_iter)
+        self._ended = False
+        if not first_iter and (self._shutdown or self._death is not None or not core.is_ours):
+            self._restart()
+            core = self._engine()
+            first_iter = True
+        self._rescued = None
+        answer: list[Any] = [None, None]
+        core.begin(answer, self._draw(), first_iter)
+        code, value = answer
+        if code != END:
+            self._died_or_late(code, value)
+        self._workers_status = [True] * self._num_workers
+
+    def _draw(self) -> Iterator[Any] | Callable[[], Any]:
+        """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
+        next_index = type(self)._next_index
+        if next_index is _torchs_next_index or compat.is_torchs(next_index, torch_dataloader):
+            return self._sampler_iter
+        return self._next_index
+
+    def __next__(self) -> Any:
+        if self._passthrough:
+            report.look()
+            return super().__next__()
+        if _core.observed():
+            report.look()
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._counted_next()
+        return self._counted_next()
+
+    def _counted_next(self) -> Any:
+        if self._sampler_iter is None:
+            self._reset()  # type: ignore[call-arg]
+        data = self._next_data()
+        self._num_yielded += 1
+        # Still no call: see `_next_data`.
+        length: Any = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
+            if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
+                warnings.warn(text, stacklevel=3)
+            else:
+                in_torch(warnings.warn, text, None, 1)
+        return data
+
+    def _next_data(self) -> Any:
+        if self._passthrough:
+            return super()._next_data()
+        if self._ended or self._death is not None:
+            self._look_for_the_end()
+        if self._shutdown:
+            if self._core is not None:
+                self._core.stay()
+            # As torch's, whose workers are then all marked as unavailable.
+            raise StopIteration
+        answer, self._rescued = self._rescued, None
+        if answer is None:
+            answer = [None, None]
+            core = self._engine()
+            try:
+                core.next(answer, self._draw())
+                if self._dataset_kind == _DatasetKind.Iterable:
+                    self._workers_status[:] = core.active() or self._workers_status
+            except BaseException as error:
+                if answer[0] is not None:
+                    # A signal handler has raised just after the answer came: it is the next call's.
+                    self._rescued = answer
+                elif isinstance(error, RuntimeError):
+                    # Another thread may have found the end, or a death, while this one waited.
+                    self._look_for_the_end()
+                raise
+        # From here to the return there is no call, so no signal handler can come between and take the batch away.
+        code, value = answer
+        if code == BATCH:
+            return value
+        if code == ERROR:
+            value.reraise()
+        if code == END:
+            self._ended = True
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise StopIteration
+        self._died_or_late(code, value)
+        raise AssertionError(f"an answer of the engine that is none: {code}")
+
+    def _look_for_the_end(self) -> None:
+        """Raises what a further `next` raises after the epoch's end or a death."""
+        if self._ended:
+            raise StopIteration
+        if self._death is not None:
+            raise self._death_error()
+
+    def _died_or_late(self, code: int, value: Any) -> None:
+        if code == TIMED_OUT:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+        if code == DEAD:
+            self._note_death(value)
+            raise self._death_error()
+        if code == NO_PIN_THREAD:
+            self._death = "Pin memory thread exited unexpectedly"
+            self._death_note = value or None
+            core = self._engine()
+            core.close()
+            # Its last word comes just before its end.
+            core.join_pinning(shutdown.EXIT_GRACE)
+            raise self._death_error()
+
+    def _note_death(self, worker_id: int) -> None:
+        """Takes note of a death that is to be raised now, and tells the other workers to leave."""
+        core = self._engine()
+        index = core.oldest_index(worker_id)
+        if index is None:
+            self._death_note = f"It was worker {worker_id}."
+        else:
+            text = stalls.index_text(index)
+            self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
+        said = core.worker_status(worker_id)["pid"]
+        # User code can reach this list and may have emptied it.
+        process = self._workers[worker_id] if worker_id < len(self._workers) else None
+        self._death = deaths.describe(process, core.exit_status(worker_id), said)
+        core.close()
+
+    def _death_error(self) -> RuntimeError:
+        error = RuntimeError(self._death)
+        if self._death_note is not None:
+            error.add_note(self._death_note)
+        return error
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _shutdown_workers(self) -> None:
+        """Ends the workers: they leave between two samples, or after the deadline of
+        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5) for all together are made to.
+
+        Safe from any thread, from a signal handler, more than once, and after a failed construction. Does nothing
+        while the interpreter exits, and in a forked child.
+        """
+        if self._passthrough:
+            super()._shutdown_workers()
+            return
+        core = self._core
+        if core is None or self._shutdown or not core.is_ours or shutdown.exiting():
+            return
+        self._shutdown = True
+        self._workers_status = [False] * self._num_workers
+        ledger.end_workers(self)
+        shutdown.end([self], _utils.MP_STATUS_CHECK_INTERVAL, shutdown.KILL_AFTER)
+
+    def __del__(self) -> None:
+        try:
+            self._shutdown_workers()
+        except KeyboardInterrupt:
+            shutdown.interrupt_again()
+
+    # --- what copied code reaches for --------------------------------------------------------------------------
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        if self._passthrough:
+            super()._mark_worker_as_unavailable(worker_id, shutdown)
+        else:
+            self._dismiss(worker_id)
+
+    def _dismiss(self, worker_id: int) -> None:
+        """A copied shutdown routine tells a worker to leave; when it has told them all, they do."""
+        self._workers_status[worker_id] = False
+        if not any(self._workers_status):
+            self._engine().close()
+
+
+compat.add_parts(_MultiProcessingDataLoaderIter)

@@ -1,0 +1,102 @@
+"""``rustloader.report()``: statistics for metrics, at an interval."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rustloader import _core
+from rustloader.cleanup import clean_up_after
+
+if TYPE_CHECKING:
+    from rustloader.metrics.figures import Stats
+
+__all__ = ["look", "report"]
+
+
+class _Reporter:
+    """One ``report`` that is in force."""
+
+    def __init__(self, source: Any, callback: Callable[[Stats], object], every: float) -> None:
+        self.source, self.callback, self.every = source, callback, every
+        self.due = time.monotonic() + every
+
+    def tell(self) -> None:
+        from rustloader.metrics.stats import stats
+
+        # First, so that a callback which iterates over a loader itself does not come back here.
+        self.due = time.monotonic() + self.every
+        self.callback(stats(self.source))
+
+
+# Those in force. While there are some, `_core.observed()` has each `next` come to `look`.
+_running: list[_Reporter] = []
+
+
+def look() -> None:
+    """Calls the callbacks that are due."""
+    for reporter in list(_running):
+        if time.monotonic() >= reporter.due:
+            reporter.tell()
+
+
+def _forget_all() -> None:
+    """In a forked child: workers report nothing, whatever loaders they have."""
+    _running.clear()
+    _core.set_reporting(False)
+
+
+@contextlib.contextmanager
+def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
+    """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
+
+    There is no thread behind it: the callback runs in the training loop, at the first ``next`` of a rustloader iterator
+    after ``every`` seconds, before it takes a batch, and once more at the end of the body. An error of the callback
+    comes out of that ``next``; no batch is lost. Its time counts as part of the training step. With ``num_workers=0``
+    the callback runs only at the end.
+
+    Args:
+        source: A loader or an iterator, as for ``rustloader.stats()``.
+        callback: A function of one argument, a ``rustloader.Stats``. ``stats.as_dict(flat=True)`` gives names and
+            floats for TensorBoard and Prometheus.
+        every: Seconds between two calls, greater than 0 (default: 10).
+
+    Returns:
+        A context manager; also a decorator of the training function.
+
+    Raises:
+        ValueError: ``every`` is not greater than 0; on entering.
+        TypeError: ``source`` is no loader and no iterator; when the callback is due.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> with rustloader.report(loader, lambda stats: print(stats.batches, "batches"), every=30):
+        ...     for batch in loader:
+        ...         pass
+        2 batches
+    """
+    from rustloader.metrics.figures import check_interval
+
+    check_interval(every)
+    reporter = _Reporter(source, callback, every)
+    _running.append(reporter)
+    _core.set_reporting(True)
+    try:
+        yield
+    except BaseException as error:
+        _stop(reporter)
+        clean_up_after(error, reporter.tell)
+        raise
+    _stop(reporter)
+    reporter.tell()
+
+
+def _stop(reporter: _Reporter) -> None:
+    _running.remove(reporter)
+    _core.set_reporting(bool(_running))
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,139 @@
+"""``rustloader.stats()``: the figures of a loader's work."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
+from rustloader.limits import effective_cores
+from rustloader.metrics.cpu_time import NOTHING, WorkTime
+from rustloader.metrics.figures import (
+    ArenaStats,
+    Fallback,
+    PinningStats,
+    SlowBatch,
+    Stats,
+    WorkerStats,
+    counted,
+    no_loader,
+)
+from rustloader.metrics.ledger import Ledger, find
+from rustloader.metrics.wrappers import loader_in
+
+__all__ = ["stats"]
+
+_NO_WORKERS = (
+    "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
+)
+_TORCHS = "this is torch's own iterator; call rustloader.install() before it is made"
+_NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
+_ALL_TORCHS = "torch's own loop made the batches: "
+
+
+def stats(source: Any) -> Stats:
+    """Gives the statistics of a loader or an iterator so far.
+
+    It may be called at any time, from any thread. A loader that was pickled or copied begins at zero.
+
+    Args:
+        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or what a library
+            has wrapped around a loader: an iterable with one loader among its attributes. The figures of a loader are
+            those of all its iterators that the engine has served, ended ones included.
+
+    Returns:
+        The figures at this moment. Where the engine has served nothing, ``note`` says why.
+
+    Raises:
+        TypeError: ``source`` is none of these.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).batches
+        8
+    """
+    source = loader_in(source, _has_figures)
+    ledger: Ledger | None
+    if OurIter in type(source).__mro__:
+        ledger, note = find(source), _TORCHS
+    elif isinstance(source, _BaseDataLoaderIter):
+        ledger, note = None, _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
+    else:
+        ledger = find(source)
+        if ledger is None and not isinstance(source, DataLoader):
+            raise no_loader(source)
+        note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
+    workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
+    fallbacks: tuple[Fallback, ...] = ()
+    if ledger is not None:
+        fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
+        if ledger.iterators:
+            return _of_ledger(ledger, workers, fallbacks)
+    if fallbacks:
+        note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
+    batches = getattr(source, "_num_yielded", 0)
+    return Stats(num_workers=workers, cores=_cores(), batches=batches, fallbacks=fallbacks, note=note)
+
+
+def _has_figures(source: Any) -> bool:
+    ledger = find(source)
+    return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
+
+
+def _cores() -> int:
+    return max(1, math.ceil(effective_cores()))
+
+
+def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
+    figures = ledger.figures()
+    # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
+    times = ledger.processor_times()
+
+    return Stats(
+        num_workers=num_workers,
+        cores=_cores(),
+        iterators=ledger.iterators,
+        **counted(figures),
+        workers=tuple(
+            _worker(number, worker, times[number] if number < len(times) else NOTHING)
+            for number, worker in enumerate(figures["workers"])
+        ),
+        slowest=tuple(
+            SlowBatch(task["index"], task["worker"], task["fetch"], task["collate"], task["pack"])
+            for task in figures["slowest"]
+        ),
+        arena=ArenaStats(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
+        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], figures["pinning"] / 1e9),
+        fallbacks=fallbacks,
+    )
+
+
+def _worker(number: int, figures: dict[str, Any], time: WorkTime) -> WorkerStats:
+    return WorkerStats(
+        id=number,
+        pid=figures["pid"],
+        alive=figures["alive"],
+        rss_bytes=_rss(figures["pid"]) if figures["alive"] else 0,
+        tasks=figures["tasks"],
+        starting_seconds=figures["starting"],
+        idle_seconds=figures["idle"],
+        fetch_seconds=figures["fetch"],
+        collate_seconds=figures["collate"],
+        pack_seconds=figures["pack"] + figures["publish"],
+        cpu_seconds=time.cpu,
+        queued_seconds=time.queued,
+        unmeasured_seconds=time.unmeasured,
+    )
+
+
+def _rss(pid: int) -> int:
+    """Resident bytes of a process; 0 where it has just ended, or there is no /proc."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

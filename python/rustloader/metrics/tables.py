@@ -1,0 +1,151 @@
+"""Statistics as a reader sees them: one line, a text, a table in a notebook."""
+
+from __future__ import annotations
+
+import html as _html
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from rustloader.texts import count_of, duration, short_index, size
+
+if TYPE_CHECKING:
+    from rustloader.metrics.figures import Stats, WorkerStats
+
+__all__ = ["headline", "html", "lines"]
+
+_SLOW_SHOWN = 3
+_WORKERS_SHOWN = 16
+
+
+def headline(stats: Stats) -> str:
+    """What was done, in one line."""
+    if stats.note:
+        return f"no figures: {stats.note}"
+    bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
+    epochs, workers = count_of(stats.epochs, "epoch"), count_of(stats.num_workers, "worker")
+    return f"{count_of(stats.batches, 'batch')}{bytes_} in {epochs} with {workers}"
+
+
+def _times(stats: Stats) -> list[tuple[str, float, str]]:
+    """The parts of the loop's time that are not zero: name, seconds, what they are."""
+    of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
+    of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
+    parts = [
+        ("step", stats.step_seconds, "training step, between two calls of next()"),
+        ("waited", stats.waited_seconds, of_wait),
+        ("first", stats.first_seconds, f"waiting for the first batch of {count_of(stats.epochs, 'epoch')}"),
+        ("own work", stats.own_seconds, of_own),
+    ]
+    return [part for part in parts if part[1] > 0]
+
+
+def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
+    times = [
+        ("fetch", worker.fetch_seconds),
+        ("collate", worker.collate_seconds),
+        ("pack", worker.pack_seconds),
+        ("idle", worker.idle_seconds),
+        ("start", worker.starting_seconds),
+        ("processor", worker.cpu_seconds or 0.0),
+    ]
+    return [(name, seconds) for name, seconds in times if seconds > 0]
+
+
+def _state(worker: WorkerStats) -> str:
+    return f"pid {worker.pid}, {size(worker.rss_bytes)}" if worker.alive else "ended"
+
+
+def _memory(stats: Stats) -> str:
+    arena = stats.arena
+    parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
+    texts = [f"{size(count)} {what}" for count, what in parts if count]
+    return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
+
+
+def _rest(stats: Stats) -> Iterator[tuple[str, str]]:
+    """What else is not zero: name, text."""
+    for task in stats.slowest[:_SLOW_SHOWN]:
+        yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
+    if memory := _memory(stats):
+        yield "arena", memory
+    if stats.copies.count:
+        yield "copies", f"{count_of(stats.copies.count, 'copy')} ({size(stats.copies.bytes)})"
+    if stats.copies.pickled:
+        yield "pickled", count_of(stats.copies.pickled, "batch")
+    if stats.pinning.batches or stats.pinning.running:
+        yield "pin thread", f"{count_of(stats.pinning.batches, 'batch')} in {duration(stats.pinning.seconds)}"
+    for fallback in stats.fallbacks:
+        where = "" if stats.note else ", not in these figures"
+        yield "torch's loop", f"{count_of(fallback.count, 'iterator')}{where}: {fallback.reason}"
+    if stats.note and stats.batches:
+        yield "torch's loop", f"{count_of(stats.batches, 'batch')} so far"
+
+
+def lines(stats: Stats) -> Iterator[str]:
+    """The printed form: what is not zero."""
+
+    def line(name: str, text: str) -> str:
+        return f"  {name:14}{text}"
+
+    yield headline(stats)
+    if not stats.note:
+        for name, seconds, what in _times(stats):
+            yield line(name, f"{duration(seconds)}{f', {what}' if what else ''}")
+        for worker in stats.workers[:_WORKERS_SHOWN]:
+            times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in _worker_times(worker))
+            text = f"{count_of(worker.tasks, 'batch')}{f': {times}' if times else ''} ({_state(worker)})"
+            yield line(f"worker {worker.id}", text)
+        if len(stats.workers) > _WORKERS_SHOWN:
+            yield line("...", f"{count_of(len(stats.workers) - _WORKERS_SHOWN, 'more worker')}")
+    for name, text in _rest(stats):
+        yield line(name, text)
+
+
+def html(stats: Stats) -> str:
+    """Tables for a notebook. They set no colours, so that they can be read in light and dark themes."""
+    verdict = stats.verdict()
+    parts = [f"<p><b>{_escaped(headline(stats))}</b>"]
+    if not stats.note:
+        parts.append(f"<br>{_escaped(verdict.sentence)}<br><small>{_escaped(verdict.reason)}</small>")
+    parts.append("</p>")
+    if not stats.note and (times := _times(stats)):
+        loop = sum(seconds for _, seconds, _ in times)
+        rows = [(name, duration(seconds), f"{seconds / loop:.0%}", what) for name, seconds, what in times]
+        parts.append(_table(("loop", "time", "share", ""), rows))
+    if not stats.note and stats.workers:
+        parts.append(_workers(stats))
+    if rest := list(_rest(stats)):
+        parts.append(_table((), rest))
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _workers(stats: Stats) -> str:
+    shown = stats.workers[:_WORKERS_SHOWN]
+    times = [dict(_worker_times(worker)) for worker in shown]
+    # In the order in which they stand in a worker's line; those that no worker has are left out.
+    names = list(dict.fromkeys(name for of_worker in times for name in of_worker))
+    rows = [
+        (
+            str(worker.id),
+            str(worker.tasks),
+            *(duration(of_worker[name]) if name in of_worker else "" for name in names),
+            _state(worker),
+        )
+        for worker, of_worker in zip(shown, times, strict=True)
+    ]
+    if len(stats.workers) > len(shown):
+        rows.append((f"... {len(stats.workers) - len(shown)} more", "", *("" for _ in names), ""))
+    return _table(("worker", "batches", *names, "process"), rows)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def row(cells: Iterable[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    head = list(head)
+    top = f"<thead>{row(head, 'th')}</thead>" if head else ""
+    return f"<table>{top}<tbody>{''.join(row(cells, 'td') for cells in rows)}</tbody></table>"
+
+
+def _escaped(text: str) -> str:
+    return _html.escape(text)

@@ -1,0 +1,339 @@
+"""What limits a loader, judged by its statistics."""
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from rustloader.texts import count_of, duration, short_index
+
+if TYPE_CHECKING:
+    from rustloader.metrics.figures import Stats, WorkerStats
+
+# No `from __future__ import annotations`: field annotations must be types, not strings.
+__all__ = ["Verdict", "VerdictKind", "judge"]
+
+VerdictKind = Literal[
+    "step",
+    "workers",
+    "dataset",
+    "storage",
+    "cores",
+    "collate",
+    "head_of_line",
+    "main",
+    "pinning",
+    "transport",
+    "starting",
+    "too_few",
+    "unknown",
+]
+
+# Fewer batches say little: the first ones find workers that have just been started.
+_FEW = 20
+# Waiting above this share of the loop's time makes the loader the bottleneck.
+_WAITS = 0.1
+# Workers that are at work for less than this share of the time are not what the loop waits for.
+_BUSY, _HARDLY_BUSY = 0.7, 0.3
+# A worker or a task that takes this many times as long as the others is slow.
+_SLOW = 2.0
+_NAMED = 3
+# Seconds per batch, and share of the loop's time: a shorter step is no training step.
+_NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
+_MOST = 0.5
+# Workers that keep this share of the cores busy do not wait for storage, whatever else they wait for.
+_SATURATED = 0.5
+# Limits of the advice where workers wait for storage: per core, and times as many as there are now.
+_PER_CORE, _STEP_UP = 4, 4
+
+_OWN_WORK = (
+    "The dataset's own work takes most of the time, and no loader can speed it up: cache its results, decode faster"
+)
+_NO_NUMBER = "How many workers are needed is unknown: this loop has no training step. Ask again in a loop that has one."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Names what limits a loader, and the remedy.
+
+    Attributes:
+        kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
+            cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
+            (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
+            batches), "pinning", "transport" (between the processes) or "starting" (of each epoch). "too_few" and
+            "unknown": there is no verdict.
+        sentence: The same in words, with the remedy.
+        reason: The figures behind it.
+        workers_needed: The ``num_workers`` to try next. None where more workers do not help, or where the loop did no
+            training step. More than the cores only where workers wait for storage.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> verdict = rustloader.stats(loader).verdict()
+        >>> verdict.kind
+        'too_few'
+        >>> print(verdict)
+        Too few batches to tell; ask again after 20. (8 batches so far)
+    """
+
+    kind: VerdictKind
+    sentence: str
+    reason: str
+    workers_needed: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.sentence} ({self.reason})"
+
+
+Verdict.__module__ = "rustloader"
+
+
+def judge(stats: "Stats") -> Verdict:
+    """What limits the loader or iterator that statistics were taken of. Depends on them alone."""
+    verdict = _judge(stats)
+    if verdict.kind == "unknown" or not stats.fallbacks:
+        return verdict
+    left_out = count_of(sum(fallback.count for fallback in stats.fallbacks), "iterator")
+    reason = f"{verdict.reason}; not counted: {left_out} on torch's own loop ({_why_torchs(stats)})"
+    return replace(verdict, reason=reason)
+
+
+def _why_torchs(stats: "Stats") -> str:
+    return "; ".join(fallback.reason for fallback in stats.fallbacks)
+
+
+def _judge(stats: "Stats") -> Verdict:
+    if stats.note or (stats.fallbacks and stats.batches == 0):
+        why = stats.note or f"torch's own loop made the batches: {_why_torchs(stats)}"
+        return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
+    if stats.batches < _FEW:
+        sentence = f"Too few batches to tell; ask again after {_FEW}."
+        return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} so far")
+    own, waited, step = stats.own_seconds, stats.waited_seconds, stats.step_seconds
+    loop = own + waited + step
+    if stats.epochs > 1 and stats.first_seconds > loop:
+        return _starting(stats, loop)
+    if waited > _WAITS * loop:
+        # Epochs in which a worker makes hardly more than its first batch.
+        if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
+            return _starting(stats, loop)
+        return _waiting(stats, loop)
+    each = f"per batch: {duration(step / stats.batches)} of training step, {duration(own / stats.batches)} in next(), "
+    each += f"{duration(waited / stats.batches)} of waiting"
+    if own > step:
+        return _main(stats, each)
+    sentence = "The training step is the bottleneck: loading keeps up with it, and only a faster step helps."
+    return Verdict("step", sentence, each)
+
+
+def _main(stats: "Stats", each: str) -> Verdict:
+    sampler, rest = stats.sampler_seconds / stats.batches, (stats.own_seconds - stats.sampler_seconds) / stats.batches
+    reason = f"{each}; of next() {duration(sampler)} in the sampler, {duration(rest)} opening the batch"
+    if sampler > rest:
+        what = "the sampler takes longer than the training step. Use a faster sampler"
+    elif stats.copies.pickled > stats.batches / 2:
+        what = "opening batches takes longer than the training step, because they are pickled. Return tensors and "
+        what += "arrays in dicts, lists or tuples instead of objects of other classes"
+    else:
+        what = "opening batches takes longer than the training step. Use fewer, larger batches"
+    return Verdict("main", f"The main process is the bottleneck: {what}; more workers do not help.", reason)
+
+
+def _starting(stats: "Stats", loop: float) -> Verdict:
+    if stats.epochs < 2:
+        sentence = "Too short to tell: the start of the workers takes most of the time. Ask again after a longer run."
+        return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} in {duration(loop)}")
+    reason = f"{duration(stats.first_seconds)} of waiting for the first batches of {stats.epochs} epochs, "
+    reason += f"{duration(loop)} for the rest"
+    remedy = "set persistent_workers=True, which keeps the workers from epoch to epoch."
+    if stats.iterators < stats.epochs:
+        remedy = "the workers are kept already. Use longer epochs, or no workers for epochs this short."
+    return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
+
+
+def _waiting(stats: "Stats", loop: float) -> Verdict:
+    """The loop waits; for what?"""
+    tasks = sum(worker.tasks for worker in stats.workers)
+    busy = sum(worker.busy_seconds for worker in stats.workers)
+    if not tasks:
+        sentence = "No verdict: the workers have left no figures. Ask again after more batches."
+        return Verdict("unknown", sentence, _waits(stats, loop))
+    per_task, count = busy / tasks, _count(stats)
+    pinning = stats.pinning
+    if pinning.batches and pinning.seconds > _BUSY * loop:
+        per_batch = pinning.seconds / pinning.batches
+        if per_batch > per_task / count:
+            reason = f"{_waits(stats, loop)}; pinning takes {duration(per_batch)} per batch in one thread, and a "
+            reason += f"worker {duration(per_task)}, with {count_of(count, 'worker')}"
+            sentence = "Pinning is the bottleneck: use smaller batches, or plain ones (tensors in dicts, lists or "
+            sentence += "tuples), or leave out pin_memory where it gains nothing."
+            return Verdict("pinning", sentence, reason)
+    busy_share = min(1.0, busy / (count * loop))
+    if busy_share < _BUSY and stats.blocked_seconds > stats.waited_seconds / 2:
+        # A loop that waits for a slow batch waits while its worker is at work.
+        if busy > stats.blocked_seconds / 2:
+            return _head_of_line(stats, loop, busy_share, per_task)
+        starting = sum(worker.starting_seconds for worker in stats.workers)
+        if starting > stats.blocked_seconds / 2:
+            return _starting(stats, loop)
+    if busy_share < _HARDLY_BUSY:
+        reason = f"{_waits(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
+        reason += f"a worker takes {duration(per_task)} per batch"
+        sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
+        return Verdict("transport", sentence, reason)
+    return _workers(stats, loop, per_task)
+
+
+class _Shares(NamedTuple):
+    """What the workers did while they were at work, as shares of that time."""
+
+    cpu: float
+    queued: float
+
+    @property
+    def waiting(self) -> float:
+        return 1 - self.cpu - self.queued
+
+
+def _shares(stats: "Stats") -> _Shares | None:
+    """None where no processor time is known. Processes without it are left out."""
+    cpu = queued = busy = 0.0
+    for worker in stats.workers:
+        if worker.cpu_seconds is not None and worker.queued_seconds is not None:
+            cpu, queued = cpu + worker.cpu_seconds, queued + worker.queued_seconds
+            busy += worker.busy_seconds - worker.unmeasured_seconds
+    if busy <= 0:
+        return None
+    # Some of both belongs to later epochs' starts and to waking up: too much rather than too little, so that nothing
+    # is taken for waiting that is not.
+    share = min(1.0, cpu / busy)
+    return _Shares(share, min(1 - share, queued / busy))
+
+
+def _workers(stats: "Stats", loop: float, per_task: float) -> Verdict:
+    """All workers are at work, and the loop waits."""
+    tasks = sum(worker.tasks for worker in stats.workers)
+    fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
+    collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
+    pack = sum(worker.pack_seconds for worker in stats.workers) / tasks
+    count, shares = _count(stats), _shares(stats)
+    # What the main process itself takes for a batch; None without a training step.
+    pace = (loop - stats.waited_seconds) / stats.batches if _has_step(stats, loop) else None
+    reason = f"{_waits(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
+    reason += f"{duration(collate)} collating, {duration(pack)} packing)"
+    reason += f", and the main process asks for one every {duration(pace)}; " if pace else "; "
+    reason += f"{count_of(count, 'worker')}, {count_of(stats.cores, 'core')}; "
+    if shares is None:
+        reason += "whether the workers wait for storage is unknown"
+    else:
+        reason += f"of their time at work the workers compute for {shares.cpu:.0%}, "
+        reason += f"wait for a core for {shares.queued:.0%} and for something else for {shares.waiting:.0%}"
+    needed = None if pace is None else max(math.ceil(round(per_task / pace, 3)), count + 1)
+    if pack > _MOST * per_task:
+        sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
+        sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
+        return Verdict("transport", sentence, reason)
+    if shares is not None and shares.queued > _MOST and count <= stats.cores:
+        sentence = "The cores are the bottleneck: other work takes them while the workers are ready to run. End other "
+        sentence += "programs, use fewer threads in the training process (torch.set_num_threads), or add cores."
+        return Verdict("cores", sentence, reason)
+    if collate > _MOST * per_task:
+        return _computing(stats, needed, "collate", reason)
+    if shares is not None and shares.waiting > _MOST and not _saturated(stats, loop):
+        return _storage(stats, needed, shares, reason)
+    return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
+
+
+def _has_step(stats: "Stats", loop: float) -> bool:
+    return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
+
+
+def _saturated(stats: "Stats", loop: float) -> bool:
+    """Whether the workers alone keep the cores busy."""
+    cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
+    # The start of the processes is in neither.
+    since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
+    return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
+
+
+def _storage(stats: "Stats", needed: int | None, shares: _Shares, reason: str) -> Verdict:
+    """Workers that wait do not need a core each."""
+    waits = "The workers wait for storage or the network for most of their time"
+    faster = "faster storage (a local disk, larger files, a cache)"
+    if needed is None:
+        return Verdict("storage", f"{waits}: use more workers, even more than cores, or {faster}. {_NO_NUMBER}", reason)
+    count = _count(stats)
+    limit = min(_PER_CORE * stats.cores, _STEP_UP * count, int(stats.cores / max(shares.cpu, 1e-3)))
+    number = min(needed, limit)
+    if number <= count:
+        return Verdict("storage", f"{waits}: use {faster}; more workers will hardly help.", reason)
+    sentence = f"{waits}: use num_workers={number}{' and measure again' if number < needed else ''}, or {faster}."
+    return Verdict("storage", sentence, reason, number)
+
+
+def _computing(stats: "Stats", needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
+    """Workers that compute need a core each. ``most`` is what takes most of their time."""
+    count, cores = _count(stats), stats.cores
+    number = None if needed is None or count >= cores else min(needed, cores)
+    if most == "collate":
+        sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, use "
+        sentence += "smaller samples, or let default_collate build the batches."
+    elif number is not None and number == needed:
+        sentence = "The workers are the bottleneck."
+    else:
+        sentence = _OWN_WORK if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
+        sentence += ", or use more workers." if number is None and count < cores else ", or add cores."
+    if number is not None:
+        sentence += f" Use num_workers={number}"
+        sentence += "." if number == needed else f": that uses all {cores} cores, and is not enough for this step."
+    elif count >= cores:
+        sentence += f" More workers do not help: there {'is' if cores == 1 else 'are'} {count_of(cores, 'core')}."
+    else:
+        sentence += f" {_NO_NUMBER}"
+    if most == "collate":
+        return Verdict("collate", sentence, reason, number)
+    is_enough = number == needed if number is not None else count < cores
+    return Verdict("workers" if is_enough else "dataset", sentence, reason, number)
+
+
+def _head_of_line(stats: "Stats", loop: float, busy_share: float, per_task: float) -> Verdict:
+    reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
+    reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
+    slow = _slow_worker(stats)
+    if slow is not None:
+        worker, usual = slow
+        its = duration(worker.busy_seconds / worker.tasks)
+        reason += f"; worker {worker.id} takes {its} per batch, the others {duration(usual)}"
+        sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
+        sentence += "their turn: look at what it alone reads, or set in_order=False."
+        return Verdict("head_of_line", sentence, reason)
+    tasks = [task for task in stats.slowest if task.seconds > _SLOW * per_task] or list(stats.slowest)
+    named = "; ".join(f"{short_index(task.index)} took {duration(task.seconds)}" for task in tasks[:_NAMED])
+    reason += f"; a batch takes {duration(per_task)} on average"
+    sentence = "A few slow batches are the bottleneck: all later ones wait for them. Use in_order=False, a larger "
+    sentence += "prefetch_factor or faster samples"
+    return Verdict("head_of_line", f"{sentence}{f'; the slowest: {named}' if named else ''}.", reason)
+
+
+def _slow_worker(stats: "Stats") -> "tuple[WorkerStats, float] | None":
+    """The worker that is much slower than the others, and the seconds that they take for a batch."""
+    workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
+    if len(workers) < 2:
+        return None
+    usual = statistics.median(worker.busy_seconds / worker.tasks for worker in workers[:-1])
+    slowest = workers[-1]
+    # By chance the few slow batches may all have been one worker's, but hardly all of its batches were slow.
+    typical = [task for task in stats.slowest if task.worker == slowest.id]
+    if slowest.busy_seconds / slowest.tasks < _SLOW * usual or not typical:
+        return None
+    return (slowest, usual) if typical[0].seconds < _SLOW * 2 * slowest.busy_seconds / slowest.tasks else None
+
+
+def _count(stats: "Stats") -> int:
+    """Workers that the loader has now; it may have had more."""
+    return stats.num_workers or len(stats.workers)
+
+
+def _waits(stats: "Stats", loop: float) -> str:
+    return f"the loop waits for {stats.waited_seconds / loop:.0%} of its time"

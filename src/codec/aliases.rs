@@ -1,0 +1,232 @@
+//! The second pass over a payload in which something came twice: objects are marked and pointed back to, and
+//! tensors that share memory get one storage together.
+
+use std::collections::HashMap;
+
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use super::INLINE_LIMIT;
+use super::encode::{Job, NotPlain, Plain};
+use super::seen::{Extent, Met, Seen};
+use crate::interop::tensor::{Bridge, TensorView};
+use crate::tree::layout::{Plan, Style};
+use crate::tree::overlap::{Lattice, any_shared, components};
+use crate::tree::{Kind, Slot, Writer};
+
+/// Steps spent on the proof that tensors whose extents overlap share no element.
+const BUDGET: u32 = 1 << 15;
+
+/// Tensors that share no element are copied apart where one block would be this many times what they show.
+const WASTE: usize = 2;
+
+/// What stands in the place of a stretch of the payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Change {
+    /// Nothing is replaced; the value that follows is marked.
+    Mark,
+    /// An object that came before, whose encoding begins there.
+    Back(usize),
+    /// A tensor, by its position in [`Seen::leaves`], in a storage that begins at an address.
+    Shared { leaf: usize, storage: usize, low: usize },
+}
+
+/// Memory that is copied once.
+struct Shared<'py> {
+    low: usize,
+    len: usize,
+    /// The tensors in it, which keep it alive.
+    tensors: Bound<'py, PyAny>,
+}
+
+struct Aliases<'a, 'py> {
+    bridge: Option<&'a Bridge>,
+    leaves: &'a [Met<'py>],
+    /// (where it begins, where what it replaces ends, what it is).
+    changes: Vec<(usize, usize, Change)>,
+    storages: Vec<Shared<'py>>,
+}
+
+/// Rewrites the part of the payload `out` from `from` on, and the slots of `jobs`.
+pub fn resolve<'py>(
+    bridge: Option<&Bridge>,
+    seen: &Seen<'py>,
+    extents: &[Extent],
+    out: &mut Vec<u8>,
+    from: usize,
+    jobs: Vec<Job<'py>>,
+) -> Result<Vec<Job<'py>>, NotPlain> {
+    let mut aliases = Aliases { bridge, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
+    aliases
+        .changes
+        .extend(seen.again.iter().map(|again| (again.at, again.at + 1, Change::Back(again.first))));
+    let unique = aliases.repeated_leaves(extents);
+    let mut fits = Ok(());
+    components(
+        &unique,
+        |extent| (extent.start, extent.end),
+        |component| {
+            if fits.is_ok() {
+                fits = aliases.component(component);
+            }
+        },
+    );
+    fits?;
+    let old = out.split_off(from);
+    Ok(aliases.write(&old, out, from, jobs))
+}
+
+impl<'py> Aliases<'_, 'py> {
+    /// Turns leaves that came before into references; the extents of those tensors that did not.
+    fn repeated_leaves(&mut self, extents: &[Extent]) -> Vec<Extent> {
+        let mut first: HashMap<usize, usize> = HashMap::new();
+        // In the order of the payload, so that what is pointed back to stands before.
+        let mut ordered: Vec<&Extent> = extents.iter().collect();
+        ordered.sort_unstable_by_key(|extent| extent.leaf);
+        let mut unique = Vec::new();
+        for extent in ordered {
+            let met = &self.leaves[extent.leaf];
+            let earlier = *first.entry(met.object.as_ptr() as usize).or_insert(extent.leaf);
+            if earlier != extent.leaf {
+                let first = self.leaves[earlier].written.0;
+                self.changes.push((met.written.0, met.written.1, Change::Back(first)));
+            } else if met.kind == Kind::Tensor {
+                unique.push(*extent);
+            }
+        }
+        unique.sort_unstable();
+        unique
+    }
+
+    /// Decides how tensors travel whose extents overlap.
+    fn component(&mut self, component: &[Extent]) -> Plain {
+        if let [Extent { leaf, .. }] = component
+            && !self.leaves[*leaf].window
+        {
+            return Ok(());
+        }
+        let (leaves, bridge) = (self.leaves, self.bridge.ok_or(NotPlain)?);
+        let view = |extent: &Extent| {
+            let view = bridge.view(&leaves[extent.leaf].object).ok_or(NotPlain)?;
+            if view.ptr as usize == extent.start { Ok(view) } else { Err(NotPlain) }
+        };
+        let views = component.iter().map(view).collect::<Result<Vec<_>, _>>()?;
+        let lattices: Vec<_> = component.iter().zip(&views).map(|(e, view)| lattice(e, view)).collect();
+        let shown: usize = lattices.iter().zip(&views).map(|(lattice, view)| shown(lattice, view)).sum();
+        let low = component[0].start;
+        let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
+        if len > shown.saturating_mul(WASTE) && !any_shared(&lattices, BUDGET) {
+            for (extent, view) in component.iter().zip(&views) {
+                if leaves[extent.leaf].window {
+                    self.share(
+                        std::slice::from_ref(extent),
+                        std::slice::from_ref(view),
+                        extent.end - extent.start,
+                    )?;
+                }
+            }
+            return Ok(());
+        }
+        self.share(component, &views, len)
+    }
+
+    /// Lets tensors share a storage of `len` bytes that begins where the first of them does.
+    fn share(&mut self, extents: &[Extent], views: &[TensorView<'_>], len: usize) -> Plain {
+        let (low, storage) = (extents[0].start, self.storages.len());
+        for (extent, view) in extents.iter().zip(views) {
+            if !(extent.start - low).is_multiple_of(view.dtype.itemsize()) {
+                return Err(NotPlain);
+            }
+            let (at, end) = self.leaves[extent.leaf].written;
+            self.changes.push((at, end, Change::Shared { leaf: extent.leaf, storage, low }));
+        }
+        let objects = extents.iter().map(|extent| &self.leaves[extent.leaf].object);
+        let py = self.leaves[extents[0].leaf].object.py();
+        let tensors = PyList::new(py, objects.collect::<Vec<_>>()).map_err(|_| NotPlain)?.into_any();
+        self.storages.push(Shared { low, len, tensors });
+        Ok(())
+    }
+
+    /// Writes the payload anew: the storages, then what was written before with the changes.
+    fn write(mut self, old: &[u8], out: &mut Vec<u8>, from: usize, jobs: Vec<Job<'py>>) -> Vec<Job<'py>> {
+        let mut marks: Vec<usize> = Vec::new();
+        marks.extend(self.changes.iter().filter_map(|(_, _, change)| match change {
+            Change::Back(first) => Some(*first),
+            _ => None,
+        }));
+        marks.sort_unstable();
+        marks.dedup();
+        self.changes.extend(marks.iter().map(|&at| (at, at, Change::Mark)));
+        // A mark stands before what replaces the value behind it.
+        self.changes.sort_unstable_by_key(|&(at, _, change)| (at, change));
+
+        let mut writer = Writer::new(out);
+        let mut made = self.write_storages(&mut writer);
+        let mut jobs = jobs.into_iter().peekable();
+        let mut copied = from;
+        let end = (from + old.len(), from + old.len(), None);
+        for (at, behind, change) in self.changes.iter().map(|&(a, b, c)| (a, b, Some(c))).chain([end]) {
+            let moved = writer.len();
+            while let Some(mut job) = jobs.next_if(|job| job.slot.at() < at) {
+                job.slot = Slot::moved(job.slot.at() - copied + moved);
+                made.push(job);
+            }
+            writer.raw(&old[copied - from..at - from]);
+            // What is replaced needs no copy of its own.
+            while jobs.next_if(|job| job.slot.at() < behind).is_some() {}
+            copied = behind;
+            match change {
+                Some(Change::Mark) => writer.mark(),
+                Some(Change::Back(first)) => writer.back(marks.partition_point(|&mark| mark < first)),
+                Some(Change::Shared { leaf, storage, low }) => {
+                    self.write_shared(&mut writer, leaf, storage, low)
+                }
+                None => {}
+            }
+        }
+        made
+    }
+
+    fn write_storages(&self, writer: &mut Writer<'_>) -> Vec<Job<'py>> {
+        let mut jobs = Vec::new();
+        for Shared { low, len, tensors } in &self.storages {
+            let (first, len) = (*low as *const u8, *len);
+            if len < INLINE_LIMIT {
+                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes: their storages
+                // hold all of it. The GIL is held, as while any tensor's memory is read.
+                writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
+            } else {
+                let slot = writer.storage_outside(len);
+                jobs.push(Job::of_bytes(tensors.clone(), slot, first, len));
+            }
+        }
+        jobs
+    }
+
+    fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
+        let view = self.bridge.and_then(|bridge| bridge.view(&self.leaves[leaf].object));
+        // It was there for `share` a moment ago; were it not, the payload would be refused by the reader.
+        if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
+            writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
+        }
+    }
+}
+
+fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
+    Lattice {
+        start: extent.start,
+        extent: extent.end - extent.start,
+        shape: &view.shape,
+        strides: &view.strides,
+        itemsize: view.dtype.itemsize(),
+    }
+}
+
+/// Bytes that a tensor takes when it travels alone.
+fn shown(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
+    let item = lattice.itemsize as i64;
+    let mut bytes = view.strides;
+    bytes.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));
+    let plan = Plan::new(&view.shape, &bytes, lattice.itemsize, Style::Tensor);
+    plan.map_or(lattice.extent, |plan| plan.bytes)
+}

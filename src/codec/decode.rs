@@ -1,0 +1,297 @@
+//! Bytes and leaves become a batch.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
+
+use super::pinned::{Copies, Pinned};
+use super::{DETACH_FROM, Source};
+use crate::error::Error;
+use crate::interop::dlpack::{Heap, Lease};
+use crate::interop::tensor::{Bridge, SharedStorage};
+use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
+
+/// Builds the batch of a payload, whose large leaves are taken from `source`. Nothing in the payload is
+/// trusted.
+///
+/// # Errors
+/// [`Error::Corrupt`], as Python's exception, for a damaged payload; what the source, torch and NumPy say.
+pub fn decode<S: Source>(
+    py: Python<'_>,
+    bridge: &Bridge,
+    payload: &[u8],
+    source: &mut S,
+) -> PyResult<Py<PyAny>> {
+    let mut decoder = Decoder::new(py, Some(bridge), source);
+    walk(payload, &mut decoder)?;
+    decoder.finish()
+}
+
+/// As [`decode`], but the tensors lie in pinned memory. They hold what they should once the copies have been done.
+///
+/// # Errors
+/// As for [`decode`]; what the allocator says.
+pub fn decode_pinned<'py, S: Source>(
+    bridge: &Bridge,
+    payload: &[u8],
+    source: &mut S,
+    pinned: Pinned<'py, S::Lease>,
+    py: Python<'py>,
+) -> PyResult<(Py<PyAny>, Copies<S::Lease>)> {
+    let mut decoder = Decoder::new(py, Some(bridge), source);
+    decoder.pinned = Some(pinned);
+    walk(payload, &mut decoder)?;
+    let pinned = decoder.pinned.take();
+    let batch = decoder.finish()?;
+    match pinned {
+        Some(pinned) => Ok((batch, pinned.into_copies())),
+        None => unreachable!("it was put in above"),
+    }
+}
+
+/// Builds the index batch that [`super::encode_indices`] wrote.
+///
+/// # Errors
+/// As for [`decode`].
+pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
+    let mut source = Nothing;
+    let mut decoder = Decoder::new(py, None, &mut source);
+    walk(payload, &mut decoder)?;
+    decoder.finish()
+}
+
+/// The source of a payload without leaves.
+struct Nothing;
+
+impl Source for Nothing {
+    type Lease = Heap;
+
+    fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
+        Err(Error::corrupt(format!("an index batch asks for leaf {index}")))
+    }
+}
+
+struct Decoder<'a, 'py, S: Source> {
+    py: Python<'py>,
+    bridge: Option<&'a Bridge>,
+    source: &'a mut S,
+    stack: Vec<Bound<'py, PyAny>>,
+    /// Objects that may come back, by the numbers of their marks; None for those that are not complete.
+    kept: Vec<Option<Bound<'py, PyAny>>>,
+    storages: Vec<SharedStorage>,
+    /// Where tensors go, if not into ordinary memory.
+    pinned: Option<Pinned<'py, S::Lease>>,
+}
+
+impl<S: Source> Build for Decoder<'_, '_, S> {
+    type Error = PyErr;
+
+    #[inline]
+    fn atom(&mut self, atom: Atom<'_>) -> PyResult<()> {
+        let py = self.py;
+        let value = match atom {
+            Atom::Leaf(leaf) => self.leaf(leaf)?.into_bound(py),
+            Atom::Back(index) => match self.kept.get(index) {
+                Some(Some(object)) => object.clone(),
+                _ => return Err(Error::corrupt(format!("object {index} of a batch is not complete")).into()),
+            },
+            Atom::Int(value) => int(py, value)?,
+            Atom::Str(value) => PyString::new(py, value).into_any(),
+            Atom::Float(value) => PyFloat::new(py, value).into_any(),
+            Atom::None => py.None().into_bound(py),
+            Atom::Bool(value) => PyBool::new(py, value).to_owned().into_any(),
+            Atom::Complex(re, im) => PyComplex::from_doubles(py, re, im).into_any(),
+            Atom::Bytes(value) => PyBytes::new(py, value).into_any(),
+            Atom::BytesOutside { len, leaf, offset } => self.bytes(len, leaf, offset)?,
+            Atom::Ints(group, values) => sequence(
+                py,
+                self.pinned.as_ref().map_or(group, |pinned| pinned.group(group)),
+                values.len(),
+                values.iter().map(|&value| int(py, i64::from_le_bytes(value))),
+            )?,
+        };
+        self.stack.push(value);
+        Ok(())
+    }
+
+    fn close(&mut self, group: Group, count: usize) -> PyResult<()> {
+        let py = self.py;
+        let values = if group == Group::Dict { count * 2 } else { count };
+        // The walk closes over values that it handed out; were it wrong, this would be an error, not a panic.
+        let start = self
+            .stack
+            .len()
+            .checked_sub(values)
+            .ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
+        let mut values = self.stack.drain(start..);
+        let made = if group == Group::Dict {
+            let dict = PyDict::new(py);
+            while let (Some(key), Some(value)) = (values.next(), values.next()) {
+                dict.set_item(key, value)?;
+            }
+            // A value that is replaced here would be let go of before its memory has been filled.
+            if dict.len() != count {
+                return Err(Error::corrupt("a dict with a key that comes twice").into());
+            }
+            dict.into_any()
+        } else {
+            let group = self.pinned.as_ref().map_or(group, |pinned| pinned.group(group));
+            sequence(py, group, count, values.by_ref().map(Ok))?
+        };
+        drop(values);
+        self.stack.push(made);
+        Ok(())
+    }
+
+    fn keep(&mut self, index: usize) -> PyResult<()> {
+        if self.kept.len() <= index {
+            self.kept.resize_with(index + 1, || None);
+        }
+        self.kept[index] = self.stack.last().cloned();
+        Ok(())
+    }
+
+    fn storage(&mut self, storage: &Storage<'_>) -> PyResult<()> {
+        let (py, bridge) = (self.py, self.bridge()?);
+        let made = match storage.place {
+            Place::Inline(bytes) => bridge.storage_copied(py, bytes)?,
+            Place::Outside { leaf, offset } => {
+                let lease = self.source.leaf(leaf)?;
+                let offset = within(&lease, leaf, offset, storage.len, 1)?;
+                bridge.storage(py, lease, offset, storage.len)?
+            }
+            Place::Shared { .. } | Place::Empty { .. } => {
+                return Err(Error::corrupt("a storage that lies in a storage").into());
+            }
+        };
+        self.storages.push(made);
+        Ok(())
+    }
+}
+
+/// The offset of `len` bytes in a leaf, checked.
+fn within<L: Lease>(lease: &L, leaf: u32, offset: u64, len: usize, align: usize) -> PyResult<usize> {
+    let offset = usize::try_from(offset).ok().filter(|offset| {
+        offset.checked_add(len).is_some_and(|end| end <= lease.len())
+            && (lease.ptr() as usize).wrapping_add(*offset).is_multiple_of(align)
+    });
+    let beyond = || format!("a view of {len} bytes reaches beyond leaf {leaf} of {} bytes", lease.len());
+    Ok(offset.ok_or_else(|| Error::corrupt(beyond()))?)
+}
+
+#[inline]
+fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
+    // SAFETY: a new reference, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
+}
+
+/// A list or tuple of `len` values.
+fn sequence<'py>(
+    py: Python<'py>,
+    group: Group,
+    len: usize,
+    values: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let size = len as ffi::Py_ssize_t;
+    // SAFETY: new references, or null with an exception set. Slots that are not set stay null, which both
+    // types can be dropped with; the object is not handed out before all are set.
+    let made = unsafe {
+        let made = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
+        Bound::from_owned_ptr_or_err(py, made)?
+    };
+    let mut set = 0;
+    for value in values {
+        let (at, value) = (set as ffi::Py_ssize_t, value?.into_ptr());
+        // SAFETY: a new list or tuple of ours; the call takes the reference and refuses a position that is
+        // out of range.
+        let failed = unsafe {
+            if group == Group::List {
+                ffi::PyList_SetItem(made.as_ptr(), at, value)
+            } else {
+                ffi::PyTuple_SetItem(made.as_ptr(), at, value)
+            }
+        };
+        if failed != 0 {
+            return Err(PyErr::fetch(py));
+        }
+        set += 1;
+    }
+    if set == len { Ok(made) } else { Err(PyRuntimeError::new_err("unbalanced batch")) }
+}
+
+impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
+    fn new(py: Python<'py>, bridge: Option<&'a Bridge>, source: &'a mut S) -> Self {
+        Self { py, bridge, source, stack: Vec::new(), kept: Vec::new(), storages: Vec::new(), pinned: None }
+    }
+
+    fn bridge(&self) -> PyResult<&'a Bridge> {
+        let what = "an index batch holds a tensor or an array";
+        Ok(self.bridge.ok_or_else(|| Error::corrupt(what))?)
+    }
+
+    fn finish(mut self) -> PyResult<Py<PyAny>> {
+        match (self.stack.pop(), self.stack.is_empty()) {
+            (Some(batch), true) => Ok(batch.unbind()),
+            _ => Err(PyRuntimeError::new_err("unbalanced batch")),
+        }
+    }
+
+    fn bytes(&mut self, len: usize, leaf: u32, offset: u64) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py;
+        let lease = self.source.leaf(leaf)?;
+        let offset = within(&lease, leaf, offset, len, 1)?;
+        // SAFETY: a new bytes object of `len` bytes that are still to be written, or null with an exception set.
+        let made = unsafe {
+            let made = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
+            Bound::from_owned_ptr_or_err(py, made)?
+        };
+        // SAFETY: the object's own bytes.
+        let to = unsafe { ffi::PyBytes_AsString(made.as_ptr()) } as usize;
+        let from = lease.ptr() as usize + offset;
+        // SAFETY: `within` has checked the source, which the lease keeps; nobody else has the object yet.
+        let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
+        if len >= DETACH_FROM {
+            py.detach(copy)
+        } else {
+            copy()
+        }
+        Ok(made)
+    }
+
+    fn leaf(&mut self, leaf: &Leaf<'_>) -> PyResult<Py<PyAny>> {
+        let py = self.py;
+        let bridge = self.bridge()?;
+        let Leaf { kind, dtype, shape, strides, extent, place } = leaf;
+        match *place {
+            Place::Inline(bytes) => match (kind, &mut self.pinned) {
+                // A tensor without elements has no memory that could be pinned.
+                (Kind::Tensor, Some(pinned)) if !bytes.is_empty() => {
+                    let (storage, at) = pinned.small(bytes)?;
+                    bridge.tensor_shared(py, storage, at, *dtype, shape, strides)
+                }
+                (Kind::Tensor, _) => bridge.tensor_copied(py, bytes, *dtype, shape, strides),
+                (Kind::Array, _) => bridge.ndarray_copied(py, bytes, *dtype, shape, strides),
+            },
+            Place::Outside { leaf, offset } => {
+                let lease = self.source.leaf(leaf)?;
+                let offset = within(&lease, leaf, offset, *extent, dtype.align())?;
+                match (kind, &mut self.pinned) {
+                    (Kind::Tensor, Some(pinned)) => {
+                        let storage = pinned.large(lease, offset, *extent)?;
+                        bridge.tensor_shared(py, &storage, 0, *dtype, shape, strides)
+                    }
+                    (Kind::Tensor, None) => bridge.tensor(py, lease, offset, *dtype, shape, strides),
+                    (Kind::Array, _) => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
+                }
+            }
+            Place::Shared { storage, offset } => {
+                let found = self.storages.get(storage).zip(usize::try_from(offset).ok());
+                let missing = || Error::corrupt(format!("a tensor at byte {offset} of storage {storage}"));
+                let (storage, offset) = found.ok_or_else(missing)?;
+                bridge.tensor_shared(py, storage, offset, *dtype, shape, strides)
+            }
+            Place::Empty { offset } => bridge.tensor_empty(py, offset, *dtype, shape, strides),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! The codec by itself, over ordinary memory, for tests.
+
+use pyo3::prelude::*;
+
+use super::{Sink, Source, decode, decode_indices, encode, encode_indices};
+use crate::error::Error;
+use crate::interop::dlpack::{Heap, Lease};
+use crate::interop::tensor::Bridge;
+
+type Made = Option<Py<PyAny>>;
+
+/// Leaves in ordinary memory, for both sides.
+#[derive(Default)]
+struct HeapLeaves {
+    leaves: Vec<Option<Heap>>,
+    /// Whether every leaf is said to lie in a larger one already: bytes before it, which the decoder has to
+    /// step over.
+    adopt: Option<usize>,
+}
+
+impl Sink for HeapLeaves {
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
+        let heap = Heap::new(len)?;
+        let memory = heap.ptr();
+        self.leaves.push(Some(heap));
+        Ok((self.leaves.len() as u32 - 1, memory))
+    }
+
+    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
+        let offset = self.adopt?;
+        let (leaf, memory) = self.reserve(offset + len).ok()?;
+        // SAFETY: the encoder gives the bytes of a live tensor; as many were reserved behind the offset.
+        unsafe { memory.add(offset).copy_from_nonoverlapping(ptr, len) };
+        Some((leaf, offset as u64))
+    }
+}
+
+impl Source for HeapLeaves {
+    type Lease = Heap;
+
+    fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
+        let leaf = self.leaves.get_mut(index as usize).and_then(Option::take);
+        leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} is not there, or was taken before")))
+    }
+}
+
+/// Encodes and decodes an object over ordinary memory: `(plain, object or None)`, for tests.
+///
+/// `exchange` False does without torch's C functions; `damage` is laid over the payload: `[(position, byte),
+/// ...]`, a position beyond its end cuts off its last byte; `indices` takes the codec of index batches;
+/// `raw`: `obj` is a bytes object, decoded as a payload with one leaf of a MiB; `adopt`: large leaves lie
+/// that many bytes deep in memory that travels as it is.
+#[pyfunction]
+#[pyo3(signature = (obj, *, exchange = true, damage = Vec::new(), indices = false, raw = false, adopt = None))]
+pub fn _roundtrip(
+    py: Python<'_>,
+    obj: &Bound<'_, PyAny>,
+    exchange: bool,
+    damage: Vec<(usize, u8)>,
+    indices: bool,
+    raw: bool,
+    adopt: Option<usize>,
+) -> PyResult<(bool, Made)> {
+    let own;
+    let bridge = if exchange {
+        Bridge::get(py)?
+    } else {
+        own = Bridge::with(py, false)?;
+        &own
+    };
+    let (mut payload, mut leaves) = (Vec::new(), HeapLeaves { adopt, ..HeapLeaves::default() });
+    if raw {
+        leaves.leaves.push(Some(Heap::new(1 << 20)?));
+        let back = decode(py, bridge, obj.extract()?, &mut leaves)?;
+        return Ok((true, Some(back)));
+    }
+    let plain = match indices {
+        true => encode_indices(py, obj, &mut payload),
+        false => encode(py, bridge, obj, &mut payload, &mut leaves)?,
+    };
+    if !plain {
+        return Ok((false, None));
+    }
+    for (at, byte) in damage {
+        match payload.get_mut(at) {
+            Some(slot) => *slot = byte,
+            None => drop(payload.pop()),
+        }
+    }
+    let back = match indices {
+        true => decode_indices(py, &payload)?,
+        false => decode(py, bridge, &payload, &mut leaves)?,
+    };
+    Ok((true, Some(back)))
+}
+
+/// The collate fast paths over ordinary memory: `(stack, numbers)`, None where torch's function is to do it;
+/// for tests.
+#[pyfunction]
+pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Made, Made)> {
+    let bridge = Bridge::get(py)?;
+    let stacked = crate::interop::collate::stack(py, bridge, batch, &mut |len| Ok(Heap::new(len).ok()))?;
+    Ok((stacked, crate::interop::collate::numbers(py, bridge, batch)?))
+}

@@ -1,0 +1,119 @@
+//! What a batch has shown so far: objects, and the memory of its leaves.
+
+use std::collections::HashMap;
+
+use pyo3::prelude::*;
+
+use crate::tree::Kind;
+
+/// Objects searched one by one before they are hashed.
+const FEW: usize = 16;
+
+/// A leaf with memory, in the order of the payload.
+pub struct Met<'py> {
+    /// The tensor or array.
+    pub object: Bound<'py, PyAny>,
+    /// Which of both.
+    pub kind: Kind,
+    /// Whether its elements share memory, so that there is only a gap for it.
+    pub window: bool,
+    /// Where its encoding begins in the payload, and where it ends.
+    pub written: (usize, usize),
+    /// Address of its first byte.
+    pub start: usize,
+    /// Address behind its last byte.
+    pub end: usize,
+}
+
+/// The memory from a leaf's lowest to its highest byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Extent {
+    /// Address of the first byte.
+    pub start: usize,
+    /// Address behind the last byte.
+    pub end: usize,
+    /// The leaf, as a position in [`Seen::leaves`].
+    pub leaf: usize,
+}
+
+/// A gap in the payload where an object stands again.
+#[derive(Clone, Copy, Debug)]
+pub struct Again {
+    /// Position of the gap, which is one byte wide.
+    pub at: usize,
+    /// Where the object's encoding begins.
+    pub first: usize,
+}
+
+/// Notes objects and memory, and says whether something came twice. The batch keeps all of it alive.
+pub struct Seen<'py> {
+    /// Addresses of objects, and where their encodings begin.
+    few: [(usize, usize); FEW],
+    count: usize,
+    many: HashMap<usize, usize>,
+    /// Objects that came again.
+    pub again: Vec<Again>,
+    /// Leaves with memory.
+    pub leaves: Vec<Met<'py>>,
+    /// Whether each began behind the end of the one before.
+    ascending: bool,
+    /// Whether one of them is a window.
+    pub windows: bool,
+}
+
+impl<'py> Seen<'py> {
+    /// Nothing seen.
+    pub fn new() -> Self {
+        Self {
+            few: [(0, 0); FEW],
+            count: 0,
+            many: HashMap::new(),
+            again: Vec::new(),
+            leaves: Vec::new(),
+            ascending: true,
+            windows: false,
+        }
+    }
+
+    /// Notes an object by its address, whose encoding begins at `at`; where it began before, if it was noted
+    /// before.
+    #[inline]
+    pub fn object(&mut self, address: usize, at: usize) -> Option<usize> {
+        let few = &mut self.few[..self.count];
+        if let Some(found) = few.iter().find(|object| object.0 == address) {
+            return Some(found.1);
+        }
+        if self.count < FEW {
+            self.few[self.count] = (address, at);
+            self.count += 1;
+            return None;
+        }
+        match self.many.entry(address) {
+            std::collections::hash_map::Entry::Occupied(found) => Some(*found.get()),
+            std::collections::hash_map::Entry::Vacant(free) => {
+                free.insert(at);
+                None
+            }
+        }
+    }
+
+    /// Notes a leaf with memory.
+    #[inline]
+    pub fn leaf(&mut self, met: Met<'py>) {
+        self.ascending &= self.leaves.last().is_none_or(|last| last.end <= met.start);
+        self.leaves.push(met);
+    }
+
+    /// The extents of the leaves, sorted by where they start, if aliases must be resolved: an object came twice,
+    /// leaves share memory, or there are windows.
+    pub fn tangled(&self) -> Option<Vec<Extent>> {
+        let certain = self.windows || !self.again.is_empty();
+        if self.ascending && !certain {
+            return None;
+        }
+        let extent = |(leaf, met): (usize, &Met<'_>)| Extent { start: met.start, end: met.end, leaf };
+        let mut extents: Vec<Extent> = self.leaves.iter().enumerate().map(extent).collect();
+        extents.sort_unstable();
+        (certain || extents.windows(2).any(|pair| pair[0].end > pair[1].start)).then_some(extents)
+    }
+}

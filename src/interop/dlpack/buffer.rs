@@ -1,0 +1,88 @@
+//! Leased memory as a Python object with the buffer protocol.
+
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex};
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use super::Lease;
+use crate::interop::tensor::Bridge;
+use crate::tree::dtype::Dtype;
+
+/// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy
+/// array.
+///
+/// NumPy keeps the object but holds no export of it, so the lease lives as long as the object does.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct LeaseBuffer {
+    shared: Shared,
+}
+
+/// A lease that several owners hold: the buffer and the storage made of it.
+struct Shared {
+    /// Only held. The lock makes it `Sync`; nobody ever takes it.
+    _lease: Arc<Mutex<dyn Lease>>,
+    memory: *mut u8,
+    len: usize,
+}
+
+// SAFETY: `memory` belongs to the lease, which is `Send` and lies behind a lock.
+unsafe impl Send for Shared {}
+// SAFETY: as above; what is shared is a pointer that never changes.
+unsafe impl Sync for Shared {}
+
+impl Lease for Shared {
+    fn ptr(&self) -> *mut u8 {
+        self.memory
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl LeaseBuffer {
+    /// A buffer over `lease`.
+    pub fn new<L: Lease>(lease: L) -> Self {
+        let (memory, len) = (lease.ptr(), lease.len());
+        Self { shared: Shared { _lease: Arc::new(Mutex::new(lease)), memory, len } }
+    }
+}
+
+#[pymethods]
+impl LeaseBuffer {
+    /// A `torch.UntypedStorage` of just these bytes. It shares the memory with the buffer, and both keep it
+    /// alive.
+    pub fn storage(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let Shared { _lease: lease, memory, len } = &self.shared;
+        let lease = Shared { _lease: lease.clone(), memory: *memory, len: *len };
+        let tensor = Bridge::get(py)?.tensor(py, lease, 0, Dtype::UINT8, &[*len as i64], &[1])?;
+        Ok(tensor.bind(py).call_method0("untyped_storage")?.unbind())
+    }
+
+    fn __len__(&self) -> usize {
+        self.shared.len
+    }
+
+    /// # Safety
+    /// Called by Python with a structure to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        if view.is_null() {
+            return Err(PyBufferError::new_err("no buffer structure was given"));
+        }
+        let Shared { memory, len, .. } = slf.get().shared;
+        // SAFETY: the structure is Python's; the memory stays while `slf`, which the export holds, lives.
+        match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.cast(), len as isize, 0, flags) } {
+            0 => Ok(()),
+            _ => Err(PyErr::fetch(slf.py())),
+        }
+    }
+}
+
+/// An `UntypedStorage` of `nbytes` bytes of ordinary memory that, like a shared one, cannot be resized.
+#[pyfunction]
+pub fn heap_storage(py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
+    LeaseBuffer::new(super::Heap::new(nbytes)?).storage(py)
+}

@@ -1,0 +1,6 @@
+//! Interchange with Python's tensors and arrays: DLPack, torch, NumPy, and calls of Python that survive the interpreter's end.
+
+pub mod collate;
+pub mod dlpack;
+pub mod stay;
+pub mod tensor;
