@@ -16,7 +16,7 @@ import torch
 from support import TORCH_MODE
 
 if not TORCH_MODE:
-    from rustloader.device import pinning
+    from rustloader.device import pinning as device_pinning
 
 POISON = 0xEE
 
@@ -157,8 +157,8 @@ def pinning(**kw):
         patch(torch.cuda, "current_device", accelerator.index)
         stack.enter_context(torchs_method(pin_memory))
         if not TORCH_MODE:
-            patch(pinning, "allocate", host.allocate)
-            patch(pinning, "_tensor_pin_memory", pin_memory)
+            patch(device_pinning, "allocate", host.allocate)
+            patch(device_pinning, "_tensor_pin_memory", pin_memory)
         yield host
 
 

@@ -211,14 +211,14 @@ def test_a_slow_allocator_does_not_let_a_worker_overwrite_what_is_still_to_be_co
 
 @pytest.mark.ours
 def test_t12_a_function_that_was_replaced_before_rustloader_was_imported_is_called():
-    from rustloader.device import pinning
+    from rustloader.device import pinning as device_pinning
 
     torchs = _utils.pin_memory.pin_memory
     try:
         _utils.pin_memory.pin_memory = lambda data, device=None: "theirs"
-        importlib.reload(pinning)
+        importlib.reload(device_pinning)
         with pinning():
             assert epoch(DataLoader(Numbers(1), num_workers=1, pin_memory=True)) == ["theirs"]
     finally:
         _utils.pin_memory.pin_memory = torchs
-        importlib.reload(pinning)
+        importlib.reload(device_pinning)

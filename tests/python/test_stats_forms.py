@@ -304,9 +304,9 @@ class Ended:
 
 
 def test_iterators_that_start_at_once_are_all_counted():
-    from rustloader.metrics import ledger
+    from rustloader.metrics.ledger import Ledger
 
-    ledger, other = ledger.Ledger(), []
+    ledger, other = Ledger(), []
 
     def meanwhile():
         if not other:
@@ -323,12 +323,12 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
     import os
     import signal
 
-    from rustloader.metrics import ledger
+    from rustloader.metrics import ledger as ledger_module
 
-    ledger, held, done = ledger.Ledger(), threading.Event(), threading.Event()
+    ledger, held, done = ledger_module.Ledger(), threading.Event(), threading.Event()
 
     def hold():
-        with ledger._swap:
+        with ledger_module._swap:
             held.set()
             done.wait(60)
 
