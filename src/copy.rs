@@ -4,9 +4,6 @@
 //! measured on (2 cores, AVX-512) two workers at once copied 13 to 15 GB/s each with them, and 8.5 to 10 without. They also leave the
 //! caches to the dataset's own data. For copies that fit into a cache the reader would lose what the writer wins.
 
-/// Blocks of at least this many bytes are written with streaming stores.
-pub const STREAM_FROM: usize = 2 << 20;
-
 /// Copies `len` bytes. `streaming`: past the caches, where the processor can.
 ///
 /// # Safety

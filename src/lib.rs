@@ -10,6 +10,7 @@
 //! ```
 //! ARCHITECTURE.md tells the way of a batch through them.
 
+pub mod config;
 #[cfg(not(loom))]
 pub mod copy;
 pub mod error;

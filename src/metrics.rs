@@ -8,13 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
+use crate::config::SLOWEST;
 use crate::shm::arena::{Arena, Usage};
 use crate::shm::layout::{COUNTS, MainPage, StatusPage, WorkerState};
 use crate::sys;
 use crate::wire::Timings;
-
-/// So many of the slowest tasks are kept.
-const SLOWEST: usize = 8;
 
 /// What is counted; times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

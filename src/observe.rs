@@ -6,6 +6,7 @@
 
 use std::os::fd::BorrowedFd;
 
+use crate::config::{PAGE_READS, TABLE_READ};
 use crate::error::{Error, Result};
 use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
@@ -16,11 +17,6 @@ use crate::shm::layout::{
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::sys;
 use crate::tree;
-
-/// A page that changes while it is read is read again, this many times at most.
-const TRIES: usize = 4;
-/// Entries of a block table that are read at a time.
-const ENTRIES: u32 = 1024;
 
 /// An iterator, as it was at one moment.
 #[derive(Clone, Debug)]
@@ -250,7 +246,7 @@ impl File<'_> {
     /// What lies at `offset`, read again while `key` changes.
     fn read_steady<T: Shared, K: PartialEq>(&self, offset: u64, key: impl Fn(&T) -> K) -> Result<T> {
         let mut last: T = self.read(offset)?;
-        for _ in 1..TRIES {
+        for _ in 1..PAGE_READS {
             let again: T = self.read(offset)?;
             let steady = key(&again) == key(&last);
             last = again;
@@ -267,8 +263,8 @@ impl File<'_> {
         let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
         usage.blocks += u64::from(blocks);
         usage.high_water = usage.high_water.saturating_add(head.high_water.load(Ordering::Relaxed));
-        for first in (0..blocks).step_by(ENTRIES as usize) {
-            let count = ENTRIES.min(blocks - first) as usize;
+        for first in (0..blocks).step_by(TABLE_READ as usize) {
+            let count = TABLE_READ.min(blocks - first) as usize;
             let offset = geometry.table(region) + u64::from(first) * size_of::<Block>() as u64;
             let bytes = self.bytes(offset, count * size_of::<Block>())?;
             bytes.chunks_exact(size_of::<Block>()).for_each(|row| usage.add_block(&struct_of(row)));

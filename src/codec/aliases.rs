@@ -6,19 +6,13 @@ use std::collections::HashMap;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use super::INLINE_LIMIT;
 use super::encode::{Job, NotPlain, Plain};
 use super::seen::{Extent, Met, Seen};
+use crate::config::{INLINE_LIMIT, OVERLAP_STEPS, STORAGE_WASTE};
 use crate::interop::tensor::{Bridge, TensorView};
 use crate::tree::layout::{Plan, Style};
 use crate::tree::overlap::{Lattice, any_shared, components};
 use crate::tree::{Kind, Slot, Writer};
-
-/// Steps spent on the proof that tensors whose extents overlap share no element.
-const BUDGET: u32 = 1 << 15;
-
-/// Tensors that share no element are copied apart where one block would be this many times what they show.
-const WASTE: usize = 2;
 
 /// What stands in the place of a stretch of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,7 +109,7 @@ impl<'py> Aliases<'_, 'py> {
         let shown: usize = lattices.iter().zip(&views).map(|(lattice, view)| shown(lattice, view)).sum();
         let low = component[0].start;
         let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
-        if len > shown.saturating_mul(WASTE) && !any_shared(&lattices, BUDGET) {
+        if len > shown.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
             for (extent, view) in component.iter().zip(&views) {
                 if leaves[extent.leaf].window {
                     self.share(

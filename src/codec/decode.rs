@@ -5,8 +5,9 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 
+use super::Source;
 use super::pinned::{Copies, Pinned};
-use super::{DETACH_FROM, Source};
+use crate::config::DETACH_FROM;
 use crate::error::Error;
 use crate::interop::dlpack::{Heap, Lease};
 use crate::interop::tensor::{Bridge, SharedStorage};

@@ -5,13 +5,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyComplexMethods, PyFloat, PyList, PyString, PyTuple};
 
+use super::Sink;
 use super::aliases::resolve;
 use super::seen::{Again, Met, Seen};
-use super::{DETACH_FROM, INLINE_LIMIT, Sink};
+use crate::config::{DETACH_FROM, INLINE_LIMIT, MAX_DEPTH};
 use crate::interop::tensor::Bridge;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, Plan, Style, extent, numel};
-use crate::tree::{Group, Kind, MAX_DEPTH, Slot, Writer};
+use crate::tree::{Group, Kind, Slot, Writer};
 
 /// Why an encoder stops before the end: the batch is no plain tree.
 pub struct NotPlain;

@@ -16,24 +16,18 @@ mod seen;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use crate::config::{BUFFER_KEPT, INLINE_LIMIT};
 use crate::error::Error;
 use crate::interop::dlpack::Lease;
 use crate::wire;
 
-pub use crate::tree::INLINE_LIMIT;
 pub use decode::{decode, decode_indices, decode_pinned};
 pub use encode::{encode, encode_indices};
 pub use pinned::{Copies, Pinned};
 
-/// Copies of at least this many bytes run without the GIL.
-pub const DETACH_FROM: usize = 256 * 1024;
-
-/// A buffer of more bytes is not kept for the next message.
-const KEEP_AT_MOST: usize = 4 << 20;
-
 /// Gives back a buffer that one large message has blown up.
 pub fn shrink(buffer: &mut Vec<u8>) {
-    if buffer.capacity() > KEEP_AT_MOST {
+    if buffer.capacity() > BUFFER_KEPT {
         *buffer = Vec::new();
     }
 }

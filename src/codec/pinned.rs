@@ -4,7 +4,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::copy::{STREAM_FROM, copy};
+use crate::config::STREAM_FROM;
+use crate::copy::copy;
 use crate::error::Error;
 use crate::interop::dlpack::Lease;
 use crate::interop::stay::call;

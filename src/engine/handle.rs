@@ -10,19 +10,13 @@ use super::page;
 use super::pin::Control;
 use super::process::Process;
 use super::status::Status;
+use crate::config::{EXIT_CHECK, WAIT_SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::{Meter, Totals};
 use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys;
-
-/// The longest wait in one go: a signal that came just before it, or that another thread took, is seen after it.
-pub const SLICE: Duration = Duration::from_millis(250);
-
-/// The longest wait where something has to be looked for, because nothing tells of it: a worker without a pidfd, a doorbell
-/// that somebody has closed.
-pub(super) const SHORT_SLICE: Duration = Duration::from_millis(20);
 
 /// The part of an iterator that stops it.
 #[derive(Debug)]
@@ -215,7 +209,7 @@ impl Handle {
 
     /// Waits until all workers have ended, for at most `limit` and at most one slice; says whether they have.
     pub fn wait_gone(&self, limit: Duration) -> Result<bool> {
-        let deadline = sys::clock::monotonic() + limit.min(SLICE);
+        let deadline = sys::clock::monotonic() + limit.min(WAIT_SLICE);
         loop {
             let Some((worker, process)) = self.running().next() else { return Ok(true) };
             let now = sys::clock::monotonic();
@@ -224,7 +218,7 @@ impl Handle {
             }
             // Another file may have the pidfd's number, and be readable all the time.
             let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| pidfd.is_intact()) else {
-                std::thread::sleep(Duration::from_millis(2).min(deadline - now));
+                std::thread::sleep(EXIT_CHECK.min(deadline - now));
                 continue;
             };
             let mut set = sys::poll::PollSet::new();
@@ -233,7 +227,7 @@ impl Handle {
                 Ok(sys::poll::WaitOutcome::Interrupted) => return Ok(self.alive() == 0),
                 Ok(_) => {}
                 // Somebody has closed the descriptor.
-                Err(_) => std::thread::sleep(Duration::from_millis(2).min(deadline - now)),
+                Err(_) => std::thread::sleep(EXIT_CHECK.min(deadline - now)),
             }
         }
     }
@@ -279,11 +273,11 @@ mod tests {
         // SAFETY: dup2 takes plain numbers; the one that is taken over is the pidfd's.
         assert!(unsafe { libc::dup2(file.as_raw_fd(), number) } != -1);
         let before = cpu_time();
-        assert!(!handle.wait_gone(SLICE).unwrap());
-        assert!(cpu_time() - before < SLICE / 4, "it spins");
+        assert!(!handle.wait_gone(WAIT_SLICE).unwrap());
+        assert!(cpu_time() - before < WAIT_SLICE / 4, "it spins");
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(handle.wait_gone(SLICE).unwrap());
+        assert!(handle.wait_gone(WAIT_SLICE).unwrap());
     }
 
     /// What this thread has had of the processor.

@@ -23,13 +23,14 @@ use std::time::Duration;
 
 pub use self::completions::Incoming;
 use self::completions::{Arrival, Completions};
-pub use self::handle::{Handle, SLICE};
+pub use self::handle::Handle;
 use self::intake::Intake;
 pub use self::shutdown::Ending;
 use self::stall::Stalls;
 pub use self::status::Status;
 pub use self::types::{Progress, Step};
 use self::watch::Watch;
+use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::metrics::Count;
@@ -44,9 +45,6 @@ use crate::wire::{TaskEntry, TaskKind};
 
 /// The doorbell's token in the poll set; the workers' are their numbers.
 const DOORBELL: u64 = u64::MAX;
-
-/// Bytes of an index batch that is sent whatever the machine's headroom is.
-const SMALL_INDEX: u64 = 64 << 10;
 
 /// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
 /// made ready when it came: by the pin thread, or because it had to be opened on receipt.
@@ -214,8 +212,8 @@ impl<T, B: Send + 'static> Engine<T, B> {
             Some(entry) => entry,
             None => {
                 let len = payload.len() as u64;
-                if len <= SMALL_INDEX {
-                    self.allocator.trust(SMALL_INDEX);
+                if len <= SMALL_MESSAGE {
+                    self.allocator.trust(SMALL_MESSAGE);
                 }
                 let block = self.allocator.allocate(len, CONSUMER)?;
                 let memory = self.arena().block_memory(self.allocator.region(), block, len)?;

@@ -25,15 +25,13 @@ use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, bounde
 
 use super::DOORBELL;
 use super::completions::{self, Completions, Incoming};
-use super::handle::{Handle, SHORT_SLICE, SLICE};
+use super::handle::Handle;
+use crate::config::{BLIND_SLICE, PIN_STACK, WAIT_SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
 use crate::sys;
-
-/// As the threads that Python starts have it on most systems: users' code runs on this one too.
-const STACK: usize = 8 << 20;
 
 /// Makes a finished batch ready for the one who asks for it. Called on the pin thread.
 pub trait Prepare: Send + 'static {
@@ -122,7 +120,7 @@ impl Control {
     /// Waits for the thread's end, at most `limit` and at most one slice; says whether it has ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = self.life.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.life.has_ended.wait_timeout_while(ended, limit.min(SLICE), |ended| !*ended);
+        let waited = self.life.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -194,7 +192,7 @@ pub fn start<P: Prepare>(
         drop((last_word, last_control, last_hands));
         life.end();
     };
-    sys::thread::spawn("rl_pin", STACK, thread).map_err(|error| {
+    sys::thread::spawn("rl_pin", PIN_STACK, thread).map_err(|error| {
         failed.end();
         let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
         Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
@@ -211,7 +209,7 @@ fn hand_on<B>(
 ) -> Option<Parcel<B>> {
     let mut parcel = parcel;
     loop {
-        match to.send_timeout(parcel, SLICE) {
+        match to.send_timeout(parcel, WAIT_SLICE) {
             Ok(()) => break,
             Err(SendTimeoutError::Disconnected(back)) => return Some(back),
             Err(SendTimeoutError::Timeout(back)) => parcel = back,
@@ -319,7 +317,7 @@ impl<P: Prepare> Body<P> {
 
     /// Sleeps on the doorbell for at most one slice.
     fn sleep(&mut self, poll: &mut sys::poll::PollSet) -> std::result::Result<(), String> {
-        let limit = if poll.is_empty() { SHORT_SLICE } else { SLICE };
+        let limit = if poll.is_empty() { BLIND_SLICE } else { WAIT_SLICE };
         let mut ready = Vec::new();
         let sleeper = &self.arena.header().doorbell.0;
         sleeper.announce();

@@ -11,19 +11,11 @@ use std::time::Duration;
 use super::Engine;
 use super::handle::Handle;
 use super::process::Process;
+use crate::config::{STACK_CHECK, STACK_SETTLED, STACK_SHOWN, STACK_SIGNAL, STALL_CHECK};
 use crate::id::{TaskId, WorkerId};
 use crate::shm::layout::{StackFile, WorkerState};
 use crate::sync::Ordering;
 use crate::sys;
-
-/// Between two looks.
-const LOOK: Duration = Duration::from_millis(100);
-/// Between two looks for it.
-const ANSWER_LOOK: Duration = Duration::from_millis(5);
-/// A stack that has not grown for so many looks is whole, if the signal's handler does not run any more.
-const SETTLED: u32 = 20;
-/// The most that is read of a stack, bytes.
-const STACK_MOST: usize = 64 << 10;
 
 /// Where a worker is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +86,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     pub fn stalled(&mut self) -> Option<Stall> {
         let now = self.looked;
         // What has come and was not taken in yet may be the very result.
-        if now.saturating_sub(self.stalls.looked) < LOOK || self.has_news() {
+        if now.saturating_sub(self.stalls.looked) < STALL_CHECK || self.has_news() {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
@@ -175,7 +167,7 @@ impl Handle {
 }
 
 fn handler() -> String {
-    format!("it has a handler for signal {} (SIGRTMIN+13)", sys::signal::stack_signal())
+    format!("it has a handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
 }
 
 /// Sends the signal and waits for the answer.
@@ -190,22 +182,22 @@ fn ask(
     let signal = sys::signal::stack_signal();
     // Without a handler the signal would end the process.
     if !sys::signal::catches(process.pid, signal) {
-        return Err(format!("it has taken away the handler for signal {signal} (SIGRTMIN+13)"));
+        return Err(format!("it has taken away the handler for signal {signal} (SIGRTMIN+{STACK_SIGNAL})"));
     }
     let start = sys::peek::len(file);
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
     // On a busy machine the handler may have to wait in the middle of its work. While it runs its signal is blocked.
-    let whole = |unchanged| unchanged >= SETTLED && !sys::signal::blocks(process.pid, signal);
+    let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !whole(unchanged) && sys::clock::monotonic() < deadline {
-        std::thread::sleep(ANSWER_LOOK);
+        std::thread::sleep(STACK_CHECK);
         let now = sys::peek::len(file);
         unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
         len = now;
     }
     if len > start {
-        return Ok(String::from_utf8_lossy(&sys::peek::read(file, start, STACK_MOST)).into_owned());
+        return Ok(String::from_utf8_lossy(&sys::peek::read(file, start, STACK_SHOWN)).into_owned());
     }
     let ways = format!("it is stopped, the kernel keeps it, or {}", handler());
     Err(format!("it did not answer within {} s: {ways} of its own", patience.as_secs_f64()))

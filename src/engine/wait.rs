@@ -2,24 +2,21 @@
 
 use std::time::Duration;
 
-use super::handle::{SHORT_SLICE, SLICE};
 use super::intake::Intake;
 use super::process::Process;
 use super::{DOORBELL, Engine};
+use crate::config::{BLIND_SLICE, DEATH_CHECK, WAIT_SLICE, YIELD_FOR};
 use crate::error::Result;
 use crate::scheduler::Event;
 use crate::shm::pool;
 use crate::sys;
 use crate::sys::poll::WaitOutcome;
 
-/// So often a `next` that never waits looks for ended workers.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-
 impl<T, B: Send + 'static> Engine<T, B> {
     /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
     #[inline]
     pub(super) fn look_for_deaths(&mut self) -> Result<bool> {
-        if self.now - self.looked < LOOK_EVERY {
+        if self.now - self.looked < DEATH_CHECK {
             return Ok(false);
         }
         self.looked = self.now;
@@ -50,7 +47,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
             if self.has_news() {
                 return Ok(());
             }
-            if sys::clock::monotonic() - start > sys::clock::YIELD_FOR {
+            if sys::clock::monotonic() - start > YIELD_FOR {
                 break;
             }
         }
@@ -63,9 +60,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
             sleeper.awake();
             return Ok(());
         }
-        let limit = deadline.map_or(SLICE, |deadline| deadline.saturating_sub(start).min(SLICE));
+        let limit = deadline.map_or(WAIT_SLICE, |deadline| deadline.saturating_sub(start).min(WAIT_SLICE));
         let blind = self.deaf || !self.unwatched.is_empty();
-        let limit = if blind { limit.min(SHORT_SLICE) } else { limit };
+        let limit = if blind { limit.min(BLIND_SLICE) } else { limit };
         let outcome = self.poll.wait(Some(limit), &mut self.ready);
         sleeper.awake();
         match outcome? {

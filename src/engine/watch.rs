@@ -4,13 +4,10 @@
 use std::time::Duration;
 
 use super::Engine;
+use crate::config::LONG_NEXT;
 use crate::metrics::{Count, Meter};
 use crate::shm::layout::MainState;
 use crate::sys;
-
-/// If a `next` works for so long, the next one looks for how long it is in the sampler. A look at the clock is no more than a
-/// thousandth of that.
-const LONG: Duration = Duration::from_micros(50);
 
 /// Where `next` stands.
 #[derive(Debug, Default)]
@@ -111,7 +108,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.tick();
         let time = self.now - self.watch.entered;
         self.handle.meter.add_time(Count::Next, time);
-        self.watch.was_long = time - self.watch.waited > LONG;
+        self.watch.was_long = time - self.watch.waited > LONG_NEXT;
         self.watch.left = if self.watch.is_over { Duration::ZERO } else { self.now };
         self.watch.is_first = false;
         (self.watch.fresh, self.watch.in_next) = (false, false);

@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 
 use super::dlpack::{Heap, Lease};
 use super::tensor::{Bridge, TensorView, items};
-use crate::copy::{STREAM_FROM, copy};
-use crate::tree::INLINE_LIMIT;
+use crate::config::{INLINE_LIMIT, STREAM_FROM};
+use crate::copy::copy;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 

@@ -5,14 +5,10 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 
+use crate::config::{INDICES_SHOWN, KEY_SHOWN};
 use crate::engine::Handle;
 use crate::metrics::{Count, Meter, SlowTask, Totals, WorkerTotals};
 use crate::shm::layout::WorkerState;
-
-/// Of a large index batch the text shows so many.
-const SHOWN: usize = 16;
-/// Characters of a key that the text shows.
-const SHOWN_CHARS: usize = 60;
 
 /// The counters of one iterator, which they outlive, or of a loader's ended iterators.
 #[pyclass(frozen, name = "Meter", module = "rustloader._core")]
@@ -120,9 +116,9 @@ pub fn short_text(index: &Bound<'_, PyAny>) -> String {
         return item_text(index);
     };
     let Ok(len) = index.len() else { return item_text(index) };
-    let shown = (0..len.min(SHOWN)).filter_map(|at| index.get_item(at).ok());
+    let shown = (0..len.min(INDICES_SHOWN)).filter_map(|at| index.get_item(at).ok());
     let mut text = shown.map(|item| item_text(&item)).collect::<Vec<_>>().join(", ");
-    if len > SHOWN {
+    if len > INDICES_SHOWN {
         text += &format!(", ... {len} in all");
     }
     format!("{open}{text}{close}")
@@ -137,7 +133,7 @@ fn item_text(item: &Bound<'_, PyAny>) -> String {
     }
     if let Ok(text) = item.cast_exact::<PyString>() {
         let text = text.to_string_lossy();
-        let cut: String = text.chars().take(SHOWN_CHARS).collect();
+        let cut: String = text.chars().take(KEY_SHOWN).collect();
         let more = if cut.len() < text.len() { "..." } else { "" };
         return format!("{cut:?}{more}");
     }

@@ -53,6 +53,6 @@ mod _core {
         }
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
-        module.add("INLINE_LIMIT", crate::codec::INLINE_LIMIT)
+        module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }
 }

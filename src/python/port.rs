@@ -12,7 +12,8 @@ use super::code;
 use super::engine::PyEngine;
 use super::indices::StoppableIndices;
 use super::runtime::Runtime;
-use crate::codec::{self, INLINE_LIMIT, Sink};
+use crate::codec::{self, Sink};
+use crate::config::{COLLECT_BATCHES, COLLECT_FROM, INLINE_LIMIT, RETAINED_MAX};
 use crate::error::Error;
 use crate::interop::collate;
 use crate::interop::dlpack::{Lease, LeaseBuffer};
@@ -25,14 +26,6 @@ use crate::wire::{Leaf, ResultKind, TaskEntry, TaskKind, Timings};
 use crate::worker::port::{Keep, Port, Received};
 use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
-
-/// Blocks that objects of the worker hold may come to this many bytes, or to [`COLLECT_BATCHES`] of the largest batch, before
-/// Python's collector is called: it does not see how much memory hangs on a small cycle.
-const COLLECT_FROM: u64 = 32 << 20;
-/// See [`COLLECT_FROM`].
-const COLLECT_BATCHES: u64 = 4;
-/// Where that did not help, the worker means to keep them; beyond this its tensors get ordinary memory.
-const KEEP_AT_MOST: u64 = 1 << 30;
 
 /// What objects of the worker hold.
 #[derive(Default)]
@@ -162,7 +155,7 @@ impl PyPort {
         let _ = py.import("gc").and_then(|gc| gc.call_method0("collect"));
         let kept = held.bytes.load(Ordering::Relaxed);
         held.collect_at.store(2 * (kept + len), Ordering::Relaxed);
-        (kept + len <= KEEP_AT_MOST.max(limit)).then_some(())
+        (kept + len <= RETAINED_MAX.max(limit)).then_some(())
     }
 
     /// Publishes a message and notes its size.

@@ -6,7 +6,8 @@ use std::thread::{self, ThreadId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::engine::{Handle, SLICE};
+use crate::config::WAIT_SLICE;
+use crate::engine::Handle;
 use crate::sys;
 
 /// A lock that is waited for without the GIL, in slices between which signals are looked for, and that a
@@ -56,7 +57,7 @@ impl Turn {
                 if queue.owner.is_some() {
                     queue.waiting += 1;
                     (queue, _) =
-                        self.freed.wait_timeout(queue, SLICE).unwrap_or_else(PoisonError::into_inner);
+                        self.freed.wait_timeout(queue, WAIT_SLICE).unwrap_or_else(PoisonError::into_inner);
                     queue.waiting -= 1;
                 }
             });

@@ -5,6 +5,7 @@ const SHIFT: usize = 6;
 
 /// The largest number of members that three levels of words can name.
 pub(super) const CAPACITY: usize = 1 << (3 * SHIFT);
+const _: () = assert!(CAPACITY >= crate::config::WORKERS_MAX as usize);
 
 /// A set of numbers below a fixed bound: a bitmap whose words are summarised by a second and a third level,
 /// where a set bit says "this word below is not empty".

@@ -5,9 +5,9 @@
 //! need. A free block is reused last-in first-out, while its pages are warm.
 //!
 //! Pages beyond the working set are given back by the low-water mark of each class's free list: what lay idle through
-//! [`PATIENCE`] whole windows of [`WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody
+//! [`TRIM_PATIENCE`] whole windows of [`TRIM_WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody
 //! else sees it). Where sizes vary, a warm block of nearly the size is taken, and before fresh pages are reserved those of
-//! idle blocks are given back beyond what was in use at the most lately and a [`SPARE`]th. A worker that has nothing to do gives
+//! idle blocks are given back beyond what was in use at the most lately and a [`IDLE_SHARE`]th. A worker that has nothing to do gives
 //! back at once what the batches under way do not need.
 
 use std::collections::HashSet;
@@ -18,29 +18,16 @@ use super::arena::Arena;
 use super::block::{self, Left, WORKER};
 use super::forks;
 use super::layout::PAGE;
+use crate::config::{
+    HEADROOM_CHECK, HEADROOM_MARGIN, IDLE_SHARE, RESERVATION_WAIT, REUSE_CLASSES, SLAB, TRIM_PATIENCE,
+    TRIM_WINDOW,
+};
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
 use crate::sys;
 
 /// Number of size classes: enough for regions of 1 TiB.
 const CLASSES: usize = 112;
-/// Allocations between two looks at the low-water marks.
-const WINDOW: u32 = 64;
-/// Windows for which blocks must have lain idle before they lose their pages.
-const PATIENCE: u8 = 2;
-/// Fresh pages that may be reserved between two looks at the machine's headroom.
-const LOOK_EVERY: u64 = 8 << 20;
-/// Headroom that a reservation leaves to everybody else: as much as it takes itself, but within these bounds.
-const MARGIN: std::ops::RangeInclusive<u64> = 1 << 20..=32 << 20;
-/// For so long a reservation waits for those of other workers to be done when they seem to take too much.
-const SETTLE: Duration = Duration::from_secs(2);
-/// A block may be this many classes larger than what it is taken for.
-const NEAR: usize = 3;
-/// Where sizes vary, one part in so many of what was in use lately may lie idle besides.
-const SPARE: u64 = 4;
-/// Small blocks are reserved this much at a time, one system call for many.
-const SLAB: u64 = 64 << 10;
-
 /// The size class of a block of `pages` pages.
 fn class_of(pages: u64) -> usize {
     if pages <= 8 {
@@ -71,7 +58,7 @@ fn punch_idle(arena: &Arena, region: u32, id: u32) -> Option<u64> {
     Some(warm)
 }
 
-/// Repeats `attempt` as long as what other workers are reserving may be all that is in its way, for [`SETTLE`] at the most.
+/// Repeats `attempt` as long as what other workers are reserving may be all that is in its way, for [`RESERVATION_WAIT`] at the most.
 /// `pause` sleeps; who calls this sees to it that nobody waits meanwhile for what the sleeper holds.
 pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
@@ -82,7 +69,7 @@ pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(D
         }
         // Not before: what has nothing in its way pays for no look at the clock.
         let now = sys::clock::monotonic();
-        if now - *start.get_or_insert(now) >= SETTLE {
+        if now - *start.get_or_insert(now) >= RESERVATION_WAIT {
             return result;
         }
         // Not in step with the others.
@@ -159,7 +146,7 @@ impl Allocator {
             slab_end: fresh,
             mapped: vec![0; count as usize],
             sent: HashSet::new(),
-            window: WINDOW,
+            window: TRIM_WINDOW,
             credit: 0,
             warm,
             idle,
@@ -231,7 +218,8 @@ impl Allocator {
     /// The class out of which a block is taken: a warm one of nearly the same size is better than fresh pages.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
-        let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + NEAR).min(CLASSES - 1) };
+        let nearest =
+            if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
         (class..=nearest).find(warm).unwrap_or(class)
     }
 
@@ -344,10 +332,10 @@ impl Allocator {
     }
 
     /// Before fresh pages are reserved: blocks of other sizes that lay idle for the longest lose theirs, as long as all together
-    /// would come to more than a [`SPARE`]th above what was in use lately.
+    /// would come to more than a [`IDLE_SHARE`]th above what was in use lately.
     fn make_room(&mut self, fresh: u64) {
         let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
-        let most = peak + peak / SPARE;
+        let most = peak + peak / IDLE_SHARE;
         while self.warm + fresh > most {
             let oldest = |class: usize| {
                 let list = &self.free[class];
@@ -371,7 +359,7 @@ impl Allocator {
         }
     }
 
-    /// Compares what is to be reserved with what the machine has left, every [`LOOK_EVERY`] bytes at the most. Does not wait
+    /// Compares what is to be reserved with what the machine has left, every [`HEADROOM_CHECK`] bytes at the most. Does not wait
     /// for others: see [`settle`].
     fn look(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
@@ -383,11 +371,12 @@ impl Allocator {
             self.arena.promise(self.region, fresh);
             let others = self.arena.promised_by_others(self.region);
             let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-            let free = room.bytes.saturating_sub(fresh.clamp(*MARGIN.start(), *MARGIN.end()));
+            let free =
+                room.bytes.saturating_sub(fresh.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end()));
             let headroom = free.saturating_sub(others);
             if fresh <= headroom {
                 let workers = u64::from(self.arena.geometry().workers);
-                self.credit = LOOK_EVERY.min((headroom - fresh) / 2 / workers);
+                self.credit = HEADROOM_CHECK.min((headroom - fresh) / 2 / workers);
                 return Ok(());
             }
             self.arena.promise(self.region, 0);
@@ -439,7 +428,7 @@ impl Allocator {
     }
 
     fn end_window(&mut self) -> Result<()> {
-        self.window = WINDOW;
+        self.window = TRIM_WINDOW;
         self.peak = [0, self.peak[0]];
         // In a worker nobody else asks whether the children have ended that its dataset has forked.
         forks::reap();
@@ -453,7 +442,7 @@ impl Allocator {
                 continue;
             }
             list.patience += 1;
-            if list.patience < PATIENCE {
+            if list.patience < TRIM_PATIENCE {
                 continue;
             }
             list.patience = 0;
@@ -528,7 +517,7 @@ mod tests {
         let burst: Vec<u32> = (0..32).map(|_| a.allocate(1 << 20, WORKER).unwrap()).collect();
         let peak = a.warm_bytes();
         burst.into_iter().for_each(|id| a.release(id));
-        for _ in 0..WINDOW * 40 {
+        for _ in 0..TRIM_WINDOW * 40 {
             let id = a.allocate(1 << 20, WORKER).unwrap();
             a.release(id);
         }

@@ -8,16 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, Remains};
 use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
 use super::ring::RingMemory;
+use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
-
-/// The smallest arena with which a loader is still worth running.
-const SMALLEST: u64 = 1 << 30;
-/// An arena is at least this large where the system lets it: the pages exist only when touched.
-const AT_LEAST: u64 = 64 << 30;
-/// And at most this large.
-const AT_MOST: u64 = 1 << 40;
 
 /// Blocks of all arenas of this process that the user's tensors lie in; a fork need not look further when it is 0.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
@@ -92,17 +86,17 @@ impl Arena {
     /// allows between 1 GiB and 1 TiB (pages come only when touched). Where address space is limited it takes no more than
     /// half of what is left, so that there is some for others.
     pub fn create(workers: u32, outstanding: u32) -> Result<Arc<Self>> {
-        let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(AT_LEAST, AT_MOST);
+        let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
         if let Some(left) = sys::map::address_space_left() {
             total = total.min(left / 2);
-            if total < SMALLEST {
-                return Err(sys::map::no_address_space(2 * SMALLEST, left));
+            if total < ARENA_MIN {
+                return Err(sys::map::no_address_space(2 * ARENA_MIN, left));
             }
         }
         loop {
             match Self::create_sized(total, workers, outstanding) {
                 Ok(arena) => return Ok(arena),
-                Err(error) if total / 2 < SMALLEST => return Err(error),
+                Err(error) if total / 2 < ARENA_MIN => return Err(error),
                 Err(_) => total /= 2,
             }
         }

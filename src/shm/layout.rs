@@ -7,6 +7,7 @@
 //! carries index batches to the workers. Everything that is shared is an atomic: whatever a broken worker
 //! writes there, reading it is defined; its meaning is checked where it is used.
 
+use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
@@ -16,17 +17,6 @@ pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 pub const VERSION: u32 = 3;
 /// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
 pub const PAGE: u64 = 4096;
-/// The most workers of an arena.
-const WORKERS_MAX: u32 = 1 << 16;
-/// The most tasks that may be outstanding in an arena.
-const TASKS_MAX: u32 = 1 << 24;
-/// The most blocks that a region's table can name.
-const TABLE_MAX: u64 = 1 << 20;
-/// The fewest blocks that a region's table can name.
-const TABLE_MIN: u64 = 1 << 10;
-/// Bytes of data for each entry of a block table, down to [`TABLE_MIN`] and up to [`TABLE_MAX`].
-const BYTES_PER_BLOCK: u64 = 16 << 10;
-
 /// Counters of the main process: see `metrics.rs`.
 pub const COUNTS: usize = 14;
 /// Bytes of an index batch that a worker shows on its status page.
@@ -431,7 +421,7 @@ impl Geometry {
         let mut geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
         let fixed = geometry.data_start();
         let region_len = total.saturating_sub(fixed) / regions / PAGE * PAGE;
-        if region_len < 1 << 20 {
+        if region_len < REGION_MIN {
             return Err(too_many(
                 workers,
                 outstanding,

@@ -1,7 +1,7 @@
 //! Arenas outlive their iterators: the next epoch finds warm pages.
 //!
-//! The pool belongs to the process and is bounded: [`MOST`] arenas, in idle pages a sixteenth of the machine's memory and
-//! half of what its limits leave, and [`IDLE_FOR`] without use. Without a thread of its own it can look at the clock only when
+//! The pool belongs to the process and is bounded: [`POOL_ARENAS`] arenas, in idle pages a sixteenth of the machine's memory and
+//! half of what its limits leave, and [`POOL_IDLE`] without use. Without a thread of its own it can look at the clock only when
 //! the library is called: at each start and end of an iterator and, while one waits, a few times a second.
 
 use std::sync::atomic::AtomicU64 as Stamp;
@@ -10,13 +10,9 @@ use std::time::Duration;
 
 use super::arena::Arena;
 use super::layout::Geometry;
+use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
 use crate::sync::Ordering;
 use crate::sys;
-
-/// Arenas in the pool at the most.
-const MOST: usize = 4;
-/// After this time an arena that nobody took is let go.
-const IDLE_FOR: Duration = Duration::from_secs(10);
 
 struct Idle {
     arena: Arc<Arena>,
@@ -73,11 +69,12 @@ pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
     let room = sys::memory::available(&sys::memory::MemoryRoots::default());
-    let most = (sys::memory::total_ram_and_swap() / 16).min(room.bytes / 2);
+    let most = (sys::memory::total_ram_and_swap() / POOL_SHARE).min(room.bytes / 2);
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {
         pool.push(Idle { arena, bytes, since: sys::clock::monotonic() });
-        while pool.len() > MOST || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most
+        while pool.len() > POOL_ARENAS
+            || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most
         {
             dropped.push(pool.remove(0));
         }
@@ -89,7 +86,7 @@ pub fn put(arena: Arc<Arena>) {
 pub fn trim() {
     super::forks::reap();
     let now = sys::clock::monotonic();
-    let old = pool().map(|mut pool| pool.extract_if(.., |idle| now - idle.since > IDLE_FOR).collect());
+    let old = pool().map(|mut pool| pool.extract_if(.., |idle| now - idle.since > POOL_IDLE).collect());
     retire(old.unwrap_or_default());
 }
 

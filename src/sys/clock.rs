@@ -38,9 +38,6 @@ pub fn queued_ns() -> u64 {
     text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0)
 }
 
-/// For so long somebody who waits lets others run before it goes to sleep: a wake-up costs more than most small batches.
-pub const YIELD_FOR: Duration = Duration::from_micros(20);
-
 /// Lets another thread that is ready to run have the processor.
 pub fn yield_now() {
     // SAFETY: sched_yield has no precondition.

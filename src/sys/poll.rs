@@ -6,12 +6,8 @@ use std::time::Duration;
 use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::{descriptor_hint, errno};
+use crate::config::{EPOLL_EVENTS, POLL_MAX};
 use crate::error::{Error, Result};
-
-/// Up to so many descriptors ppoll is the faster one, and needs no descriptor of its own.
-const POLL_MAX: usize = 32;
-/// How many events one epoll wait takes; the others follow at the next one.
-const EVENTS: usize = 64;
 
 /// Why [`PollSet::wait`] came back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,10 +201,10 @@ fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) 
     // Rounded up, so that nobody spins through the last fraction of a millisecond.
     let millis =
         timeout.map_or(-1, |time| i32::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX));
-    let mut events = [libc::epoll_event { events: 0, u64: 0 }; EVENTS];
+    let mut events = [libc::epoll_event { events: 0, u64: 0 }; EPOLL_EVENTS];
     let (fd, buffer) = (epoll.as_raw_fd(), events.as_mut_ptr());
-    // SAFETY: `events` has room for EVENTS entries.
-    let call = || unsafe { libc::epoll_wait(fd, buffer, EVENTS as i32, millis) };
+    // SAFETY: `events` has room for EPOLL_EVENTS entries.
+    let call = || unsafe { libc::epoll_wait(fd, buffer, EPOLL_EVENTS as i32, millis) };
     let answer = failpoint!("epoll_wait", -1, call());
     if answer <= 0 {
         return nothing(answer, "epoll_wait");

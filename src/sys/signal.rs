@@ -1,6 +1,7 @@
 //! Signals of this thread and to other processes; the sudden end of this one.
 
 use super::failpoint::failpoint;
+use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
 /// Blocks every signal in the calling thread, so that the signals of the process reach the user's threads alone.
@@ -70,7 +71,7 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
 /// The signal on which a worker dumps its stack: a real-time one, because programs use the others. In the middle of them:
 /// at both ends are those that C libraries and debuggers take.
 pub fn stack_signal() -> i32 {
-    libc::SIGRTMIN() + 13
+    libc::SIGRTMIN() + STACK_SIGNAL
 }
 
 /// No handler: the signal has its default effect.

@@ -1,11 +1,7 @@
 //! A short text of an index batch, out of the first bytes of its encoding.
 
 use super::tag;
-
-/// Items of a list that the text shows at most.
-const SHOWN: usize = 16;
-/// Bytes of a string that the text shows at most.
-const SHOWN_BYTES: usize = 30;
+use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
 /// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`. `None` for anything else, and where
 /// the bytes make no sense. `bytes` is the beginning of an encoding of `len` bytes.
@@ -27,7 +23,7 @@ pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
         return None;
     }
     let mut items = Vec::new();
-    while (items.len() as u64) < count && items.len() < SHOWN {
+    while (items.len() as u64) < count && items.len() < INDICES_SHOWN {
         let item = if ints { reader.int() } else { reader.byte().and_then(|tag| reader.item(tag)) };
         match item {
             Some(item) => items.push(item),
@@ -94,7 +90,7 @@ impl Prefix<'_> {
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
         let there = self.bytes.len().min(len);
-        let shown = self.take(there)?.get(..there.min(SHOWN_BYTES))?;
+        let shown = self.take(there)?.get(..there.min(KEY_BYTES_SHOWN))?;
         let valid = match std::str::from_utf8(shown) {
             Ok(text) => text,
             // A character that was cut.

@@ -1,6 +1,6 @@
 //! The copy of a strided view into dense memory.
 
-use super::layout::MAX_DIMS;
+use crate::config::MAX_DIMS;
 
 /// Nested loops over a strided source that write its elements one after the other.
 #[derive(Clone, Copy, Debug)]

@@ -1,12 +1,10 @@
 //! Shapes and strides: what of a strided view travels, and the copy that takes it along.
 
-use crate::copy::{STREAM_FROM, copy};
+use crate::config::{MAX_DIMS, STREAM_FROM};
+use crate::copy::copy;
 use std::ops::Deref;
 
 use super::gather::Gather;
-
-/// More dimensions than this are left to pickle.
-pub const MAX_DIMS: usize = 16;
 
 /// The sizes or strides of a view, kept in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

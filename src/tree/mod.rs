@@ -34,12 +34,6 @@ pub use brief::brief;
 pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
 pub use writer::{Slot, Writer};
 
-/// Leaves of fewer bytes travel inside the payload and are copied out on delivery.
-pub const INLINE_LIMIT: usize = 16 * 1024;
-
-/// Containers may be nested this deep.
-pub const MAX_DEPTH: usize = 64;
-
 /// Containers of the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Group {

@@ -3,8 +3,9 @@
 use std::num::NonZeroU32;
 
 use super::dtype::Dtype;
-use super::layout::{Dims, MAX_DIMS, extent};
-use super::{FORM_DIMS, FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, MAX_DEPTH, tag};
+use super::layout::{Dims, extent};
+use super::{FORM_DIMS, FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag};
+use crate::config::{MAX_DEPTH, MAX_DIMS};
 use crate::error::{Error, Result};
 
 /// A value that is no container.

@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use super::dtype::Dtype;
 use super::layout::{Dims, Plan, Style, extent, is_contiguous, numel};
 use super::*;
+use crate::config::MAX_DEPTH;
 use crate::error::Error;
 
 /// Counts values as a builder would stack them.

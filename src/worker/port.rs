@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::config::{HANDLER_CHECK_NS, IDLE_SLICE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaRing};
@@ -15,17 +16,6 @@ use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
-
-/// The longest sleep of an idle worker in one go; then it trims its memory, and the caller looks for signals.
-const IDLE_SLICE: Duration = Duration::from_secs(1);
-
-/// The pages of the largest of so many batches are kept warm.
-const FEW: u64 = 16;
-/// Bytes of the block that is kept for errors.
-const RESERVE: u64 = 64 << 10;
-
-/// Between two looks whether the handler that dumps the stack is still in its place.
-const LOOK_AFTER_HANDLER: u64 = 50_000_000;
 
 /// What a worker finds when it asks for work.
 #[derive(Debug)]
@@ -85,8 +75,8 @@ impl Port {
             head: Vec::new(),
         };
         let mut allocator = Allocator::new(arena.clone(), worker);
-        allocator.trust(RESERVE);
-        let reserve = allocator.allocate(RESERVE, WORKER).ok();
+        allocator.trust(SMALL_MESSAGE);
+        let reserve = allocator.allocate(SMALL_MESSAGE, WORKER).ok();
         forks::watch(&arena, Some(worker))?;
         let status = &arena.control(worker).status;
         status.pid.store(std::process::id(), Ordering::Relaxed);
@@ -206,7 +196,7 @@ impl Port {
     /// Takes the offer back if the user has put a handler of theirs in the place of ours: the signal would run it.
     fn look_after_handler(&self, now: u64) {
         let ours = self.handler.load(Ordering::Relaxed);
-        if ours == 0 || now - self.handler_seen.load(Ordering::Relaxed) < LOOK_AFTER_HANDLER {
+        if ours == 0 || now - self.handler_seen.load(Ordering::Relaxed) < HANDLER_CHECK_NS {
             return;
         }
         self.handler_seen.store(now, Ordering::Relaxed);
@@ -244,7 +234,7 @@ impl Port {
             return Ok(Received::Task(entry));
         }
         let start = sys::clock::monotonic();
-        while sys::clock::monotonic() - start < sys::clock::YIELD_FOR {
+        while sys::clock::monotonic() - start < YIELD_FOR {
             sys::clock::yield_now();
             if let Some(entry) = self.poll()? {
                 return Ok(Received::Task(entry));
@@ -394,7 +384,7 @@ impl Port {
     fn note_size(&self, bytes: u64) {
         let status = self.status();
         let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
-        if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(FEW) {
+        if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(RECENT_BATCHES) {
             (now, before) = (0, now);
             self.largest[1].store(before, Ordering::Relaxed);
         }
@@ -408,17 +398,17 @@ impl Port {
     fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);
-        if len <= RESERVE {
-            allocator.trust(RESERVE);
+        if len <= SMALL_MESSAGE {
+            allocator.trust(SMALL_MESSAGE);
         }
         let block = allocator.allocate(len, CONSUMER);
         match (&block, *reserve) {
-            (Err(_), Some(kept)) if len <= RESERVE => {
+            (Err(_), Some(kept)) if len <= SMALL_MESSAGE => {
                 *reserve = None;
                 allocator.release(kept);
-                return allocator.allocate(RESERVE, CONSUMER);
+                return allocator.allocate(SMALL_MESSAGE, CONSUMER);
             }
-            (Ok(_), None) => *reserve = allocator.allocate(RESERVE, WORKER).ok(),
+            (Ok(_), None) => *reserve = allocator.allocate(SMALL_MESSAGE, WORKER).ok(),
             _ => {}
         }
         block

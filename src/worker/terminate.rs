@@ -2,14 +2,14 @@
 //!
 //! Without this each worker dies of it, and the main process learns of their deaths from `next` before its own handler
 //! has led to anything. So where the main process has a handler, a worker that gets a SIGTERM notes that on its status
-//! page and goes on, and looks [`FIRST_LOOK`] later who else has got one:
+//! page and goes on, and looks [`SIGTERM_CHECK`] later who else has got one:
 //!
 //! | who has | what it was | the worker |
 //! |---|---|---|
-//! | all workers | a signal to the group | works on, for [`SERVE`] at the most |
+//! | all workers | a signal to the group | works on, for [`SIGTERM_SERVE`] at the most |
 //! | some of them | maybe a group whose others have not run yet | looks again, for a while |
 //! | no other one, half that while | meant for this worker | dies of it, and the main process names it |
-//! | there is no other one | cannot be told | works on until [`ALONE`] has passed |
+//! | there is no other one | cannot be told | works on until [`SIGTERM_ALONE`] has passed |
 //!
 //! A second SIGTERM ends it at once, and so does one that it sends itself; the main process's own, which belongs to a
 //! shutdown, lets it leave. [`decide`] runs in the signal's handler: it loads and stores atomics, and nothing else.
@@ -19,17 +19,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::port::Port;
+use crate::config::{SIGTERM_ALONE, SIGTERM_CHECK, SIGTERM_SERVE};
 use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Answer, Cause};
-
-/// From the signal to the first look at the other workers, and from look to look.
-const FIRST_LOOK: Duration = Duration::from_millis(100);
-/// What the main process has to react, from there on.
-const SERVE: Duration = Duration::from_secs(30);
-/// For so long a worker without others works on.
-const ALONE: Duration = Duration::from_secs(2);
 
 /// What [`decide`] looks at. It is never dropped: the handler stays.
 struct Place {
@@ -69,7 +63,7 @@ fn decide(cause: Cause) -> Answer {
         Cause::Sent { .. } if place.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
         Cause::Sent { .. } => {
             match page(place.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
-                0 => Answer::AskAgain(FIRST_LOOK),
+                0 => Answer::AskAgain(SIGTERM_CHECK),
                 _ => Answer::Die,
             }
         }
@@ -84,7 +78,7 @@ fn decide(cause: Cause) -> Answer {
             }
             let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), place.looks, count, flagged);
             LOOKED.store(looked, Ordering::Relaxed);
-            if answer == Answer::AskAgain(SERVE) {
+            if answer == Answer::AskAgain(SIGTERM_SERVE) {
                 page(place.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
             }
             answer
@@ -100,7 +94,7 @@ fn works(page: &StatusPage) -> bool {
 
 /// Looks that fit into a time, at least one.
 fn looks_in(time: Duration) -> u32 {
-    let looks = time.as_millis() / FIRST_LOOK.as_millis();
+    let looks = time.as_millis() / SIGTERM_CHECK.as_millis();
     u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
@@ -110,9 +104,9 @@ fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
     let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {
         DECIDED => (Answer::Die, DECIDED),
-        _ if others == 0 => (Answer::AskAgain(ALONE - FIRST_LOOK), DECIDED),
-        _ if flagged == others => (Answer::AskAgain(SERVE), DECIDED),
-        _ if looked + 1 < most => (Answer::AskAgain(FIRST_LOOK), looked + 1),
+        _ if others == 0 => (Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
+        _ if flagged == others => (Answer::AskAgain(SIGTERM_SERVE), DECIDED),
+        _ if looked + 1 < most => (Answer::AskAgain(SIGTERM_CHECK), looked + 1),
         _ => (Answer::Die, DECIDED),
     }
 }
@@ -123,14 +117,14 @@ mod tests {
 
     #[test]
     fn a_signal_to_all_is_survived_for_a_while() {
-        assert_eq!(next(0, 5, 3, 3), (Answer::AskAgain(SERVE), DECIDED));
+        assert_eq!(next(0, 5, 3, 3), (Answer::AskAgain(SIGTERM_SERVE), DECIDED));
         assert_eq!(next(DECIDED, 5, 3, 3).0, Answer::Die);
     }
 
     #[test]
     fn a_signal_to_one_of_several_ends_it() {
-        assert_eq!(next(0, 5, 3, 0), (Answer::AskAgain(FIRST_LOOK), 1));
-        assert_eq!(next(3, 5, 3, 0).0, Answer::AskAgain(FIRST_LOOK));
+        assert_eq!(next(0, 5, 3, 0), (Answer::AskAgain(SIGTERM_CHECK), 1));
+        assert_eq!(next(3, 5, 3, 0).0, Answer::AskAgain(SIGTERM_CHECK));
         assert_eq!(next(4, 5, 3, 0).0, Answer::Die);
     }
 
@@ -147,17 +141,17 @@ mod tests {
         let mut looked = 0;
         for _ in 1..10 {
             let (answer, now) = next(looked, 5, 3, 2);
-            assert_eq!((answer, now), (Answer::AskAgain(FIRST_LOOK), looked + 1));
+            assert_eq!((answer, now), (Answer::AskAgain(SIGTERM_CHECK), looked + 1));
             looked = now;
         }
-        assert_eq!(next(looked, 5, 3, 3).0, Answer::AskAgain(SERVE));
+        assert_eq!(next(looked, 5, 3, 3).0, Answer::AskAgain(SIGTERM_SERVE));
         assert_eq!(next(looked, 5, 3, 2).0, Answer::Die);
     }
 
     #[test]
     fn a_worker_without_others_waits_once() {
         let (answer, looked) = next(0, 5, 0, 0);
-        assert_eq!(answer, Answer::AskAgain(ALONE - FIRST_LOOK));
+        assert_eq!(answer, Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK));
         assert_eq!(next(looked, 5, 0, 0).0, Answer::Die);
     }
 }

@@ -1,19 +1,14 @@
 //! A worker does not outlive the main process, not even inside an item of its dataset.
 //!
 //! A thread waits for the main process's end: on a pidfd, or where that is refused by looking every
-//! [`LOOK`] whether a process of that number and start time exists. Not PR_SET_PDEATHSIG: that fires when the
-//! *thread* ends that forked. Once the main process is gone the worker is told to stop, and after [`GRACE`] it is ended.
+//! [`PARENT_CHECK`] whether a process of that number and start time exists. Not PR_SET_PDEATHSIG: that fires when the
+//! *thread* ends that forked. Once the main process is gone the worker is told to stop, and after [`ORPHAN_GRACE`] it is ended.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::port::Port;
+use crate::config::{ORPHAN_GRACE, PARENT_CHECK, WATCHDOG_STACK};
 use crate::sys;
-
-/// Between two looks where there is no pidfd.
-const LOOK: Duration = Duration::from_millis(200);
-/// What an item that is in work has to finish once the main process is gone.
-const GRACE: Duration = Duration::from_millis(300);
 
 /// The main process, known by its number and its start time, so that a number used again is not taken for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,10 +49,10 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
         sys::thread::set_name("rl_watchdog");
         wait_for_the_end(parent);
         port.stop();
-        std::thread::sleep(GRACE);
+        std::thread::sleep(ORPHAN_GRACE);
         sys::signal::exit_now(1);
     };
-    sys::thread::spawn("rl_watchdog", 64 << 10, watch)
+    sys::thread::spawn("rl_watchdog", WATCHDOG_STACK, watch)
 }
 
 fn wait_for_the_end(parent: Parent) {
@@ -76,6 +71,6 @@ fn wait_for_the_end(parent: Parent) {
     // The number may be somebody else's file by now.
     std::mem::forget(pidfd);
     while parent.is_alive() {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(PARENT_CHECK);
     }
 }

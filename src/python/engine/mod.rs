@@ -19,6 +19,7 @@ use self::state::{InTurn, State};
 use super::pin::{self, Pinner};
 use super::runtime::Runtime;
 use super::turn::{Turn, stay};
+use crate::config::TIMEOUT_MAX;
 use crate::engine::pin::Control;
 use crate::engine::{Engine, Handle};
 use crate::metrics::Count;
@@ -30,9 +31,6 @@ use crate::worker::watchdog::Parent;
 
 /// Batches that engines of this process have handed out.
 static BATCHES: AtomicU64 = AtomicU64::new(0);
-
-/// Seconds from which on a timeout is none: 30 years.
-const LONGEST_TIMEOUT: f64 = 1e9;
 
 /// What `progress` answers.
 type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
@@ -52,7 +50,7 @@ pub struct PyEngine {
 /// A number of seconds that a user has set; nothing for what is not greater than 0 (NaN is neither), and for what no clock can
 /// count.
 fn seconds(value: f64) -> Option<Duration> {
-    (value > 0.0 && value < LONGEST_TIMEOUT).then(|| Duration::from_secs_f64(value))
+    (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
 
 #[pymethods]
