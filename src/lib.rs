@@ -14,6 +14,7 @@
 pub mod copy;
 pub mod error;
 pub mod id;
+mod numbered;
 pub mod scheduler;
 pub mod shm;
 pub mod sync;

@@ -7,7 +7,7 @@ use pyo3::types::PyTuple;
 use crate::copy::{STREAM_FROM, copy};
 use crate::error::Error;
 use crate::interop::dlpack::Lease;
-use crate::interop::stay::call;
+use crate::interop::exit_guard::call;
 use crate::interop::tensor::SharedStorage;
 use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 
