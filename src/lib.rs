@@ -15,6 +15,7 @@ pub mod config;
 pub mod copy;
 pub mod error;
 pub mod id;
+mod numbered;
 pub mod scheduler;
 pub mod shm;
 pub mod sync;

@@ -78,7 +78,7 @@ pub struct ObservedWorker {
 ///
 /// Errors: [`Error::Layout`] for one of another version, [`Error::Corrupt`] for a file that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
-    let file = File { fd, len: sys::peek::len(fd) as u64 };
+    let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;
     let version = header.version.load(Ordering::Relaxed);
     match header.magic.load(Ordering::Relaxed) {
@@ -230,7 +230,7 @@ impl File<'_> {
     /// The bytes of a `T`, or of several.
     fn bytes(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
         let bytes = match usize::try_from(offset) {
-            Ok(start) => sys::peek::read(self.fd, start, len),
+            Ok(start) => sys::proc_fd::read(self.fd, start, len),
             Err(_) => Vec::new(),
         };
         if bytes.len() == len {

@@ -7,6 +7,7 @@
 //! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.
 
 use crate::error::{Error, Result};
+use crate::numbered::numbered_enum;
 use crate::shm::ring::Entry;
 
 /// Bytes of an index batch that fit into a task entry.
@@ -18,37 +19,37 @@ const LEAF_ROW: usize = 16;
 /// Bytes before the leaves' rows in a message.
 const MESSAGE_HEAD: usize = 8;
 
-/// What a worker is asked to do.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TaskKind {
-    /// Fetch a batch; the payload is encoded by the codec.
-    Plain = 1,
-    /// Fetch a batch; the payload is a pickle.
-    Pickle = 2,
-    /// A new epoch begins: answer, and make a new fetcher.
-    Resume = 3,
-    /// Leave.
-    Leave = 4,
+numbered_enum! {
+    /// What a worker is asked to do.
+    pub enum TaskKind {
+        /// Fetch a batch; the payload is encoded by the codec.
+        Plain = 1,
+        /// Fetch a batch; the payload is a pickle.
+        Pickle = 2,
+        /// A new epoch begins: answer, and make a new fetcher.
+        Resume = 3,
+        /// Leave.
+        Leave = 4,
+    }
 }
 
-/// What a worker answers.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ResultKind {
-    /// A batch, encoded by the codec.
-    Plain = 1,
-    /// A batch, as a pickle and a list of what stands beside it, both encoded by the codec.
-    Pickle = 2,
-    /// An exception, as a pickle of torch's ExceptionWrapper.
-    Error = 3,
-    /// The worker's iterable dataset is at its end.
-    Exhausted = 4,
-    /// The answer to [`TaskKind::Resume`].
-    Resumed = 5,
-    /// As [`Self::Pickle`], but unpickling it asks something of its worker (a descriptor): to be opened on receipt,
-    /// before the worker may leave.
-    Tied = 6,
+numbered_enum! {
+    /// What a worker answers.
+    pub enum ResultKind {
+        /// A batch, encoded by the codec.
+        Plain = 1,
+        /// A batch, as a pickle and a list of what stands beside it, both encoded by the codec.
+        Pickle = 2,
+        /// An exception, as a pickle of torch's ExceptionWrapper.
+        Error = 3,
+        /// The worker's iterable dataset is at its end.
+        Exhausted = 4,
+        /// The answer to [`TaskKind::Resume`].
+        Resumed = 5,
+        /// As [`Self::Pickle`], but unpickling it asks something of its worker (a descriptor): to be opened on receipt,
+        /// before the worker may leave.
+        Tied = 6,
+    }
 }
 
 /// A task entry, read.
@@ -93,13 +94,8 @@ impl TaskEntry {
 
     /// Out of a ring's words.
     pub fn from_words(words: &Entry) -> Result<Self> {
-        let kind = match words[1] {
-            1 => TaskKind::Plain,
-            2 => TaskKind::Pickle,
-            3 => TaskKind::Resume,
-            4 => TaskKind::Leave,
-            other => return Err(Error::corrupt(format!("a task entry of kind {other}"))),
-        };
+        let kind = u32::try_from(words[1]).ok().and_then(TaskKind::of_number);
+        let kind = kind.ok_or_else(|| Error::corrupt(format!("a task entry of kind {}", words[1])))?;
         let block = Some(words[2] as u32).filter(|&block| block != NO_BLOCK);
         if block.is_none() && words[3] > INLINE_BYTES as u64 {
             return Err(Error::corrupt(format!("a task entry with {} bytes inline", words[3])));
@@ -175,15 +171,9 @@ impl ResultEntry {
 
     /// Out of a ring's words.
     pub fn from_words(words: &Entry) -> Result<Self> {
-        let kind = match words[1] as u32 {
-            1 => ResultKind::Plain,
-            2 => ResultKind::Pickle,
-            3 => ResultKind::Error,
-            4 => ResultKind::Exhausted,
-            5 => ResultKind::Resumed,
-            6 => ResultKind::Tied,
-            other => return Err(Error::corrupt(format!("a result entry of kind {other}"))),
-        };
+        let number = words[1] as u32;
+        let kind = ResultKind::of_number(number);
+        let kind = kind.ok_or_else(|| Error::corrupt(format!("a result entry of kind {number}")))?;
         let block = Some((words[1] >> 32) as u32).filter(|&block| block != NO_BLOCK);
         let wants_block = !matches!(kind, ResultKind::Exhausted | ResultKind::Resumed);
         if block.is_some() != wants_block {

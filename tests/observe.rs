@@ -211,7 +211,7 @@ fn file_of(bytes: &[u8], len: u64) -> OwnedFd {
 /// The fixed part of an arena's file.
 fn head_of(arena: &Arena) -> Vec<u8> {
     let len = arena.geometry().table(0) as usize;
-    sys::peek::read(arena.fd(), 0, len)
+    sys::proc_fd::read(arena.fd(), 0, len)
 }
 
 #[test]

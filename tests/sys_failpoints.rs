@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustloader::error::Error;
 use rustloader::sys::event::EventFd;
 use rustloader::sys::failpoint::{self, Effect};
+use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::{Mapping, page_size};
 use rustloader::sys::pidfd::PidFd;
 use rustloader::sys::poll::{PollSet, WaitOutcome};
@@ -135,14 +136,14 @@ fn doorbells_go_on_after_a_signal() {
 fn children_that_cannot_be_watched_count_as_alive() {
     let _alone = alone();
     refuse("memfd_create", libc::ENFILE);
-    assert_os!(fork::Heirs::new(), "memfd_create", libc::ENFILE);
-    let (heirs, heirloom) = fork::Heirs::new().unwrap();
-    drop(heirloom);
+    assert_os!(ForkWitness::new(), "memfd_create", libc::ENFILE);
+    let (witness, mapping) = ForkWitness::new().unwrap();
+    drop(mapping);
     refuse("seal_write", libc::EPERM);
-    assert!(!heirs.are_gone());
+    assert!(!witness.all_ended());
     refuse("fstat", libc::EPERM);
-    assert!(!heirs.are_gone());
-    assert!(heirs.are_gone());
+    assert!(!witness.all_ended());
+    assert!(witness.all_ended());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustloader::error::Error;
 use rustloader::sys::event::EventFd;
+use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
 use rustloader::sys::{fork, memfd};
@@ -77,8 +78,8 @@ fn handlers_run_around_a_fork_and_the_generation_rises_in_the_child() {
 }
 
 #[test]
-fn the_heirs_are_gone_when_the_last_child_is_whatever_it_has_closed() {
-    let (heirs, heirloom) = fork::Heirs::new().unwrap();
+fn all_have_ended_when_the_last_child_has_whatever_it_has_closed() {
+    let (witness, mapping) = ForkWitness::new().unwrap();
     let (go_reader, go_writer) = std::io::pipe().unwrap();
     let pid = start(|| {
         let mut byte = 0_u8;
@@ -91,10 +92,10 @@ fn the_heirs_are_gone_when_the_last_child_is_whatever_it_has_closed() {
         // SAFETY: `byte` has room for one byte.
         unsafe { libc::read(go_reader.as_raw_fd(), (&raw mut byte).cast(), 1) == 1 }
     });
-    drop(heirloom);
+    drop(mapping);
     // It may close them meanwhile; after that it is no different.
     for _ in 0..100 {
-        assert!(!heirs.are_gone());
+        assert!(!witness.all_ended());
         std::thread::sleep(Duration::from_millis(1));
     }
     // SAFETY: one byte is there to be read; then the child is ours to wait for.
@@ -102,10 +103,10 @@ fn the_heirs_are_gone_when_the_last_child_is_whatever_it_has_closed() {
         assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
         libc::waitpid(pid, std::ptr::null_mut(), 0);
     }
-    // Another test's child may have been forked between, and is an heir for a moment.
+    // Another test's child may have been forked between, and has the mapping for a moment.
     let end = std::time::Instant::now() + Duration::from_secs(60);
-    while !heirs.are_gone() {
-        assert!(std::time::Instant::now() < end, "somebody is an heir for ever");
+    while !witness.all_ended() {
+        assert!(std::time::Instant::now() < end, "a process keeps the mapping for ever");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -18,7 +18,7 @@ __all__ = [
     "TIMED_OUT",
     "UNREADABLE",
     "Engine",
-    "HeldSignals",
+    "DeferredSignals",
     "LeaseBuffer",
     "Meter",
     "Port",
@@ -248,12 +248,12 @@ class TimedCollate:
     def __getattr__(self, name: str) -> Any: ...
 
 @final
-class HeldSignals:
+class DeferredSignals:
     """A context in which signals are kept out: the process's handlers take a note, and this thread has them blocked.
     What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where
     they have a handler, are kept from the process's other threads."""
 
-    def __new__(cls, signals: Sequence[int]) -> HeldSignals: ...
+    def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
         """Those of them that this thread did not have blocked before."""
 

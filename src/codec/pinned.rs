@@ -8,7 +8,7 @@ use crate::config::STREAM_FROM;
 use crate::copy::copy;
 use crate::error::Error;
 use crate::interop::dlpack::Lease;
-use crate::interop::stay::call;
+use crate::interop::exit_guard::call;
 use crate::interop::tensor::SharedStorage;
 use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 

@@ -160,7 +160,7 @@ impl Handle {
         };
         let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
         // Before the signal is sent: faulthandler writes to the number, whatever file that is by now.
-        let file = sys::peek::open(process.pid, fd, place);
+        let file = sys::proc_fd::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
         ask(process, file.as_fd(), patience)
     }
@@ -184,7 +184,7 @@ fn ask(
     if !sys::signal::catches(process.pid, signal) {
         return Err(format!("it has taken away the handler for signal {signal} (SIGRTMIN+{STACK_SIGNAL})"));
     }
-    let start = sys::peek::len(file);
+    let start = sys::proc_fd::len(file);
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
@@ -192,12 +192,12 @@ fn ask(
     let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !whole(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);
-        let now = sys::peek::len(file);
+        let now = sys::proc_fd::len(file);
         unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
         len = now;
     }
     if len > start {
-        return Ok(String::from_utf8_lossy(&sys::peek::read(file, start, STACK_SHOWN)).into_owned());
+        return Ok(String::from_utf8_lossy(&sys::proc_fd::read(file, start, STACK_SHOWN)).into_owned());
     }
     let ways = format!("it is stopped, the kernel keeps it, or {}", handler());
     Err(format!("it did not answer within {} s: {ways} of its own", patience.as_secs_f64()))

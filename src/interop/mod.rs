@@ -2,5 +2,5 @@
 
 pub mod collate;
 pub mod dlpack;
-pub mod stay;
+pub mod exit_guard;
 pub mod tensor;

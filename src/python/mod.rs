@@ -18,7 +18,7 @@ mod turn;
 
 use pyo3::prelude::*;
 
-// The code relies on the GIL: `PyEngine::finish`, `sys::hold`, the borrowed items of `codec::encode`. A free-threaded Python
+// The code relies on the GIL: `PyEngine::finish`, `sys::deferred_signals`, the borrowed items of `codec::encode`. A free-threaded Python
 // takes the GIL again when it loads a module that says so, and warns of it. Without this PyO3 would say the opposite.
 #[pymodule(gil_used = true)]
 mod _core {
@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use super::profiler::{observed, set_reporting};
     #[pymodule_export]
-    use super::signals::HeldSignals;
+    use super::signals::DeferredSignals;
     #[pymodule_export]
     use crate::codec::roundtrip::{_collate, _roundtrip};
     #[pymodule_export]

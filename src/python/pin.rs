@@ -12,7 +12,7 @@ use crate::codec::{self, Copies, Pinned};
 use crate::engine::completions::Message;
 use crate::engine::pin::{Body, Prepare};
 use crate::engine::{Handle, Incoming};
-use crate::interop::stay::{call, let_go};
+use crate::interop::exit_guard::{call, release};
 use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::lease::Lease;
@@ -47,7 +47,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if self.generation == fork::generation() {
-            Python::try_attach(|py| self.object.take().map(|object| let_go(py, object)));
+            Python::try_attach(|py| self.object.take().map(|object| release(py, object)));
         }
         std::mem::forget(self.object.take());
     }

@@ -1,45 +1,45 @@
-//! Signals that are kept back while workers are forked.
+//! Deferred signals, while workers are forked.
 
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
-use crate::sys::hold::{self, Held};
+use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
 
-/// A context in which signals are kept out. One call enters it and one call leaves it, so that a handler of another signal,
+/// A context in which signals are deferred. One call enters it and one call leaves it, so that a handler of another signal,
 /// which Python may run behind each call, cannot come between what belongs together.
 #[pyclass(frozen, module = "rustloader._core")]
-pub struct HeldSignals {
+pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// While it is entered: what is held back, and what this thread had blocked before.
-    entered: Mutex<Option<(Held, Mask)>>,
+    /// While it is entered: what is deferred, and what this thread had blocked before.
+    entered: Mutex<Option<(Deferred, Mask)>>,
 }
 
-impl HeldSignals {
-    fn exchange(&self, entered: Option<(Held, Mask)>) -> Option<(Held, Mask)> {
+impl DeferredSignals {
+    fn exchange(&self, entered: Option<(Deferred, Mask)>) -> Option<(Deferred, Mask)> {
         std::mem::replace(&mut *self.entered.lock().unwrap_or_else(PoisonError::into_inner), entered)
     }
 }
 
 #[pymethods]
-impl HeldSignals {
+impl DeferredSignals {
     #[new]
     fn new(signals: Vec<i32>) -> Self {
         Self { signals, entered: Mutex::new(None) }
     }
 
     fn __enter__(&self) -> Vec<i32> {
-        let held = hold::hold(&self.signals);
+        let deferred = defer(&self.signals);
         let before = Mask::block(&self.signals);
-        self.exchange(Some((held, before)));
+        self.exchange(Some((deferred, before)));
         self.signals.iter().copied().filter(|signal| !before.has(*signal)).collect()
     }
 
     fn __exit__(&self, _kind: Py<PyAny>, _error: Py<PyAny>, _traceback: Py<PyAny>) {
-        if let Some((held, before)) = self.exchange(None) {
+        if let Some((deferred, before)) = self.exchange(None) {
             before.restore();
-            held.release();
+            deferred.release();
         }
     }
 }

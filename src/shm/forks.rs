@@ -2,7 +2,7 @@
 //!
 //! Before each fork the blocks that live tensors lie in are marked; they are neither reused nor punched until every
 //! process that came of that fork has ended or called exec. That end is seen by a mapping that only the children keep
-//! ([`Heirs`]): unlike a descriptor a child does not lose it when it closes all that it does not know. The hooks are
+//! ([`ForkWitness`]): unlike a descriptor a child does not lose it when it closes all that it does not know. The hooks are
 //! pthread_atfork's, so they also see forks made by C code.
 
 use std::cell::RefCell;
@@ -14,7 +14,8 @@ use super::arena::{Arena, delivered_blocks};
 use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
 use crate::error::Result;
 use crate::sync::Ordering;
-use crate::sys::fork::{Heirloom, Heirs, on_fork};
+use crate::sys::fork::on_fork;
+use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
 /// A block of an arena: the arena's number in this table, region, block.
 type Key = (usize, u32, u32);
@@ -23,7 +24,7 @@ type Key = (usize, u32, u32);
 #[derive(Debug)]
 struct Generation {
     /// The children; `None` where they cannot be watched: then the marks stay for ever.
-    heirs: Option<Heirs>,
+    witness: Option<ForkWitness>,
     marked: HashSet<Key>,
 }
 
@@ -48,7 +49,7 @@ static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
     /// The forks that this thread makes now: what the children inherit, and what is marked.
-    static PENDING: RefCell<Option<(Option<Heirloom>, Generation)>> = const { RefCell::new(None) };
+    static PENDING: RefCell<Option<(Option<WitnessMapping>, Generation)>> = const { RefCell::new(None) };
     /// More than 0 while the workers of one iterator are started: they are one generation.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
@@ -87,7 +88,7 @@ pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
     while index < table.generations.len() {
-        if !table.generations[index].heirs.as_ref().is_some_and(Heirs::are_gone) {
+        if !table.generations[index].witness.as_ref().is_some_and(ForkWitness::all_ended) {
             index += 1;
             continue;
         }
@@ -122,13 +123,13 @@ pub fn end_group() {
 
 /// Files what this thread's forks have marked.
 fn finish() {
-    if let Some((_heirloom, generation)) = PENDING.take() {
+    if let Some((_mapping, generation)) = PENDING.take() {
         table().generations.push(generation);
     }
 }
 
 /// Marks what is leased now, for the fork that follows.
-fn mark(pending: &mut Option<(Option<Heirloom>, Generation)>) {
+fn mark(pending: &mut Option<(Option<WitnessMapping>, Generation)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
         let Some(arena) = watched.arena.upgrade().filter(|arena| arena.is_ours()) else { continue };
@@ -143,8 +144,8 @@ fn mark(pending: &mut Option<(Option<Heirloom>, Generation)>) {
                     continue;
                 }
                 let (_, generation) = pending.get_or_insert_with(|| {
-                    let (heirs, heirloom) = Heirs::new().ok().unzip();
-                    (heirloom, Generation { heirs, marked: HashSet::new() })
+                    let (witness, mapping) = ForkWitness::new().ok().unzip();
+                    (mapping, Generation { witness, marked: HashSet::new() })
                 });
                 let block = (key, region, id as u32);
                 if generation.marked.insert(block) {
@@ -176,14 +177,14 @@ extern "C" fn after_fork_in_parent() {
 }
 
 extern "C" fn after_fork_in_child() {
-    // The heirloom stays mapped until this process ends; of everything else the child keeps nothing.
+    // The witness's mapping stays until this process ends; of everything else the child keeps nothing.
     let _ = std::panic::catch_unwind(|| {
         // SYNC: fork-table.
         TABLE.store(std::ptr::null_mut(), Ordering::Release);
         GROUP.with_borrow_mut(|depth| *depth = 0);
-        if let Some((heirloom, generation)) = PENDING.take() {
-            drop(generation.heirs);
-            std::mem::forget(heirloom);
+        if let Some((mapping, generation)) = PENDING.take() {
+            drop(generation.witness);
+            std::mem::forget(mapping);
         }
     });
 }

@@ -9,6 +9,7 @@
 
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
+use crate::numbered::numbered_enum;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// The first word of an arena.
@@ -116,51 +117,30 @@ impl MainPage {
     }
 }
 
-/// What the main process is doing.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MainState {
-    /// No iterator has the arena.
-    Unused = 0,
-    /// Starting the workers, or beginning an epoch.
-    Starting = 1,
-    /// In `next`, at work.
-    Next = 2,
-    /// In `next`, waiting for the first batch of an epoch.
-    First = 3,
-    /// In `next`, waiting for another batch.
-    Waiting = 4,
-    /// Between two calls of `next`.
-    Step = 5,
-    /// Behind the end of an epoch, before the next one.
-    Between = 6,
+numbered_enum! {
+    /// What the main process is doing.
+    pub enum MainState {
+        /// No iterator has the arena.
+        Unused = 0 => "unused",
+        /// Starting the workers, or beginning an epoch.
+        Starting = 1 => "starting",
+        /// In `next`, at work.
+        Next = 2 => "next",
+        /// In `next`, waiting for the first batch of an epoch.
+        First = 3 => "first",
+        /// In `next`, waiting for another batch.
+        Waiting = 4 => "waiting",
+        /// Between two calls of `next`.
+        Step = 5 => "step",
+        /// Behind the end of an epoch, before the next one.
+        Between = 6 => "between",
+    }
 }
 
 impl MainState {
-    /// The state of a number read out of the arena; a number that is none counts as `Unused`.
+    /// The state of a number read out of the arena; an unknown number counts as `Unused`.
     pub fn from_u32(value: u32) -> Self {
-        match value {
-            1 => Self::Starting,
-            2 => Self::Next,
-            3 => Self::First,
-            4 => Self::Waiting,
-            5 => Self::Step,
-            6 => Self::Between,
-            _ => Self::Unused,
-        }
-    }
-
-    /// The state's name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Unused => "unused",
-            Self::Starting => "starting",
-            Self::Next => "next",
-            Self::First => "first",
-            Self::Waiting => "waiting",
-            Self::Step => "step",
-            Self::Between => "between",
-        }
+        Self::of_number(value).unwrap_or(Self::Unused)
     }
 }
 
@@ -236,26 +216,22 @@ pub struct StatusPage {
     pub start_queued_ns: AtomicU64,
 }
 
-/// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Terminated {
-    /// It has got none.
-    No = 0,
-    /// It has got one, and for all it knows alone.
-    Alone = 1,
-    /// All workers have got it.
-    Group = 2,
+numbered_enum! {
+    /// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
+    pub enum Terminated {
+        /// It has got none.
+        No = 0 => "no",
+        /// It has got one, and for all it knows alone.
+        Alone = 1 => "alone",
+        /// All workers have got it.
+        Group = 2 => "group",
+    }
 }
 
 impl Terminated {
-    /// What stands on a status page, as a name for reports; a number that is none counts as `No`.
+    /// The name of a number on a status page; an unknown number counts as `No`.
     pub fn name_of(value: u32) -> &'static str {
-        match value {
-            1 => "alone",
-            2 => "group",
-            _ => "no",
-        }
+        Self::of_number(value).unwrap_or(Self::No).name()
     }
 }
 
@@ -273,75 +249,53 @@ pub enum StackFile {
 }
 
 impl StackFile {
+    /// What has a number below those of the descriptors.
+    const NUMBERED: [Self; 3] = [Self::NotYet, Self::Refused, Self::SignalTaken];
+
     /// As it stands on the status page.
     pub fn to_u32(self) -> u32 {
         match self {
-            Self::NotYet => 0,
-            Self::Refused => 1,
-            Self::SignalTaken => 2,
-            Self::Descriptor(fd) => fd as u32 + 3,
+            Self::Descriptor(fd) => fd as u32 + Self::NUMBERED.len() as u32,
+            other => Self::NUMBERED.iter().position(|it| *it == other).unwrap_or(0) as u32,
         }
     }
 
     /// Read from the status page; whatever stands there.
     pub fn from_u32(value: u32) -> Self {
-        match value {
-            0 => Self::NotYet,
-            1 => Self::Refused,
-            2 => Self::SignalTaken,
-            more => Self::Descriptor((more - 3) as i32),
+        match Self::NUMBERED.get(value as usize) {
+            Some(numbered) => *numbered,
+            None => Self::Descriptor((value - Self::NUMBERED.len() as u32) as i32),
         }
     }
 }
 
-/// What a worker is doing.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WorkerState {
-    /// Not yet in its loop, or not yet in it again in a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
-    Starting = 0,
-    /// Waiting for a task.
-    Idle = 1,
-    /// In the dataset.
-    Fetch = 2,
-    /// In `collate_fn`.
-    Collate = 3,
-    /// Encoding the batch into the arena.
-    Pack = 4,
-    /// Publishing the result and ringing.
-    Publish = 5,
-    /// Past its last use of the arena.
-    Left = 6,
+numbered_enum! {
+    /// What a worker is doing.
+    pub enum WorkerState {
+        /// Not yet in its loop, or not yet in it again in a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
+        Starting = 0 => "starting",
+        /// Waiting for a task.
+        Idle = 1 => "idle",
+        /// In the dataset.
+        Fetch = 2 => "fetch",
+        /// In `collate_fn`.
+        Collate = 3 => "collate",
+        /// Encoding the batch into the arena.
+        Pack = 4 => "pack",
+        /// Publishing the result and ringing.
+        Publish = 5 => "publish",
+        /// Past its last use of the arena.
+        Left = 6 => "left",
+    }
 }
 
 impl WorkerState {
     /// Number of states.
-    pub const COUNT: usize = 7;
+    pub const COUNT: usize = Self::Left as usize + 1;
 
-    /// The state of a number read out of the arena; a number that is none counts as `Starting`.
+    /// The state of a number read out of the arena; an unknown number counts as `Starting`.
     pub fn from_u32(value: u32) -> Self {
-        match value {
-            1 => Self::Idle,
-            2 => Self::Fetch,
-            3 => Self::Collate,
-            4 => Self::Pack,
-            5 => Self::Publish,
-            6 => Self::Left,
-            _ => Self::Starting,
-        }
-    }
-
-    /// The state's name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Idle => "idle",
-            Self::Fetch => "fetch",
-            Self::Collate => "collate",
-            Self::Pack => "pack",
-            Self::Publish => "publish",
-            Self::Left => "left",
-        }
+        Self::of_number(value).unwrap_or(Self::Starting)
     }
 }
 
@@ -406,6 +360,11 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
+/// Slots of a ring for so many tasks, beside which the epoch's control messages have room.
+const fn ring_slots_for(outstanding: u32) -> u32 {
+    (outstanding + 4).next_power_of_two()
+}
+
 fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
     let (workers, prefetch_factor) = (u64::from(workers), u64::from(outstanding / workers));
     Error::TooMany { workers, prefetch_factor, limit }
@@ -416,22 +375,21 @@ impl Geometry {
     /// `outstanding` tasks; an error if that is too little for the tables and 1 MiB of data a region.
     pub fn new(total: u64, workers: u32, outstanding: u32) -> Result<Self> {
         let ring_slots = Self::ring_slots_of(workers, outstanding)?;
+        Self::lay_out(total, workers, ring_slots).ok_or_else(|| {
+            let limit = format!(
+                "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
+            );
+            too_many(workers, outstanding, limit)
+        })
+    }
+
+    /// `None`: there would be less than 1 MiB of data a region.
+    fn lay_out(total: u64, workers: u32, ring_slots: u32) -> Option<Self> {
         let regions = u64::from(workers) + 1;
         let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
-        let mut geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
-        let fixed = geometry.data_start();
-        let region_len = total.saturating_sub(fixed) / regions / PAGE * PAGE;
-        if region_len < REGION_MIN {
-            return Err(too_many(
-                workers,
-                outstanding,
-                format!(
-                    "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
-                ),
-            ));
-        }
-        geometry.region_len = region_len;
-        Ok(geometry)
+        let geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
+        let region_len = total.saturating_sub(geometry.data_start()) / regions / PAGE * PAGE;
+        (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
     /// Slots of each ring for `workers` workers of at most `outstanding` tasks.
@@ -444,17 +402,20 @@ impl Geometry {
                 format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
             return Err(too_many(workers, outstanding, limit));
         }
-        // Room for the epoch's control messages beside the tasks.
-        Ok((outstanding + 4).next_power_of_two())
+        Ok(ring_slots_for(outstanding))
     }
 
     /// The geometry of a file of `total` bytes whose header says `workers` and `ring_slots`; an error if that cannot be.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32) -> Result<Self> {
-        let geometry = Self::new(total, workers, ring_slots.saturating_sub(4))?;
-        if geometry.ring_slots == ring_slots {
-            return Ok(geometry);
-        }
-        Err(Error::corrupt(format!("a header of {workers} workers and rings of {ring_slots} slots")))
+        let possible = (1..=WORKERS_MAX).contains(&workers)
+            && ring_slots.is_power_of_two()
+            && (ring_slots_for(0)..=ring_slots_for(TASKS_MAX)).contains(&ring_slots);
+        let geometry = if possible { Self::lay_out(total, workers, ring_slots) } else { None };
+        geometry.ok_or_else(|| {
+            Error::corrupt(format!(
+                "a file of {total} bytes whose header says {workers} workers and rings of {ring_slots} slots"
+            ))
+        })
     }
 
     /// Number of regions: one a worker and the main process's.
@@ -554,6 +515,18 @@ mod tests {
             assert_eq!(g.data(0) % PAGE, 0);
             assert!(g.data(g.regions()) <= g.total);
         }
+    }
+
+    #[test]
+    fn a_file_has_the_geometry_that_it_was_made_with() {
+        for (workers, outstanding) in [(1, 0), (1, 2), (3, 6), (64, 128), (2, TASKS_MAX)] {
+            let made = Geometry::new(64 << 30, workers, outstanding).unwrap();
+            assert_eq!(Geometry::of_file(made.total, workers, made.ring_slots).unwrap(), made);
+        }
+        for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 26)] {
+            assert!(matches!(Geometry::of_file(64 << 30, workers, ring_slots), Err(Error::Corrupt { .. })));
+        }
+        assert!(matches!(Geometry::of_file(1 << 20, 2, 8), Err(Error::Corrupt { .. })));
     }
 
     #[test]

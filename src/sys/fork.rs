@@ -1,12 +1,8 @@
-//! Forks: who is a child, and whether a child still lives.
+//! Forks: whether this process is a forked child, and the hooks around a fork.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::failpoint::failpoint;
-use super::identity::FdIdentity;
-use super::map::{Mapping, page_size};
-use super::memfd;
 use crate::error::{Error, Result};
 
 /// How many forks lie between this process and the one that asked first.
@@ -73,48 +69,4 @@ pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern 
     // SYNC: forks-handled (pairs with the Acquire above). Only now: whoever sees it relies on the handlers.
     HANDLING.store(true, Ordering::Release);
     Ok(true)
-}
-
-/// Tells when the processes that were forked while a [`Heirloom`] was there have ended.
-///
-/// The heirloom is a mapping of an empty file. A child has it until it ends or calls exec, whatever descriptors it closes,
-/// and hands it down to its own children. As long as anybody has it the kernel refuses to seal the file against writing.
-#[derive(Debug)]
-pub struct Heirs {
-    file: OwnedFd,
-    identity: FdIdentity,
-}
-
-/// What the children inherit, see [`Heirs`]. It is dropped in the parent after the fork, and never in a child.
-#[derive(Debug)]
-pub struct Heirloom(#[expect(dead_code, reason = "it is there to be inherited")] Mapping);
-
-impl Heirs {
-    /// Those who will be forked while the heirloom is there.
-    pub fn new() -> Result<(Self, Heirloom)> {
-        let file = memfd::create("rl_fork", page_size() as u64)?;
-        let heirloom = Heirloom(Mapping::new(file.as_fd(), page_size())?);
-        let identity = FdIdentity::of(file.as_raw_fd())?;
-        Ok((Self { file, identity }, heirloom))
-    }
-
-    /// Whether nobody has the heirloom any more. Never blocks. False where it cannot be told.
-    pub fn are_gone(&self) -> bool {
-        // The number may be somebody else's file by now, which must not be sealed.
-        self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_end_comes_when_nobody_has_the_mapping() {
-        let (heirs, heirloom) = Heirs::new().unwrap();
-        assert!(!heirs.are_gone());
-        drop(heirloom);
-        assert!(heirs.are_gone());
-        assert!(heirs.are_gone());
-    }
 }

@@ -4,19 +4,20 @@
 //! way out; calls are repeated when a signal interrupts them, except waits, which report it.
 
 pub mod clock;
+pub mod deferred_signals;
 pub mod event;
 pub mod failpoint;
 pub mod fork;
+pub mod fork_witness;
 pub mod futex;
-pub mod hold;
 pub mod identity;
 pub mod map;
 pub mod memfd;
 pub mod memory;
 pub mod owned;
-pub mod peek;
 pub mod pidfd;
 pub mod poll;
+pub mod proc_fd;
 pub mod signal;
 pub mod sigterm;
 pub mod symbol;

@@ -44,7 +44,7 @@ def start_processes(iterator: Iter, core: Engine) -> None:
     # From the workers, so that none is interrupted before it can catch them, and from the hooks of the forks, which
     # lose what a handler raises.
     kept_out = [signal.SIGINT, signal.SIGTERM] if survives_sigterm else [signal.SIGINT]
-    with _core.HeldSignals(kept_out) as blocked:
+    with _core.DeferredSignals(kept_out) as blocked:
         job = main.Job(
             dataset_kind=iterator._dataset_kind,
             auto_collation=iterator._auto_collation,

@@ -12,7 +12,7 @@ use super::state::State;
 use super::submit::hold_back;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Engine, Incoming, Step};
-use crate::interop::stay::call;
+use crate::interop::exit_guard::call;
 use crate::metrics::{Count, SlowTask};
 use crate::python::code;
 use crate::python::meter::short_text;

@@ -11,7 +11,7 @@ use super::{BATCHES, PyEngine};
 use crate::codec;
 use crate::engine::Incoming;
 use crate::engine::completions::Message;
-use crate::interop::stay::call;
+use crate::interop::exit_guard::call;
 use crate::interop::tensor::Bridge;
 use crate::metrics::Count;
 use crate::python::code;

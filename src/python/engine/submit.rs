@@ -8,7 +8,7 @@ use super::PyEngine;
 use super::state::State;
 use crate::codec;
 use crate::error::Error;
-use crate::interop::stay::{call, next_of};
+use crate::interop::exit_guard::{call, next_of};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 

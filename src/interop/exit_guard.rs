@@ -1,11 +1,11 @@
-//! Calls out of Rust that run Python code, on threads that the interpreter's end may find in them: a daemon thread of the
-//! user's in `next`, the pin thread.
+//! Calls from Rust that run Python code, on threads that may be inside them when the interpreter exits: a user's daemon thread in
+//! `next`, the pin thread.
 //!
 //! A thread that wants the GIL back while the interpreter ends is ended by Python (up to 3.13) with `pthread_exit`, which
-//! unwinds its stack, and Rust's part of it would abort the process. It stays here instead, as from Python 3.14 on.
+//! unwinds its stack, and Rust's part of it would abort the process. It is parked here instead, as Python 3.14 does.
 //!
-//! Who comes back from [`Python::detach`], or to [`Python::attach`], needs none of this: PyO3 keeps such a thread in the same
-//! way (`HangThread` in pyo3-ffi). But it says nothing of what a call does in Python, such as a sampler that sleeps.
+//! A return from [`Python::detach`], or a call of [`Python::attach`], needs none of this: PyO3 parks such a thread in the same way
+//! (`HangThread` in pyo3-ffi). But it does not cover a call that releases the GIL in Python, such as a sampler that sleeps.
 
 use std::hint::black_box;
 use std::mem::{forget, transmute};
@@ -19,23 +19,23 @@ type Call = unsafe extern "C" fn(Object, Object, Object) -> Object;
 type UnwindingCall = unsafe extern "C-unwind" fn(Object, Object, Object) -> Object;
 type Next = unsafe extern "C" fn(Object) -> Object;
 type UnwindingNext = unsafe extern "C-unwind" fn(Object) -> Object;
-type LetGo = unsafe extern "C" fn(Object);
-type UnwindingLetGo = unsafe extern "C-unwind" fn(Object);
+type Release = unsafe extern "C" fn(Object);
+type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 
 // The functions are not declared once more as "C-unwind": the compiler has one declaration of a symbol in a unit of code, and
 // where pyo3's comes first it takes our call for one that cannot unwind, too. So it must not see what is called.
 
-/// Calls what runs Python code or waits without the GIL: users' code, pickle, torch's allocator. The arguments are let go of
+/// Calls what runs Python code or waits without the GIL: users' code, pickle, torch's allocator. The arguments are dropped
 /// here.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
     // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
-    let result = staying(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
+    let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
     // SAFETY: a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
     // After the exception has been taken: what ends now may run code.
-    let_go(function.py(), args.into_any().unbind());
+    release(function.py(), args.into_any().unbind());
     result
 }
 
@@ -45,7 +45,7 @@ pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<
     // SAFETY: as in `call`.
     let next = black_box(unsafe { transmute::<Next, UnwindingNext>(ffi::PyIter_Next) });
     // SAFETY: the GIL is held; the object is an iterator.
-    let item = staying(|| unsafe { next(iterator.as_ptr()) });
+    let item = guarded(|| unsafe { next(iterator.as_ptr()) });
     // SAFETY: a new reference, or null: with an exception set, or without one at the end.
     match unsafe { Bound::from_owned_ptr_or_opt(py, item) } {
         Some(item) => Ok(Some(item)),
@@ -53,26 +53,26 @@ pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<
     }
 }
 
-/// Lets go of an object at whose end Python code may run.
-pub fn let_go(_: Python<'_>, object: Py<PyAny>) {
+/// Drops an object whose finalizer may run Python code.
+pub fn release(_: Python<'_>, object: Py<PyAny>) {
     // SAFETY: as in `call`.
-    let let_go = black_box(unsafe { transmute::<LetGo, UnwindingLetGo>(ffi::Py_DecRef) });
+    let release = black_box(unsafe { transmute::<Release, UnwindingRelease>(ffi::Py_DecRef) });
     // SAFETY: the GIL is held; the reference was the caller's, and is given up.
-    staying(|| unsafe { let_go(object.into_ptr()) });
+    guarded(|| unsafe { release(object.into_ptr()) });
 }
 
-/// Makes a call. Where it does not return, but unwinds the stack, the thread stays here.
-fn staying<R>(call: impl FnOnce() -> R) -> R {
-    let stay = Stay;
+/// Makes a call. If it unwinds the stack instead of returning, the thread is parked here.
+fn guarded<R>(call: impl FnOnce() -> R) -> R {
+    let guard = ParkOnUnwind;
     let result = call();
-    forget(stay);
+    forget(guard);
     result
 }
 
 /// Dropped only when the stack is unwound.
-struct Stay;
+struct ParkOnUnwind;
 
-impl Drop for Stay {
+impl Drop for ParkOnUnwind {
     fn drop(&mut self) {
         loop {
             std::thread::park();

@@ -1,22 +1,22 @@
-//! Keeps signals back that have a handler, for the moments in which workers are forked.
+//! Defers signals that have a handler while workers are forked.
 //!
 //! To block them in the starting thread is not enough: the kernel gives a signal of the process to any thread that does not
 //! block it, and libraries have threads of their own. Python would then run its handler within the hooks of the fork, and
 //! what is raised there is lost. Here the process's handler is replaced by one that takes a note.
 //!
-//! Callers take turns (they hold the GIL). No lock: a process may be forked at any moment, and in the fork the signals must
-//! have the effect that they had.
+//! Callers hold the GIL, so that one at a time is in here. There is no lock: a process may be forked at any moment, and in the
+//! child the signals must have the effect that they had before.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
 use super::signal::{action_of, set_action};
 
-/// One signal.
-struct Slot {
+/// One signal that can be deferred.
+struct Deferral {
     signal: i32,
-    /// The process in which it is held back; 0: in none.
+    /// The process in which it is deferred; 0: in none.
     owner: AtomicI32,
-    /// How many hold it back there.
+    /// How many callers defer it there.
     holders: AtomicU32,
     /// It came meanwhile.
     came: AtomicBool,
@@ -25,25 +25,25 @@ struct Slot {
     old_takes_info: AtomicBool,
 }
 
-static SLOTS: [Slot; 2] = [Slot::new(libc::SIGINT), Slot::new(libc::SIGTERM)];
+static DEFERRALS: [Deferral; 2] = [Deferral::new(libc::SIGINT), Deferral::new(libc::SIGTERM)];
 
-/// The signals that one holder keeps back. To be given up by [`Held::release`].
+/// The signals that one caller defers, until [`Deferred::release`].
 #[derive(Debug)]
 #[must_use]
-pub struct Held([bool; 2]);
+pub struct Deferred([bool; 2]);
 
-/// Keeps `signals` back until [`Held::release`]; not those where that is not needed or not to be had: there is no handler, it
-/// is neither SIGINT nor SIGTERM, or the system refuses.
-pub fn hold(signals: &[i32]) -> Held {
-    Held(SLOTS.each_ref().map(|slot| signals.contains(&slot.signal) && slot.hold()))
+/// Defers `signals` until [`Deferred::release`]. A signal that has no handler, is neither SIGINT nor SIGTERM, or whose handler the
+/// system does not let us replace, is left alone.
+pub fn defer(signals: &[i32]) -> Deferred {
+    Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
 
-impl Held {
-    /// The handlers as they were. What this was the last to keep back, and came meanwhile, comes again, to this thread: only
-    /// now, because what a handler raises ends the work of whoever called this.
+impl Deferred {
+    /// Restores the handlers. A signal that came meanwhile, and that no other caller defers, is raised again in this thread: last,
+    /// because what a handler raises ends the caller's work.
     pub fn release(self) {
-        let mine = || SLOTS.iter().zip(self.0).filter(|(_, held)| *held).map(|(slot, _)| slot);
-        let came: Vec<i32> = mine().filter(|slot| slot.release()).map(|slot| slot.signal).collect();
+        let mine = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
+        let came: Vec<i32> = mine().filter(|it| it.end()).map(|it| it.signal).collect();
         for signal in came {
             // SAFETY: raise takes a number.
             unsafe { libc::raise(signal) };
@@ -52,17 +52,17 @@ impl Held {
 }
 
 extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    let Some(slot) = slot_of(signal) else { return };
+    let Some(deferral) = deferral_of(signal) else { return };
     let pid = getpid();
-    if slot.owner.load(Ordering::SeqCst) == pid {
-        slot.came.store(true, Ordering::SeqCst);
-        // Unless `Slot::release` has gone by meanwhile, it sees the note.
-        if slot.owner.load(Ordering::SeqCst) == pid || !slot.came.swap(false, Ordering::SeqCst) {
+    if deferral.owner.load(Ordering::SeqCst) == pid {
+        deferral.came.store(true, Ordering::SeqCst);
+        // Unless `Deferral::end` has gone by meanwhile, it sees the note.
+        if deferral.owner.load(Ordering::SeqCst) == pid || !deferral.came.swap(false, Ordering::SeqCst) {
             return;
         }
     }
-    let old = slot.old.load(Ordering::Relaxed);
-    if slot.old_takes_info.load(Ordering::Relaxed) {
+    let old = deferral.old.load(Ordering::Relaxed);
+    if deferral.old_takes_info.load(Ordering::Relaxed) {
         // SAFETY: the kernel took it for a function of this type, as SA_SIGINFO says.
         let old: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
             unsafe { std::mem::transmute(old) };
@@ -74,15 +74,15 @@ extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: 
     }
 }
 
-fn slot_of(signal: i32) -> Option<&'static Slot> {
-    SLOTS.iter().find(|slot| slot.signal == signal)
+fn deferral_of(signal: i32) -> Option<&'static Deferral> {
+    DEFERRALS.iter().find(|it| it.signal == signal)
 }
 
 fn getpid() -> i32 {
     std::process::id() as i32
 }
 
-impl Slot {
+impl Deferral {
     const fn new(signal: i32) -> Self {
         Self {
             signal,
@@ -94,8 +94,8 @@ impl Slot {
         }
     }
 
-    /// Says whether it is kept back from now on.
-    fn hold(&self) -> bool {
+    /// Begins to defer it; false where it is not deferred.
+    fn begin(&self) -> bool {
         let pid = getpid();
         if self.owner.load(Ordering::Relaxed) == pid {
             self.holders.fetch_add(1, Ordering::Relaxed);
@@ -107,7 +107,7 @@ impl Slot {
         }
         self.came.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
-        // In a fork out of a process that held it back ours is there already.
+        // In a child of a process that deferred it ours is there already.
         if action.sa_sigaction != handler as *const () as usize {
             self.old.store(action.sa_sigaction, Ordering::Relaxed);
             self.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
@@ -121,8 +121,8 @@ impl Slot {
         true
     }
 
-    /// Ends one [`Slot::hold`]. When the last one does, the handler is as it was; says whether the signal came meanwhile.
-    fn release(&self) -> bool {
+    /// Ends one [`Deferral::begin`]. The last one restores the handler; returns whether the signal came meanwhile.
+    fn end(&self) -> bool {
         if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1
         {
             return false;
@@ -157,12 +157,12 @@ mod tests {
     use super::*;
 
     static SEEN: AtomicU32 = AtomicU32::new(0);
-    /// SIGINTs whose handler found SIGTERM held back.
+    /// SIGINTs whose handler found SIGTERM deferred.
     static TOO_SOON: AtomicU32 = AtomicU32::new(0);
 
     extern "C" fn note(signal: libc::c_int) {
         SEEN.fetch_add(1, Ordering::SeqCst);
-        let term = slot_of(libc::SIGTERM).unwrap().owner.load(Ordering::SeqCst);
+        let term = deferral_of(libc::SIGTERM).unwrap().owner.load(Ordering::SeqCst);
         TOO_SOON.fetch_add(u32::from(signal == libc::SIGINT && term != 0), Ordering::SeqCst);
     }
 
@@ -177,40 +177,40 @@ mod tests {
 
     /// One test: the signals are the process's.
     #[test]
-    fn a_signal_that_is_held_back_comes_once_and_afterwards() {
+    fn a_deferred_signal_comes_once_and_afterwards() {
         let (signal, both) = (libc::SIGTERM, [libc::SIGINT, libc::SIGTERM]);
-        assert_eq!(hold(&[libc::SIGUSR1, signal]).0, [false; 2], "no handler, nothing to hold back");
-        let defaults = both.map(|signal| slot_of(signal).unwrap().action().unwrap());
+        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; 2], "no handler, nothing to defer");
+        let defaults = both.map(|signal| deferral_of(signal).unwrap().action().unwrap());
         for (signal, mut action) in both.into_iter().zip(defaults) {
             action.sa_sigaction = note as *const () as usize;
-            assert!(slot_of(signal).unwrap().set(&action));
+            assert!(deferral_of(signal).unwrap().set(&action));
         }
-        let slot = slot_of(signal).unwrap();
+        let deferral = deferral_of(signal).unwrap();
 
-        let (first, second) = (hold(&[signal]), hold(&[signal]));
+        let (first, second) = (defer(&[signal]), defer(&[signal]));
         raise(signal);
         raise(signal);
         first.release();
-        assert_eq!(seen(), 0, "one still holds it back");
+        assert_eq!(seen(), 0, "one still defers it");
         second.release();
         assert_eq!(seen(), 1);
-        assert_eq!(slot.action().unwrap().sa_sigaction, note as *const () as usize);
+        assert_eq!(deferral.action().unwrap().sa_sigaction, note as *const () as usize);
         raise(signal);
         assert_eq!(seen(), 2);
 
         // Two are let in together: the handler of the one may raise.
-        let held = hold(&both);
+        let deferred = defer(&both);
         both.into_iter().for_each(raise);
         assert_eq!(seen(), 2);
-        held.release();
+        deferred.release();
         assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
 
         // In a fork it has the effect that it had.
-        let parents = hold(&[signal]);
-        slot.owner.store(getpid() + 1, Ordering::SeqCst);
+        let parents = defer(&[signal]);
+        deferral.owner.store(getpid() + 1, Ordering::SeqCst);
         raise(signal);
         assert_eq!(seen(), 5);
-        let mine = hold(&[signal]);
+        let mine = defer(&[signal]);
         raise(signal);
         assert_eq!(seen(), 5);
         mine.release();
@@ -218,7 +218,7 @@ mod tests {
         parents.release();
         assert_eq!(seen(), 6, "nothing to be released");
         for (signal, action) in both.into_iter().zip(defaults) {
-            assert!(slot_of(signal).unwrap().set(&action));
+            assert!(deferral_of(signal).unwrap().set(&action));
         }
     }
 }

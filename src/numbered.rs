@@ -1,0 +1,59 @@
+//! Enums whose numbers stand in shared memory.
+
+/// Defines an enum together with the way back from a number, out of one list. Where the list gives names, for reports and
+/// statistics, `name` returns them.
+macro_rules! numbered_enum {
+    ($(#[$meta:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $number:literal,)* }) => {
+        $(#[$meta])*
+        #[repr(u32)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $enum { $($(#[$doc])* $variant = $number,)* }
+
+        impl $enum {
+            /// The value of a number; `None` if no value has it.
+            #[inline]
+            pub const fn of_number(number: u32) -> Option<Self> {
+                match number {
+                    $($number => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+    ($(#[$meta:meta])* pub enum $enum:ident {
+        $($(#[$doc:meta])* $variant:ident = $number:literal => $name:literal,)*
+    }) => {
+        numbered_enum! { $(#[$meta])* pub enum $enum { $($(#[$doc])* $variant = $number,)* } }
+
+        impl $enum {
+            /// The name in reports.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+        }
+    };
+}
+
+pub(crate) use numbered_enum;
+
+#[cfg(test)]
+mod tests {
+    numbered_enum! {
+        /// Two values.
+        pub enum Pair {
+            /// The first.
+            First = 1 => "first",
+            /// The second.
+            Second = 7 => "second",
+        }
+    }
+
+    #[test]
+    fn a_value_comes_back_from_its_number() {
+        for (number, value, name) in [(1, Pair::First, "first"), (7, Pair::Second, "second")] {
+            assert_eq!((value as u32, value.name()), (number, name));
+            assert_eq!(Pair::of_number(number), Some(value));
+        }
+        assert_eq!([0, 2, 8, u32::MAX].map(Pair::of_number), [None; 4]);
+    }
+}
