@@ -12,9 +12,9 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if sys.platform.startswith("linux"):
-    from rustloader.iterator import compat, fallback
+    from rustloader.iterator import fallback
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-    from rustloader.iterator.torch_side import TorchIter, in_torch
+    from rustloader.torch_side import TorchIter, in_torch, is_torchs
 else:
     from rustloader import unsupported
 
@@ -110,7 +110,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
     """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
-    if not compat.is_torchs(get_iterator, torch_dataloader):
+    if not is_torchs(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:

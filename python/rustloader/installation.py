@@ -17,7 +17,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from rustloader import options
 from rustloader.install_handle import Installed
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
-from rustloader.iterator.torch_side import IterType, TorchIter
+from rustloader.torch_side import IterType, TorchIter
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 

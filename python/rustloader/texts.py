@@ -1,8 +1,8 @@
-"""Numbers as texts: counts with their plural, times and sizes with a unit."""
+"""Numbers as texts: counts with their plural, times and sizes with a unit; names of types."""
 
 from __future__ import annotations
 
-__all__ = ["count_of", "duration", "short_index", "size"]
+__all__ = ["count_of", "duration", "short_index", "size", "type_name"]
 
 
 _PLURALS = {"batch": "batches", "copy": "copies"}
@@ -40,3 +40,9 @@ def short_index(index: str, limit: int = 40) -> str:
     if not shown:
         return f"{index[:limit]}..."
     return f"{shown}, ... {in_all}" if in_all else f"{shown}, ...{index[-1] if index[-1] in '])' else ''}"
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, with its module unless that is ``builtins``."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -33,7 +33,7 @@ LOADERS = """
     from torch.utils.data import DataLoader, Dataset, IterableDataset
 
     def on_us():
-        return rustloader.iterator.torch_side.IterType.stand_in is not None
+        return rustloader.torch_side.IterType.stand_in is not None
 
     class Draws(Dataset):
         def __init__(self, at=None, act=None):

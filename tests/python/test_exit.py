@@ -91,8 +91,8 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
 def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     process, pids = started("""
     import atexit
-    from rustloader.workers import shutdown
-    shutdown.EXIT_GRACE = 60
+    from rustloader.workers import group
+    group.EXIT_GRACE = 60
     # Runs just before the hook that waits for the stuck worker.
     atexit.register(print, "ending", flush=True)
     iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
@@ -277,7 +277,7 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
 def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
     status, out, err = run_script("""
         import threading
-        from rustloader.workers import shutdown
+        from rustloader.workers import group
         from sample_data import Numbers
         has_one, go, ended = threading.Event(), threading.Event(), threading.Event()
         iterator = iter(DataLoader(Numbers(40), num_workers=2))
@@ -289,7 +289,7 @@ def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         assert has_one.wait(60)
-        shutdown._end_all()
+        group._end_all()
         go.set()
         print(ended.wait(1), thread.is_alive(), list(iterator))
     """)
@@ -349,7 +349,7 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
         f"""
         import pathlib, subprocess, threading
         from sample_data import Numbers
-        from rustloader.workers import shutdown
+        from rustloader.workers import group
         folder = pathlib.Path({str(tmp_path)!r})
         class Busy(Numbers):
             def __getitem__(self, i):
@@ -362,7 +362,7 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
                     time.sleep(60)
                 return torch.tensor(i)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        shutdown.KILL_AFTER = 60
+        group.KILL_AFTER = 60
         torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
         iterator = iter(DataLoader(Busy(4), num_workers=1, batch_size=None))
         next(iterator)

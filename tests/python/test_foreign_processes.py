@@ -31,7 +31,8 @@ from support import (
 if not TORCH_MODE:
     from rustloader import _core, cleanup, report
     from rustloader.iterator import fallback
-    from rustloader.workers import shutdown
+    from rustloader.workers import group
+    from rustloader.workers import process as worker_process
 
 FORK = multiprocessing.get_context("fork")
 NOT_A_SUBCLASS = "is not a subclass of multiprocessing.process.BaseProcess"
@@ -330,10 +331,10 @@ def test_only_real_processes_are_killed_after_a_failed_start():
     thread = AsThread()
     thread.kill = Lies.kill
     for process in (Lies(), thread, FORK.Process(), None):
-        shutdown.kill(process)
+        worker_process.kill(process)
     real = FORK.Process(target=time.sleep, args=(1000,))
     real.start()
-    shutdown.kill(real)
+    worker_process.kill(real)
     assert real.exitcode == -9
 
 
@@ -397,7 +398,7 @@ def test_the_error_of_a_start_comes_before_that_of_the_shutdown():
 @pytest.mark.ours
 @pytest.mark.warns
 def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
-    monkeypatch.setattr(shutdown, "STATUS_AFTER", "no number")  # the join of each process raises a TypeError
+    monkeypatch.setattr(worker_process, "STATUS_AFTER", "no number")  # the join of each process raises a TypeError
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
     next(iterator)
     pids = worker_pids(iterator)
@@ -407,7 +408,7 @@ def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
     assert all(map(gone, pids))
     lines = [line for line in logged(caplog) if line.startswith("a step of a DataLoader's shutdown failed: TypeError")]
     assert len(lines) == 2, caplog.text
-    assert id(iterator) not in shutdown.live
+    assert iterator._group not in group._live
     for process in iterator._workers:
         del process._popen.poll
         process.join()

@@ -69,13 +69,11 @@ class Recorded:
 
 
 @pytest.mark.ours
-def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host, monkeypatch):
+def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host):
     iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
     pids, calls = worker_pids(iterator), []
-    engine = Recorded(iterator._engine(), calls)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(iterator), "_engine", lambda _: engine)
-        iterator._shutdown_workers()
+    iterator._group.engine = Recorded(iterator._engine(), calls)
+    iterator._shutdown_workers()
     ending = [name for name in calls if name in ("stop_pinning", "close", "join_pinning", "wait_gone")]
     assert ending[:4] == ["stop_pinning", "close", "join_pinning", "wait_gone"]
     assert none_left(pids)

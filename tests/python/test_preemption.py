@@ -10,7 +10,7 @@ import torch
 from sample_data import Numbers, Slow
 from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids, workers_say
 
-from rustloader.workers import shutdown
+from rustloader.workers import group
 
 pytestmark = pytest.mark.ours
 
@@ -143,7 +143,7 @@ def test_a_worker_that_ends_itself_is_gone_at_once(tmp_path):
 
 def test_shutdown_ends_workers_as_ever(monkeypatch, patient):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    monkeypatch.setattr(shutdown, "KILL_AFTER", 25)
+    monkeypatch.setattr(group, "KILL_AFTER", 25)
     iterator = iter(DataLoader(Slow(4, {0: 60, 1: 60}), batch_size=None, num_workers=2))
     assert workers_say(iterator, state="fetch")
     terminate(*worker_pids(iterator))

@@ -657,9 +657,9 @@ def test_an_error_of_the_callback_loses_no_batch():
 def test_workers_report_nothing(tmp_path):
     class Nested(Numbers):
         def __getitem__(self, i):
-            from rustloader.metrics import report
+            from rustloader import hooks
 
-            return len(report._running)
+            return len(hooks.before_next)
 
     loader = DataLoader(Nested(4), batch_size=None, num_workers=1)
     with rustloader.report(loader, lambda stats: None):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rustloader.texts import type_name
+
 __all__ = ["Leaf", "difference", "leaves", "nbytes", "summary"]
 
 
@@ -34,26 +36,26 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
             yield from leaves(vars(value), f"{path}.__dict__", inside)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         order = "Fortran" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        yield Leaf(path, f"{_name(value)} {value.dtype} {list(value.shape)}, {order} order", value)
+        yield Leaf(path, f"{type_name(value)} {value.dtype} {list(value.shape)}, {order} order", value)
     elif isinstance(value, Mapping):
-        yield Leaf(path, f"{_name(value)} of {len(value)}", None)
+        yield Leaf(path, f"{type_name(value)} of {len(value)}", None)
         for key in value:
             yield from leaves(value[key], f"{path}[{key!r}]", inside)
     elif isinstance(value, (list, tuple)):
-        yield Leaf(path, f"{_name(value)} of {len(value)}", None)
+        yield Leaf(path, f"{type_name(value)} of {len(value)}", None)
         for k, item in enumerate(value):
             yield from leaves(item, f"{path}[{k}]", inside)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray)):
-        yield Leaf(path, _name(value), value)
+        yield Leaf(path, type_name(value), value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield Leaf(path, _name(value), None)
+        yield Leaf(path, type_name(value), None)
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name, None), f"{path}.{field.name}", inside)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield Leaf(path, _name(value), None)
+        yield Leaf(path, type_name(value), None)
         yield from leaves(vars(value), f"{path}.__dict__", inside)
     else:
-        yield Leaf(path, _name(value), value)
+        yield Leaf(path, type_name(value), value)
 
 
 def summary(batch: Any) -> list[tuple[str, str, bytes]]:
@@ -83,13 +85,8 @@ def difference(theirs: Any, ours: Any) -> str:
     return "the same now; it changed between two calls"
 
 
-def _name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _tensor_kind(tensor: torch.Tensor) -> str:
-    text = f"{_name(tensor)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    text = f"{type_name(tensor)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if tensor.layout != torch.strided:
         text += f", {str(tensor.layout).removeprefix('torch.')}"
     elif tensor.stride() != torch.empty(tensor.shape, device="meta").stride():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
-if TYPE_CHECKING:
-    from rustloader._core import Engine
+from rustloader._core import Engine
+from rustloader.torch_side import is_torchs
 
 __all__ = ["DoneEvent", "Pinner", "Thread", "allocate"]
 
 # torch's function and method, for as long as nobody has replaced them; None where somebody was there before us.
 _pin_memory: Any = _utils.pin_memory.pin_memory
-if getattr(_pin_memory, "__globals__", None) is not vars(_utils.pin_memory):
+if not is_torchs(_pin_memory, _utils.pin_memory):
     _pin_memory = None
 _tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.Tensor.pin_memory
 

@@ -1,62 +1,32 @@
-"""Parts of torch's iterator that programs reach for although they are its own affair.
+"""Stand-ins for the queues, events and counters of torch's iterator, which programs use although they are private.
 
 Shutdown routines that were copied out of torch touch its queues and its event; subclasses read its counters. The
-engine has no such parts: what stands here answers for them, so that such code does no harm and ends the workers.
-Subclasses that put themselves between these parts are found by :func:`foreign_part`, and run whole on torch's iterator;
-so does every loader once a program has replaced such a part in torch's own modules (:func:`replaced_part`).
+engine has no such parts: the stand-ins here answer for them, so that such code does no harm and ends the workers.
+If a program puts itself between these parts, :mod:`rustloader.iterator.fallback` sees it, and torch's iterator runs.
 """
 
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch.utils.data import _utils
-from torch.utils.data import dataloader as torch_dataloader
+from rustloader._core import Engine
 
-if TYPE_CHECKING:
-    from rustloader.iterator.core import _MultiProcessingDataLoaderIter as Iter
-
-__all__ = ["add_parts", "foreign_part", "is_torchs", "replaced_part"]
-
-# Methods of torch's loop that have no counterpart in the engine.
-_FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
-# A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
-# shutdown routine is none of these: see `_Part`.)
-_FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
-# Methods of torch's iterator in whose place the engine works, or that it has no place for.
-_REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
+__all__ = ["add_parts"]
 
 
-def is_torchs(function: Any, module: types.ModuleType) -> bool:
-    """Whether a function was written in a module, torch's for example, and not put there by a program."""
-    return getattr(function, "__globals__", None) is vars(module)
+class Iter(Protocol):
+    """What the stand-ins need of the iterator."""
 
+    _workers: list[Any]
 
-def replaced_part(torchs: type) -> str | None:
-    """What of torch's own iterator or worker a program has replaced; None when all is torch's."""
-    if not is_torchs(_utils.worker._worker_loop, _utils.worker):
-        return "torch.utils.data._utils.worker._worker_loop was replaced"
-    for name in _REPLACED_METHODS:
-        if not is_torchs(getattr(torchs, name), torch_dataloader):
-            return f"{name} of torch's own iterator was replaced"
-    return None
+    @property
+    def _core(self) -> Engine | None: ...
 
+    def _engine(self) -> Engine: ...
 
-def foreign_part(cls: type, ours: type) -> str | None:
-    """How a subclass of the iterator takes part in torch's own loop; None when it does not."""
-    for base in cls.__mro__[: cls.__mro__.index(ours)]:
-        for name, value in vars(base).items():
-            if name in _FOREIGN_METHODS:
-                return f"{cls.__qualname__} overrides {name}"
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, types.FunctionType):
-                used = _FOREIGN_NAMES.intersection(function.__code__.co_names)
-                if used:
-                    return f"{cls.__qualname__}.{name} uses {min(used)}"
-    return None
+    def _dismiss(self, worker_id: int) -> None: ...
 
 
 class _DoneEvent:
@@ -157,7 +127,7 @@ _PARTS: dict[str, Callable[[Iter], Any]] = {
 }
 
 
-def add_parts(cls: type[Iter]) -> None:
+def add_parts(cls: type) -> None:
     """Has the iterator's class answer for the attributes of torch's that it does not have."""
     for name in _PARTS:
         setattr(cls, name, _Part(name))

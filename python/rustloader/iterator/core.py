@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,20 +13,22 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import _core, options
-from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine
+from rustloader import hooks, options
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine, observed
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.device import pinning
 from rustloader.iterator import compat, fallback
-from rustloader.iterator.torch_side import IterType, TorchIter, in_torch
-from rustloader.metrics import ledger, report
-from rustloader.workers import deaths, shutdown, stalls, start
+from rustloader.metrics import ledger
+from rustloader.torch_side import IterType, TorchIter, in_torch, is_torchs
+from rustloader.workers import deaths, process, stalls
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.group import EXIT_GRACE, WorkerGroup, exiting, interrupt_again
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
 # torch's own, unless somebody was here before: spares most batches a closer look.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
-if not compat.is_torchs(_torchs_next_index, torch_dataloader):
+if not is_torchs(_torchs_next_index, torch_dataloader):
     _torchs_next_index = None
 
 _LENGTH_WARNING = (
@@ -50,7 +53,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     """
 
     # What methods need that may run before `__init__` has come far, or without it.
-    _core: Engine | None = None
+    _group: WorkerGroup | None = None
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
@@ -90,11 +93,11 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if core is None:
             name = "num_workers" if self._num_workers <= 0 else "prefetch_factor"
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
-        self._core = core
+        self._workers = []
+        self._own(core)
         ledger.of(self).serve()
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
-        self._workers = []
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -103,20 +106,38 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         try:
             super()._shutdown_workers()
         except Exception as error:
-            for process in self._workers:
-                quietly(shutdown.kill, process)
+            for worker in self._workers:
+                quietly(process.kill, worker)
             if not isinstance(error, AttributeError):
                 raise
 
     # --- workers -----------------------------------------------------------------------------------------------
 
+    def _own(self, core: Engine) -> None:
+        """Takes an engine, whose workers have yet to be started."""
+        self._group = WorkerGroup(core, self._workers, weakref.WeakMethod(self._note_exit))
+
+    def _note_exit(self) -> None:
+        """The interpreter's exit has ended the workers."""
+        self._shutdown = True
+
     def _start_workers(self) -> None:
-        shutdown.live[id(self)] = self
-        core = self._engine()
+        group = self._group
+        assert group is not None
+        core = group.engine
         ledger.of(self).add(core.meter)
         try:
-            start.start_processes(self, core)
-            ledger.of(self).start_workers([process.pid for process in self._workers], core.meter)
+            job = Job(
+                dataset_kind=self._dataset_kind,
+                auto_collation=self._auto_collation,
+                collate_fn=self._collate_fn,
+                drop_last=self._drop_last,
+                base_seed=int(self._base_seed),
+                init_fn=self._worker_init_fn,
+                num_workers=self._num_workers,
+            )
+            group.start(self._context, self._dataset, job)
+            ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 core.start_pinning(pinning.Pinner(self._pin_memory_device))
                 self._pin_memory_thread = pinning.Thread(core)  # type: ignore[assignment]
@@ -132,21 +153,26 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         core, reason = fallback.make_engine(self)
         if core is None:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
-        self._core = core
         self._workers.clear()
+        self._own(core)
         self._shutdown = False
         self._death = self._death_note = None
         self._start_workers()
 
+    @property
+    def _core(self) -> Engine | None:
+        return None if self._group is None else self._group.engine
+
     def _engine(self) -> Engine:
-        if self._core is None:
+        group = self._group
+        if group is None:
             raise AssertionError("the DataLoader iterator was not initialized")
-        return self._core
+        return group.engine
 
     @property
     def engine_batches(self) -> int:
         """Number of batches that the Rust engine has delivered; 0 when torch's own iterator does the work."""
-        return 0 if self._core is None else self._core.batches
+        return 0 if self._group is None else self._group.engine.batches
 
     # --- an epoch ----------------------------------------------------------------------------------------------
 
@@ -172,16 +198,16 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
         """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
         next_index = type(self)._next_index
-        if next_index is _torchs_next_index or compat.is_torchs(next_index, torch_dataloader):
+        if next_index is _torchs_next_index or is_torchs(next_index, torch_dataloader):
             return self._sampler_iter
         return self._next_index
 
     def __next__(self) -> Any:
         if self._passthrough:
-            report.look()
+            hooks.run()
             return super().__next__()
-        if _core.observed():
-            report.look()
+        if observed():
+            hooks.run()
             with torch.autograd.profiler.record_function(self._profile_name):
                 return self._counted_next()
         return self._counted_next()
@@ -260,7 +286,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             core = self._engine()
             core.close()
             # Its last word comes just before its end.
-            core.join_pinning(shutdown.EXIT_GRACE)
+            core.join_pinning(EXIT_GRACE)
             raise self._death_error()
 
     def _note_death(self, worker_id: int) -> None:
@@ -296,19 +322,19 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if self._passthrough:
             super()._shutdown_workers()
             return
-        core = self._core
-        if core is None or self._shutdown or not core.is_ours or shutdown.exiting():
+        group = self._group
+        if group is None or self._shutdown or not group.engine.is_ours or exiting():
             return
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
         ledger.end_workers(self)
-        shutdown.end([self], _utils.MP_STATUS_CHECK_INTERVAL, shutdown.KILL_AFTER)
+        group.end(_utils.MP_STATUS_CHECK_INTERVAL)
 
     def __del__(self) -> None:
         try:
             self._shutdown_workers()
         except KeyboardInterrupt:
-            shutdown.interrupt_again()
+            interrupt_again()
 
     # --- what copied code reaches for --------------------------------------------------------------------------
 

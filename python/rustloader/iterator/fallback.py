@@ -1,29 +1,37 @@
-"""Whether a loader can have the engine; else it runs on torch's own iterator, and the log says why."""
+"""Decides whether the engine can serve a loader. Otherwise it runs on torch's own iterator, and the log says why."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing.context
+import types
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.multiprocessing
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, _utils
+from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader._core import Engine
-from rustloader.iterator import compat
-from rustloader.iterator.torch_side import TorchIter
 from rustloader.metrics import ledger
+from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import stalls
+from rustloader.workers.process import process_class
 
-__all__ = ["context_of", "fall_back", "make_engine", "process_class", "why_not"]
+__all__ = ["context_of", "fall_back", "make_engine", "why_not"]
 
 logger = logging.getLogger("rustloader")
 
 # What torch uses of a worker's process. The engine waits for the process itself and signals it, so it can stand in for
 # multiprocessing's methods alone.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
+# Methods of torch's loop that have no counterpart in the engine.
+_FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
+# A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
+# shutdown routine is none of these: see `compat`.)
+_FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
+# Methods of torch's iterator in whose place the engine works, or that it has no place for.
+_REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
 def why_not(cls: type, ours: type, loader: Any) -> str | None:
@@ -34,21 +42,13 @@ def why_not(cls: type, ours: type, loader: Any) -> str | None:
     foreign = _foreign_process(context_of(loader))
     if foreign is not None:
         return foreign
-    return compat.replaced_part(TorchIter) or compat.foreign_part(cls, ours)
+    return _replaced_part(TorchIter) or _foreign_part(cls, ours)
 
 
 def context_of(loader: Any) -> Any:
     """What starts the workers of a loader."""
     context = loader.multiprocessing_context
     return torch.multiprocessing if context is None else context
-
-
-def process_class(context: Any) -> Any:
-    """The class of a context's processes, where it names one."""
-    kind = getattr(context, "Process", None)
-    while isinstance(kind, functools.partial):
-        kind = kind.func
-    return kind
 
 
 def _foreign_process(context: Any) -> str | None:
@@ -60,8 +60,32 @@ def _foreign_process(context: Any) -> str | None:
     for name in _PROCESS_METHODS:
         if getattr(kind, name) is not getattr(BaseProcess, name):
             return f"the Process of its multiprocessing context has its own {name}"
-    if not compat.is_torchs(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
+    if not is_torchs(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
         return "the Process of its multiprocessing context has its own way to start"
+    return None
+
+
+def _replaced_part(torchs: type) -> str | None:
+    """What of torch's own iterator or worker a program has replaced; None when all is torch's."""
+    if not is_torchs(_utils.worker._worker_loop, _utils.worker):
+        return "torch.utils.data._utils.worker._worker_loop was replaced"
+    for name in _REPLACED_METHODS:
+        if not is_torchs(getattr(torchs, name), torch_dataloader):
+            return f"{name} of torch's own iterator was replaced"
+    return None
+
+
+def _foreign_part(cls: type, ours: type) -> str | None:
+    """How a subclass of the iterator takes part in torch's own loop; None when it does not."""
+    for base in cls.__mro__[: cls.__mro__.index(ours)]:
+        for name, value in vars(base).items():
+            if name in _FOREIGN_METHODS:
+                return f"{cls.__qualname__} overrides {name}"
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, types.FunctionType):
+                used = _FOREIGN_NAMES.intersection(function.__code__.co_names)
+                if used:
+                    return f"{cls.__qualname__}.{name} uses {min(used)}"
     return None
 
 

@@ -13,8 +13,8 @@ import time
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from rustloader import _core
 from rustloader._core import Meter
+from rustloader._core import figures as figures_of
 
 __all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_threads", "of_work", "started", "total"]
 
@@ -129,7 +129,7 @@ class Workers:
         """By the worker's number."""
         if self._ended is not None:
             return self._ended
-        workers = _core.figures([self._meter])["workers"]
+        workers = figures_of([self._meter])["workers"]
         times = [of_process(pid, start) for pid, start in self._processes]
         # In a forked child there may be no figures.
         found = [of_work(time, figures) for time, figures in zip(times, workers, strict=False)]

@@ -13,8 +13,8 @@ import threading
 import weakref
 from typing import Any
 
-from rustloader import _core
 from rustloader._core import Meter
+from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 
 __all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
@@ -106,7 +106,7 @@ class Ledger:
 
     def figures(self) -> dict[str, Any]:
         """What has been counted, see ``_core.figures``."""
-        return _core.figures([self._ended, *self._meters])
+        return figures_of([self._ended, *self._meters])
 
 
 # By the object's id: loaders may compare by value, and then have no hash.

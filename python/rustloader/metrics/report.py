@@ -6,15 +6,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rustloader import _core
+from rustloader import hooks
+from rustloader._core import set_reporting
 from rustloader.cleanup import clean_up_after
+from rustloader.metrics.figures import Stats, check_interval
+from rustloader.metrics.stats import stats
 
-if TYPE_CHECKING:
-    from rustloader.metrics.figures import Stats
-
-__all__ = ["look", "report"]
+__all__ = ["report"]
 
 
 class _Reporter:
@@ -24,29 +24,22 @@ class _Reporter:
         self.source, self.callback, self.every = source, callback, every
         self.due = time.monotonic() + every
 
-    def tell(self) -> None:
-        from rustloader.metrics.stats import stats
+    def look(self) -> None:
+        """Calls the callback if it is due. `_core.observed()` has each `next` come here."""
+        if time.monotonic() >= self.due:
+            self.call()
 
+    def call(self) -> None:
+        """Calls the callback."""
         # First, so that a callback which iterates over a loader itself does not come back here.
         self.due = time.monotonic() + self.every
         self.callback(stats(self.source))
 
 
-# Those in force. While there are some, `_core.observed()` has each `next` come to `look`.
-_running: list[_Reporter] = []
-
-
-def look() -> None:
-    """Calls the callbacks that are due."""
-    for reporter in list(_running):
-        if time.monotonic() >= reporter.due:
-            reporter.tell()
-
-
 def _forget_all() -> None:
     """In a forked child: workers report nothing, whatever loaders they have."""
-    _running.clear()
-    _core.set_reporting(False)
+    hooks.before_next.clear()
+    set_reporting(False)
 
 
 @contextlib.contextmanager
@@ -78,25 +71,23 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
         ...         pass
         2 batches
     """
-    from rustloader.metrics.figures import check_interval
-
     check_interval(every)
     reporter = _Reporter(source, callback, every)
-    _running.append(reporter)
-    _core.set_reporting(True)
+    hooks.before_next.append(reporter.look)
+    set_reporting(True)
     try:
         yield
     except BaseException as error:
         _stop(reporter)
-        clean_up_after(error, reporter.tell)
+        clean_up_after(error, reporter.call)
         raise
     _stop(reporter)
-    reporter.tell()
+    reporter.call()
 
 
 def _stop(reporter: _Reporter) -> None:
-    _running.remove(reporter)
-    _core.set_reporting(bool(_running))
+    hooks.before_next.remove(reporter.look)
+    set_reporting(bool(hooks.before_next))
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
 from rustloader.limits import effective_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import (
@@ -59,15 +58,13 @@ def stats(source: Any) -> Stats:
         8
     """
     source = loader_in(source, _has_figures)
-    ledger: Ledger | None
-    if OurIter in type(source).__mro__:
-        ledger, note = find(source), _TORCHS
-    elif isinstance(source, _BaseDataLoaderIter):
-        ledger, note = None, _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
+    # Only a loader and the engine's iterators have one.
+    ledger = find(source)
+    if isinstance(source, _BaseDataLoaderIter):
+        note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
+    elif ledger is None and not isinstance(source, DataLoader):
+        raise no_loader(source)
     else:
-        ledger = find(source)
-        if ledger is None and not isinstance(source, DataLoader):
-            raise no_loader(source)
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
     fallbacks: tuple[Fallback, ...] = ()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import html as _html
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
+from rustloader.metrics.parts import Figures, WorkerStats
+from rustloader.metrics.verdict import Verdict
 from rustloader.texts import count_of, duration, short_index, size
-
-if TYPE_CHECKING:
-    from rustloader.metrics.figures import Stats, WorkerStats
 
 __all__ = ["headline", "html", "lines"]
 
@@ -17,7 +15,7 @@ _SLOW_SHOWN = 3
 _WORKERS_SHOWN = 16
 
 
-def headline(stats: Stats) -> str:
+def headline(stats: Figures) -> str:
     """What was done, in one line."""
     if stats.note:
         return f"no figures: {stats.note}"
@@ -26,7 +24,7 @@ def headline(stats: Stats) -> str:
     return f"{count_of(stats.batches, 'batch')}{bytes_} in {epochs} with {workers}"
 
 
-def _times(stats: Stats) -> list[tuple[str, float, str]]:
+def _times(stats: Figures) -> list[tuple[str, float, str]]:
     """The parts of the loop's time that are not zero: name, seconds, what they are."""
     of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
     of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
@@ -55,14 +53,14 @@ def _state(worker: WorkerStats) -> str:
     return f"pid {worker.pid}, {size(worker.rss_bytes)}" if worker.alive else "ended"
 
 
-def _memory(stats: Stats) -> str:
+def _memory(stats: Figures) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
     texts = [f"{size(count)} {what}" for count, what in parts if count]
     return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
-def _rest(stats: Stats) -> Iterator[tuple[str, str]]:
+def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
     """What else is not zero: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
@@ -81,7 +79,7 @@ def _rest(stats: Stats) -> Iterator[tuple[str, str]]:
         yield "torch's loop", f"{count_of(stats.batches, 'batch')} so far"
 
 
-def lines(stats: Stats) -> Iterator[str]:
+def lines(stats: Figures) -> Iterator[str]:
     """The printed form: what is not zero."""
 
     def line(name: str, text: str) -> str:
@@ -101,9 +99,8 @@ def lines(stats: Stats) -> Iterator[str]:
         yield line(name, text)
 
 
-def html(stats: Stats) -> str:
+def html(stats: Figures, verdict: Verdict) -> str:
     """Tables for a notebook. They set no colours, so that they can be read in light and dark themes."""
-    verdict = stats.verdict()
     parts = [f"<p><b>{_escaped(headline(stats))}</b>"]
     if not stats.note:
         parts.append(f"<br>{_escaped(verdict.sentence)}<br><small>{_escaped(verdict.reason)}</small>")
@@ -119,7 +116,7 @@ def html(stats: Stats) -> str:
     return f"<div>{''.join(parts)}</div>"
 
 
-def _workers(stats: Stats) -> str:
+def _workers(stats: Figures) -> str:
     shown = stats.workers[:_WORKERS_SHOWN]
     times = [dict(_worker_times(worker)) for worker in shown]
     # In the order in which they stand in a worker's line; those that no worker has are left out.

@@ -3,12 +3,10 @@
 import math
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.texts import count_of, duration, short_index
-
-if TYPE_CHECKING:
-    from rustloader.metrics.figures import Stats, WorkerStats
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 __all__ = ["Verdict", "VerdictKind", "judge"]
@@ -89,7 +87,7 @@ class Verdict:
 Verdict.__module__ = "rustloader"
 
 
-def judge(stats: "Stats") -> Verdict:
+def judge(stats: Figures) -> Verdict:
     """What limits the loader or iterator that statistics were taken of. Depends on them alone."""
     verdict = _judge(stats)
     if verdict.kind == "unknown" or not stats.fallbacks:
@@ -99,11 +97,11 @@ def judge(stats: "Stats") -> Verdict:
     return replace(verdict, reason=reason)
 
 
-def _why_torchs(stats: "Stats") -> str:
+def _why_torchs(stats: Figures) -> str:
     return "; ".join(fallback.reason for fallback in stats.fallbacks)
 
 
-def _judge(stats: "Stats") -> Verdict:
+def _judge(stats: Figures) -> Verdict:
     if stats.note or (stats.fallbacks and stats.batches == 0):
         why = stats.note or f"torch's own loop made the batches: {_why_torchs(stats)}"
         return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
@@ -127,7 +125,7 @@ def _judge(stats: "Stats") -> Verdict:
     return Verdict("step", sentence, each)
 
 
-def _main(stats: "Stats", each: str) -> Verdict:
+def _main(stats: Figures, each: str) -> Verdict:
     sampler, rest = stats.sampler_seconds / stats.batches, (stats.own_seconds - stats.sampler_seconds) / stats.batches
     reason = f"{each}; of next() {duration(sampler)} in the sampler, {duration(rest)} opening the batch"
     if sampler > rest:
@@ -140,7 +138,7 @@ def _main(stats: "Stats", each: str) -> Verdict:
     return Verdict("main", f"The main process is the bottleneck: {what}; more workers do not help.", reason)
 
 
-def _starting(stats: "Stats", loop: float) -> Verdict:
+def _starting(stats: Figures, loop: float) -> Verdict:
     if stats.epochs < 2:
         sentence = "Too short to tell: the start of the workers takes most of the time. Ask again after a longer run."
         return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} in {duration(loop)}")
@@ -152,7 +150,7 @@ def _starting(stats: "Stats", loop: float) -> Verdict:
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
-def _waiting(stats: "Stats", loop: float) -> Verdict:
+def _waiting(stats: Figures, loop: float) -> Verdict:
     """The loop waits; for what?"""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
@@ -196,7 +194,7 @@ class _Shares(NamedTuple):
         return 1 - self.cpu - self.queued
 
 
-def _shares(stats: "Stats") -> _Shares | None:
+def _shares(stats: Figures) -> _Shares | None:
     """None where no processor time is known. Processes without it are left out."""
     cpu = queued = busy = 0.0
     for worker in stats.workers:
@@ -211,7 +209,7 @@ def _shares(stats: "Stats") -> _Shares | None:
     return _Shares(share, min(1 - share, queued / busy))
 
 
-def _workers(stats: "Stats", loop: float, per_task: float) -> Verdict:
+def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
     """All workers are at work, and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
@@ -245,11 +243,11 @@ def _workers(stats: "Stats", loop: float, per_task: float) -> Verdict:
     return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
 
 
-def _has_step(stats: "Stats", loop: float) -> bool:
+def _has_step(stats: Figures, loop: float) -> bool:
     return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
 
 
-def _saturated(stats: "Stats", loop: float) -> bool:
+def _saturated(stats: Figures, loop: float) -> bool:
     """Whether the workers alone keep the cores busy."""
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
     # The start of the processes is in neither.
@@ -257,7 +255,7 @@ def _saturated(stats: "Stats", loop: float) -> bool:
     return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
-def _storage(stats: "Stats", needed: int | None, shares: _Shares, reason: str) -> Verdict:
+def _storage(stats: Figures, needed: int | None, shares: _Shares, reason: str) -> Verdict:
     """Workers that wait do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
@@ -272,7 +270,7 @@ def _storage(stats: "Stats", needed: int | None, shares: _Shares, reason: str) -
     return Verdict("storage", sentence, reason, number)
 
 
-def _computing(stats: "Stats", needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
+def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
     """Workers that compute need a core each. ``most`` is what takes most of their time."""
     count, cores = _count(stats), stats.cores
     number = None if needed is None or count >= cores else min(needed, cores)
@@ -297,7 +295,7 @@ def _computing(stats: "Stats", needed: int | None, most: Literal["fetch", "colla
     return Verdict("workers" if is_enough else "dataset", sentence, reason, number)
 
 
-def _head_of_line(stats: "Stats", loop: float, busy_share: float, per_task: float) -> Verdict:
+def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
     reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
     slow = _slow_worker(stats)
@@ -316,7 +314,7 @@ def _head_of_line(stats: "Stats", loop: float, busy_share: float, per_task: floa
     return Verdict("head_of_line", f"{sentence}{f'; the slowest: {named}' if named else ''}.", reason)
 
 
-def _slow_worker(stats: "Stats") -> "tuple[WorkerStats, float] | None":
+def _slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
     """The worker that is much slower than the others, and the seconds that they take for a batch."""
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:
@@ -330,10 +328,10 @@ def _slow_worker(stats: "Stats") -> "tuple[WorkerStats, float] | None":
     return (slowest, usual) if typical[0].seconds < _SLOW * 2 * slowest.busy_seconds / slowest.tasks else None
 
 
-def _count(stats: "Stats") -> int:
+def _count(stats: Figures) -> int:
     """Workers that the loader has now; it may have had more."""
     return stats.num_workers or len(stats.workers)
 
 
-def _waits(stats: "Stats", loop: float) -> str:
+def _waits(stats: Figures, loop: float) -> str:
     return f"the loop waits for {stats.waited_seconds / loop:.0%} of its time"

@@ -1,4 +1,5 @@
-"""What is torch's own: its iterator, as it was before a program could replace it, and its place in warnings."""
+"""What is torch's own: its iterator, as it was before a program could replace it, its functions, and its place in
+warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-__all__ = ["IterType", "TorchIter", "in_torch"]
+__all__ = ["IterType", "TorchIter", "in_torch", "is_torchs"]
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
@@ -29,6 +30,11 @@ class IterType(ABCMeta):
 
     def __subclasscheck__(cls, subclass: Any) -> bool:
         return type.__subclasscheck__(TorchIter if cls is IterType.stand_in else cls, subclass)
+
+
+def is_torchs(function: Any, module: types.ModuleType) -> bool:
+    """Whether a function was written in a module, torch's for example, and not put there by a program."""
+    return getattr(function, "__globals__", None) is vars(module)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,211 @@
+"""The parts of ``rustloader.Stats``, and its fields."""
+
+from dataclasses import dataclass
+
+# No `from __future__ import annotations`: field annotations must be types, not strings.
+__all__ = ["ArenaStats", "CopyStats", "Fallback", "Figures", "PinningStats", "SlowBatch", "WorkerStats"]
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """Holds the figures of one worker; for a loader, of all workers that had this number.
+
+    All times are wall time but for ``cpu_seconds``.
+
+    Attributes:
+        id: Number of the worker, from 0.
+        pid: Process id, of the latest.
+        alive: Whether that process runs now.
+        rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end.
+        tasks: Batches sent, and errors sent in the place of a batch.
+        starting_seconds: Before the first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
+        idle_seconds: Waiting for tasks.
+        fetch_seconds: In the dataset.
+        collate_seconds: In ``collate_fn``.
+        pack_seconds: Writing batches into the arena, or pickling them, and publishing them.
+        cpu_seconds: Processor time in seconds since the first task: of all threads, and of child processes that have
+            ended. The start of the process is not in it. Compare it with ``busy_seconds - unmeasured_seconds``: a
+            worker that waits for storage has much less. None where it is unknown: the system does not report it, or
+            the worker was killed.
+        queued_seconds: Seconds since the first task in which the worker was ready to run and had no core. None where it
+            is unknown.
+        unmeasured_seconds: Part of ``busy_seconds``: of processes whose processor time is unknown, such as killed ones.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> worker = rustloader.stats(loader).workers[0]
+        >>> worker.tasks, worker.alive, worker.fetch_seconds > 0
+        (2, False, True)
+    """
+
+    id: int
+    pid: int = 0
+    alive: bool = False
+    rss_bytes: int = 0
+    tasks: int = 0
+    starting_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    pack_seconds: float = 0.0
+    cpu_seconds: float | None = None
+    queued_seconds: float | None = None
+    unmeasured_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of work on batches: fetch, collate and pack."""
+        return self.fetch_seconds + self.collate_seconds + self.pack_seconds
+
+
+@dataclass(frozen=True)
+class SlowBatch:
+    """Names one of the slowest batches, and where its time went.
+
+    Attributes:
+        index: Index batch as a text; of a large one the beginning.
+        worker: Number of the worker that made it.
+        fetch_seconds: In the dataset.
+        collate_seconds: In ``collate_fn``.
+        pack_seconds: Writing it into the arena, or pickling it.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> sorted(batch.index for batch in rustloader.stats(loader).slowest)
+        ['[0, 1, 2, 3]', '[4, 5, 6, 7]']
+    """
+
+    index: str
+    worker: int
+    fetch_seconds: float
+    collate_seconds: float = 0.0
+    pack_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the worker took for it."""
+        return self.fetch_seconds + self.collate_seconds + self.pack_seconds
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """Holds the shared memory of the iterators that are at work now.
+
+    Attributes:
+        leased_bytes: Bytes of blocks that tensors of the main process lie in.
+        warm_bytes: Bytes of all blocks that have pages.
+        high_water_bytes: The most bytes that one iterator's arena has had (the sum over its regions).
+        blocks: Number of blocks made.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> arena = rustloader.stats(loader).arena
+        >>> arena.warm_bytes, arena.high_water_bytes > 0
+        (0, True)
+    """
+
+    leased_bytes: int = 0
+    warm_bytes: int = 0
+    high_water_bytes: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class CopyStats:
+    """Counts the copies that could be avoided.
+
+    A batch that ``default_collate`` has built lies in the arena already and is not copied.
+
+    Attributes:
+        count: Number of tensors, arrays and bytes objects that workers copied into the arena.
+        bytes: Bytes of these.
+        pickled: Number of batches that were pickled, because they are no plain trees of dicts, lists and tuples.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=set)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).copies.pickled
+        2
+    """
+
+    count: int = 0
+    bytes: int = 0
+    pickled: int = 0
+
+
+@dataclass(frozen=True)
+class PinningStats:
+    """Holds the figures of the pin thread.
+
+    Attributes:
+        running: Whether there is one now.
+        batches: Number of batches pinned.
+        seconds: Seconds of work on them.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> rustloader.stats(loader).pinning
+        PinningStats(running=False, batches=0, seconds=0.0)
+    """
+
+    running: bool = False
+    batches: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Tells why iterators ran on torch's own loop, and how many.
+
+    Attributes:
+        reason: Why the engine could not serve them.
+        count: Number of iterators.
+
+    Examples:
+        >>> from torch.utils.data.datapipes.iter import IterableWrapper
+        >>> loader = rustloader.DataLoader(IterableWrapper(range(8)), batch_size=4, num_workers=1)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).fallbacks
+        (Fallback(reason='its dataset is a DataPipe', count=1),)
+    """
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, repr=False)
+class Figures:
+    """The fields of ``Stats``: all that verdicts and tables need."""
+
+    num_workers: int = 0
+    cores: int = 1
+    iterators: int = 0
+    epochs: int = 0
+    batches: int = 0
+    bytes: int = 0
+    next_seconds: float = 0.0
+    first_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    sampler_seconds: float = 0.0
+    step_seconds: float = 0.0
+    workers: tuple[WorkerStats, ...] = ()
+    slowest: tuple[SlowBatch, ...] = ()
+    arena: ArenaStats = ArenaStats()
+    copies: CopyStats = CopyStats()
+    pinning: PinningStats = PinningStats()
+    fallbacks: tuple[Fallback, ...] = ()
+    note: str = ""
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds in ``next`` without waiting: sampler, sending indices, opening batches."""
+        return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
+
+
+# The module that users import them from: it is what pickles and reprs name.
+for _cls in (WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback):
+    _cls.__module__ = "rustloader"
