@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bench
+import sources
 import syntax
 from bench import TREE, WORK
-from syntax import Change, Dialect, NotFound
+from sources import PYTHON, RUST, Dialect, NotFound
+from syntax import Change
 
 HERE = Path(__file__).parent
 RESULTS = WORK / "results.jsonl"
@@ -48,7 +50,7 @@ class Mutant:
 
     @property
     def is_rust(self) -> bool:
-        return self.dialect is syntax.RUST
+        return self.dialect is RUST
 
     @functools.cached_property
     def change(self) -> Change:
@@ -64,7 +66,7 @@ class Mutant:
             change = syntax.replace(self.dialect, self.at, self.find, self.put, root)
         if change.after == change.before:
             raise NotFound("it changes nothing")
-        if not syntax.is_code(self.dialect, change.after):
+        if not sources.is_code(self.dialect, change.after):
             raise NotFound("what it makes is no code")
         return change
 
@@ -81,7 +83,7 @@ class Mutant:
 def table() -> list[Mutant]:
     """All mutants, those in Python first: they need no build."""
     found = []
-    for file, dialect in (("python.toml", syntax.PYTHON), ("rust.toml", syntax.RUST)):
+    for file, dialect in (("python.toml", PYTHON), ("rust.toml", RUST)):
         for group in tomllib.loads((HERE / file).read_text()).values():
             tests = group.pop("tests", [])
             found += [Mutant(name, dialect, **{"tests": tests, **fields}) for name, fields in group.items()]

@@ -17,37 +17,39 @@ FOLDER = ROOT / "tests" / "mutants"
 sys.path.insert(0, str(FOLDER))
 try:
     import run
+    import sources
     import syntax
+    from sources import PYTHON, RUST
 finally:
     sys.path.remove(str(FOLDER))
 
 MUTANTS = run.table()
-LANGUAGES = [syntax.PYTHON, syntax.RUST]
+LANGUAGES = [PYTHON, RUST]
 
 
-def only(dialect: syntax.Dialect) -> list[run.Mutant]:
+def only(dialect: sources.Dialect) -> list[run.Mutant]:
     return [m for m in MUTANTS if m.dialect is dialect]
 
 
-def copy_of_sources(dialect: syntax.Dialect, root: Path) -> list[Path]:
+def copy_of_sources(dialect: sources.Dialect, root: Path) -> list[Path]:
     shutil.copytree(ROOT / dialect.folder, root / dialect.folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return sorted((root / dialect.folder).rglob(f"*{dialect.suffix}"))
 
 
-def with_its_own_locals(dialect: syntax.Dialect, code: str, rename: Callable[[str], str]) -> str:
+def with_its_own_locals(dialect: sources.Dialect, code: str, rename: Callable[[str], str]) -> str:
     """A source whose functions name all their locals otherwise."""
     root = dialect.parser.parse(code.encode()).root_node
-    functions = [n for n in syntax.walk(root) if n.type in syntax.FUNCTIONS and syntax.function_around(n) is None]
+    functions = [n for n in sources.walk(root) if n.type in sources.FUNCTIONS and sources.function_around(n) is None]
     places = {}
     for function in functions:
-        known = syntax.locals_of(function)
-        for name in syntax.identifiers(function):
-            if syntax.text_of(name) in known:
+        known = sources.locals_of(function)
+        for name in sources.identifiers(function):
+            if sources.text_of(name) in known:
                 places[name.start_byte] = name
     out = code.encode()
     for begin in sorted(places, reverse=True):
         name = places[begin]
-        out = out[:begin] + rename(syntax.text_of(name)).encode() + out[name.end_byte :]
+        out = out[:begin] + rename(sources.text_of(name)).encode() + out[name.end_byte :]
     return out.decode()
 
 
@@ -60,7 +62,7 @@ def first_line(change: syntax.Change) -> tuple[str, int]:
 def test_each_mutant_applies_and_leaves_code(dialect):
     broken = {m.name: why for m in only(dialect) if (why := m.why_not())}
     assert not broken
-    if dialect is syntax.PYTHON:
+    if dialect is PYTHON:
         for mutant in only(dialect):
             ast.parse(mutant.change.after, mutant.name)
 
@@ -78,8 +80,8 @@ def test_a_rename_of_all_locals_leaves_each_mutant_at_its_place(dialect, tmp_pat
         assert first_line(mutant.change_in(tmp_path)) == first_line(mutant.change), mutant.name
 
 
-def formatters(dialect: syntax.Dialect) -> list[str]:
-    if dialect is syntax.PYTHON:
+def formatters(dialect: sources.Dialect) -> list[str]:
+    if dialect is PYTHON:
         return [str(Path(sys.executable).parent / "ruff"), "format", "--isolated", "--line-length", "60"]
     return ["rustfmt", "--edition", "2024", "--config", "max_width=70,use_small_heuristics=Off,skip_children=true"]
 
@@ -97,15 +99,15 @@ def test_a_reformat_leaves_each_mutant_applicable(dialect, tmp_path):
     for mutant in only(dialect):
         try:
             mutant.change_in(tmp_path)
-        except syntax.NotFound as error:
+        except sources.NotFound as error:
             broken[mutant.name] = str(error)
     assert not broken
 
 
 def test_a_function_is_found_in_whatever_file_it_is(tmp_path):
-    (path,) = [p for p in copy_of_sources(syntax.RUST, tmp_path) if p.as_posix().endswith("src/scheduler/workers.rs")]
+    (path,) = [p for p in copy_of_sources(RUST, tmp_path) if p.as_posix().endswith("src/scheduler/workers.rs")]
     path.rename(tmp_path / "src" / "elsewhere.rs")
-    change = syntax.drop(syntax.RUST, "Workers::begin_epoch", "self.cursor = 0", tmp_path)
+    change = syntax.drop(RUST, "Workers::begin_epoch", "self.cursor = 0", tmp_path)
     assert change.path == "src/elsewhere.rs"
 
 
@@ -154,14 +156,14 @@ def shop(tmp_path):
 @pytest.mark.parametrize(
     ("dialect", "at", "find", "put", "line"),
     [
-        (syntax.PYTHON, "Shop.price", "$n > LIMIT", "$n >= LIMIT", "        if count >= LIMIT and item is not None:"),
-        (syntax.PYTHON, "shop.LIMIT", "10", "11", "LIMIT = 11"),
-        (syntax.PYTHON, "price", "warn(..., level=2)", "warn(..., level=3)", "            warn(item, level=3)"),
-        (syntax.PYTHON, "price", "$t[$i] * $n", "$n", "        total = count"),
-        (syntax.PYTHON, "price", "level=2", "level=1", "            warn(item, level=1)"),
-        (syntax.RUST, "Shop::price", "$n > LIMIT", "true", "            Some(price) if true => price * count,"),
-        (syntax.RUST, "price", "None => 0", "None => 1", "            None => 1,"),
-        (syntax.RUST, "price", "$a * $b", "$b", "            Some(price) if count > LIMIT => count,"),
+        (PYTHON, "Shop.price", "$n > LIMIT", "$n >= LIMIT", "        if count >= LIMIT and item is not None:"),
+        (PYTHON, "shop.LIMIT", "10", "11", "LIMIT = 11"),
+        (PYTHON, "price", "warn(..., level=2)", "warn(..., level=3)", "            warn(item, level=3)"),
+        (PYTHON, "price", "$t[$i] * $n", "$n", "        total = count"),
+        (PYTHON, "price", "level=2", "level=1", "            warn(item, level=1)"),
+        (RUST, "Shop::price", "$n > LIMIT", "true", "            Some(price) if true => price * count,"),
+        (RUST, "price", "None => 0", "None => 1", "            None => 1,"),
+        (RUST, "price", "$a * $b", "$b", "            Some(price) if count > LIMIT => count,"),
     ],
 )
 def test_what_a_pattern_finds_is_replaced(shop, dialect, at, find, put, line):
@@ -170,11 +172,9 @@ def test_what_a_pattern_finds_is_replaced(shop, dialect, at, find, put, line):
 
 
 def test_statements_are_dropped_and_swapped(shop):
-    change = syntax.drop(syntax.PYTHON, "refund", "self.close()", shop)
+    change = syntax.drop(PYTHON, "refund", "self.close()", shop)
     assert "        pass\n        self.open = False\n" in change.after
-    change = syntax.replace(
-        syntax.PYTHON, "refund", "self.close()\nself.open = $x", "self.open = $x\nself.close()", shop
-    )
+    change = syntax.replace(PYTHON, "refund", "self.close()\nself.open = $x", "self.open = $x\nself.close()", shop)
     assert "        self.open = False\n        self.close()\n" in change.after
 
 
@@ -191,13 +191,13 @@ def test_statements_are_dropped_and_swapped(shop):
     ],
 )
 def test_an_error_says_how_to_mend_the_pattern(shop, at, find, put, text):
-    with pytest.raises(syntax.NotFound, match=text):
-        syntax.replace(syntax.PYTHON, at, find, put, shop)
+    with pytest.raises(sources.NotFound, match=text):
+        syntax.replace(PYTHON, at, find, put, shop)
 
 
 def test_a_change_that_leaves_no_code_is_an_error(shop):
-    mutant = run.Mutant("half", syntax.PYTHON, "", find="$n > LIMIT", put="$n >", at="Shop.price")
-    with pytest.raises(syntax.NotFound, match="no code"):
+    mutant = run.Mutant("half", PYTHON, "", find="$n > LIMIT", put="$n >", at="Shop.price")
+    with pytest.raises(sources.NotFound, match="no code"):
         mutant.change_in(shop)
 
 
