@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from sources import ROOT
+
 WORK = ROOT / "target" / "mutants"
 TREE = WORK / "tree"
 LOGS = WORK / "logs"

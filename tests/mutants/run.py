@@ -1,12 +1,13 @@
 """Puts one fault at a time into a copy of the code and looks whether a test fails.
 
-The faults stand in the `*.toml` files beside this one; README.md tells how to add one. Everything happens in
+The faults stand in the `*.toml` files beside this one; README.md explains how to add one. Everything happens in
 `target/mutants`: the copy (`tree`), what cargo builds of it, the output of each mutant's last run (`logs`), and
 `results.jsonl`, which gets a line after each mutant. A further run goes on where the last one ended, and does again
 what a change of code or tests has put in doubt.
 """
 
 import argparse
+import functools
 import json
 import re
 import signal
@@ -17,7 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bench
+import sources
+import syntax
 from bench import TREE, WORK
+from sources import PYTHON, RUST, Dialect, NotFound
+from syntax import Change
 
 HERE = Path(__file__).parent
 RESULTS = WORK / "results.jsonl"
@@ -29,12 +34,15 @@ class Mutant:
     """One fault."""
 
     name: str
+    dialect: Dialect
     # What a developer has done wrong, in one sentence.
     fault: str
-    file: str
-    # The text that is there, just once, and what it becomes.
-    old: str
-    new: str
+    # A pattern that fits one piece of the code, and what replaces it; or the statement to leave out.
+    find: str = ""
+    put: str = ""
+    drop: str = ""
+    # The function, class or constant that it is in; empty: any.
+    at: str = ""
     # What to run first: test files or node ids in tests/python; `cargo ...`, `loom ...`: the arguments of `cargo test`.
     tests: list[str] = field(default_factory=list)
     # Why no test can see it; for survivors alone.
@@ -42,16 +50,32 @@ class Mutant:
 
     @property
     def is_rust(self) -> bool:
-        return self.file.endswith(".rs")
+        return self.dialect is RUST
+
+    @functools.cached_property
+    def change(self) -> Change:
+        """What it does to a file of the repository. Raises NotFound if it does not apply."""
+        return self.change_in(bench.ROOT)
+
+    def change_in(self, root: Path) -> Change:
+        if bool(self.find) == bool(self.drop):
+            raise NotFound("it needs one of `find` and `drop`")
+        if self.drop:
+            change = syntax.drop(self.dialect, self.at, self.drop, root)
+        else:
+            change = syntax.replace(self.dialect, self.at, self.find, self.put, root)
+        if change.after == change.before:
+            raise NotFound("it changes nothing")
+        if not sources.is_code(self.dialect, change.after):
+            raise NotFound("what it makes is no code")
+        return change
 
     def why_not(self) -> str:
         """Why it cannot be put into the code; empty when it can."""
-        path = bench.ROOT / self.file
-        count = path.read_text().count(self.old) if path.exists() else 0
-        if count != 1:
-            return f"its old text stands {count} times in {self.file}"
-        if self.old == self.new:
-            return "it changes nothing"
+        try:
+            _ = self.change
+        except NotFound as error:
+            return str(error)
         missing = [t for t in self.tests if not bench.exists(t)]
         return f"there is no test {missing[0]}" if missing else ""
 
@@ -59,20 +83,22 @@ class Mutant:
 def table() -> list[Mutant]:
     """All mutants, those in Python first: they need no build."""
     found = []
-    for path in sorted(HERE.glob("*.toml")):
-        found += [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
+    for file, dialect in (("python.toml", PYTHON), ("rust.toml", RUST)):
+        for group in tomllib.loads((HERE / file).read_text()).values():
+            tests = group.pop("tests", [])
+            found += [Mutant(name, dialect, **{"tests": tests, **fields}) for name, fields in group.items()]
     names = [m.name for m in found]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         sys.exit(f"error: mutants of the same name: {', '.join(sorted(twice))}")
-    return sorted(found, key=lambda m: m.is_rust)
+    return found
 
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
 def key_of(mutant: Mutant, product: str) -> str:
-    return bench.digest([product, mutant.file, mutant.old, mutant.new])
+    return bench.digest([product, mutant.change.path, mutant.change.after])
 
 
 def results() -> dict[str, dict]:
@@ -160,8 +186,7 @@ def attempt(mutant: Mutant, product: str, named: bool) -> dict:
     for targets in filter(None, steps):
         check(targets, product)
         bench.sync()
-        path = TREE / mutant.file
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        (TREE / mutant.change.path).write_text(mutant.change.after)
         if not bench.build(mutant.name, targets):
             return {"verdict": "error", "by": "", "how": "it does not compile"}
         outcome = bench.run_tests(targets, mutant.name)
@@ -184,8 +209,8 @@ def one(mutant: Mutant, product: str, named: bool) -> dict:
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-def report(mutants: list[Mutant], broken: dict[str, str], product: str) -> int:
-    """Prints what became of each mutant; the exit status."""
+def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: bool = False) -> int:
+    """Prints what became of each mutant, and what it changes; the exit status."""
     known = results()
     found: dict[str, list[tuple[Mutant, dict]]] = {
         verdict: [] for verdict in ("caught", "survived", "open", "error", "not run")
@@ -197,8 +222,9 @@ def report(mutants: list[Mutant], broken: dict[str, str], product: str) -> int:
         elif line is None or line["key"] != key_of(mutant, product):
             line = {"verdict": "not run", "by": "", "how": ""}
         found[line["verdict"]].append((mutant, line))
-        place = mutant.file.removeprefix("python/rustloader/")
-        print(f"{line['verdict']:9} {mutant.name:37} {place:27} {line['how']} {short(line['by'])}".rstrip())
+        print(f"{line['verdict']:9} {mutant.name:37} {mutant.at:27} {line['how']} {short(line['by'])}".rstrip())
+        if diffs and mutant.name not in broken:
+            print(mutant.change.diff())
     caught, survived = found["caught"], found["survived"]
     share = len(caught) / len(mutants)
     in_python = sum(not m.is_rust for m in mutants)
@@ -229,7 +255,7 @@ def main() -> int:
         "--only", metavar="NAME", action="append", help="this mutant alone, whatever its last result; may be repeated"
     )
     parser.add_argument(
-        "--list", action="store_true", help="what the mutants are and what became of them; runs nothing"
+        "--list", action="store_true", help="each mutant as a diff, and what became of it; runs nothing"
     )
     parser.add_argument("--python-only", action="store_true", help="only mutants in Python")
     parser.add_argument(
@@ -253,7 +279,7 @@ def main() -> int:
     product = bench.product_digest()
     broken = {m.name: why for m in mutants if (why := m.why_not())}
     if chosen.list:
-        return report(mutants, broken, product)
+        return report(mutants, broken, product, diffs=True)
     # Where a shell has started this in the background, SIGINT would be ignored here and in every test.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,203 @@
+"""The product's sources as syntax trees: where each function, class and constant stands, and which names are local."""
+
+import difflib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tree_sitter_python
+import tree_sitter_rust
+from tree_sitter import Language, Node, Parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FUNCTIONS = ("function_definition", "function_item")
+
+
+class NotFound(Exception):
+    """A name or a pattern that does not lead to one place; the text says how to mend it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dialect:
+    """What tells one language from the other."""
+
+    folder: str
+    suffix: str
+    separator: str
+    parser: Parser
+    # What a pattern can be: the code around it where it is parsed.
+    frames: tuple[str, ...]
+    # Node types that name a place, with the field that holds the name.
+    places: dict[str, str]
+    # What stands where a statement was dropped.
+    nothing: str
+
+
+PYTHON = Dialect(
+    folder="python/rustloader",
+    suffix=".py",
+    separator=".",
+    parser=Parser(Language(tree_sitter_python.language())),
+    frames=("§", "f(§)"),
+    places={"class_definition": "name", "function_definition": "name", "assignment": "left"},
+    nothing="pass",
+)
+RUST = Dialect(
+    folder="src",
+    suffix=".rs",
+    separator="::",
+    parser=Parser(Language(tree_sitter_rust.language())),
+    frames=("fn f() { § }", "fn f() { match x { § } }"),
+    places={
+        "mod_item": "name",
+        "impl_item": "type",
+        "trait_item": "name",
+        "function_item": "name",
+        "const_item": "name",
+        "static_item": "name",
+    },
+    nothing="",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file and its syntax tree."""
+
+    path: str
+    code: bytes
+    root: Node
+    # The dotted name of each class, function and constant, and where it stands. A name may come twice.
+    places: list[tuple[tuple[str, ...], Node]]
+
+
+def walk(node: Node) -> Iterator[Node]:
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        left += reversed(node.children)
+
+
+def text_of(node: Node) -> str:
+    return (node.text or b"").decode()
+
+
+def is_code(dialect: Dialect, text: str) -> bool:
+    """Whether a file parses."""
+    return not dialect.parser.parse(text.encode()).root_node.has_error
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def sources(dialect: Dialect, root: Path = ROOT) -> list[Source]:
+    """All product sources of a language."""
+    folder = root / dialect.folder
+    files = sorted(folder.rglob(f"*{dialect.suffix}"))
+    return [_parse(dialect, path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
+
+
+@functools.lru_cache(maxsize=1000)
+def _parse(dialect: Dialect, path: str, code: bytes) -> Source:
+    root = dialect.parser.parse(code).root_node
+    begin = path.removeprefix("python/").removeprefix("src/").removesuffix(dialect.suffix).split("/")
+    module = tuple(name for name in begin if name not in ("mod", "lib", "__init__"))
+    return Source(path, code, root, [(module, root), *_places(dialect, root, module)])
+
+
+def _places(dialect: Dialect, node: Node, outer: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
+    is_test = False
+    for child in node.named_children:
+        if child.type == "attribute_item":
+            is_test = is_test or text_of(child) == "#[cfg(test)]"
+            continue
+        field = dialect.places.get(child.type)
+        name = child.child_by_field_name(field) if field else None
+        if name is None:
+            yield from _places(dialect, child, outer)
+        elif not is_test and not (child.type == "assignment" and function_around(child)):
+            path = (*outer, text_of(name).split("<")[0])
+            yield path, child
+            yield from _places(dialect, child, path)
+        is_test = False
+
+
+def named(dialect: Dialect, at: str, root: Path = ROOT) -> list[tuple[Source, Node]]:
+    """The places whose name ends in ``at``; without ``at`` all files."""
+    files = sources(dialect, root)
+    if not at:
+        return [(source, source.root) for source in files]
+    wanted = tuple(at.split(dialect.separator))
+    found = [(s, node) for s in files for path, node in s.places if path[-len(wanted) :] == wanted]
+    if not found:
+        everything = {dialect.separator.join(path[-len(wanted) :]) for s in files for path, _ in s.places}
+        near = ", ".join(difflib.get_close_matches(at, everything, 3)) or "none"
+        raise NotFound(f"nothing in {dialect.folder} is called {at}; similar names: {near}")
+    return found
+
+
+# --- names of locals --------------------------------------------------------------------------------------------------
+
+_BINDERS = {
+    "let_declaration": ("pattern",),
+    "let_condition": ("pattern",),
+    "for_expression": ("pattern",),
+    "parameter": ("pattern",),
+    "match_arm": ("pattern",),
+    "assignment": ("left",),
+    "for_statement": ("left",),
+    "for_in_clause": ("left",),
+    "named_expression": ("name",),
+    "function_definition": ("parameters",),
+    "lambda": ("parameters",),
+    "closure_expression": ("parameters",),
+    "as_pattern": ("alias",),
+}
+# What stands beside a name that is no local: a field, a type, a default, a method.
+_NOT_BOUND = ("attribute", "subscript", "type", "scoped_identifier", "call")
+
+
+def identifiers(node: Node) -> Iterator[Node]:
+    """The names in a piece of code, but for those of fields, arguments and functions."""
+    if node.type in ("identifier", "shorthand_field_identifier"):
+        yield node
+    fields = {"attribute": "attribute", "keyword_argument": "name", **dict.fromkeys(FUNCTIONS, "name")}
+    skipped = node.child_by_field_name(fields[node.type]) if node.type in fields else None
+    before = ""
+    for child in node.children:
+        # In the arguments of a macro of Rust a field is an identifier after a point.
+        if child != skipped and child.type != "scoped_identifier" and before != ".":
+            yield from identifiers(child)
+        before = child.type
+
+
+def locals_of(function: Node) -> set[str]:
+    """The names that a function binds, its parameters among them."""
+    found: set[str] = set()
+    for node in walk(function):
+        for field in _BINDERS.get(node.type, ()):
+            for target in node.children_by_field_name(field):
+                found.update(_bound(target))
+    return {name for name in found if name not in ("self", "cls") and name[0].islower()}
+
+
+def _bound(node: Node) -> Iterator[str]:
+    if node.type in ("identifier", "shorthand_field_identifier"):
+        yield text_of(node)
+    elif node.type not in _NOT_BOUND:
+        skipped = [*node.children_by_field_name("value"), *node.children_by_field_name("condition")]
+        for child in node.named_children:
+            if child not in skipped:
+                yield from _bound(child)
+
+
+def function_around(node: Node) -> Node | None:
+    """The outermost function that a piece of code is in."""
+    found = None
+    while node.parent:
+        node = node.parent
+        found = node if node.type in FUNCTIONS else found
+    return found
