@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from rustloader._core import Engine, DeferredSignals, begin_forks, end_forks
+from rustloader._core import DeferredSignals, Engine, begin_forks, end_forks
 from rustloader.cleanup import quietly
 from rustloader.workers import main, process, stalls
 from rustloader.workers.bootstrap import Connection, Job, Parcel
