@@ -11,6 +11,7 @@
 //! ARCHITECTURE.md tells the way of a batch through them.
 
 #[cfg(not(loom))]
+pub mod config;
 pub mod copy;
 pub mod error;
 pub mod id;

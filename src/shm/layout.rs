@@ -7,6 +7,7 @@
 //! carries index batches to the workers. Everything that is shared is an atomic: whatever a broken worker
 //! writes there, reading it is defined; its meaning is checked where it is used.
 
+use crate::config::{TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
@@ -16,10 +17,6 @@ pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 pub const VERSION: u32 = 3;
 /// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
 pub const PAGE: u64 = 4096;
-/// The most workers of an arena.
-const WORKERS_MAX: u32 = 1 << 16;
-/// The most tasks that may be outstanding in an arena.
-const TASKS_MAX: u32 = 1 << 24;
 /// The most blocks that a region's table can name.
 const TABLE_MAX: u64 = 1 << 20;
 /// The fewest blocks that a region's table can name.
