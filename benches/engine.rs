@@ -40,8 +40,7 @@ fn delivery(c: &mut Criterion) {
     let mut group = c.benchmark_group("engine");
     for workers in [1usize, 16, 256, 1024] {
         let arena = Arena::create_sized(8 << 30, workers as u32, 2 * workers as u32).unwrap();
-        let settings =
-            Settings { workers, prefetch_factor: 2, in_order: true, persistent: true, timeout: None };
+        let settings = Settings { persistent: true, ..Settings::torch(workers, 2, true) };
         let mut engine: Engine<u64> = Engine::over(arena.clone(), settings).unwrap();
         let ports: Vec<Port> = (0..workers)
             .map(|worker| {

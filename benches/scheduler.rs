@@ -5,7 +5,7 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::{Event, Scheduler, Settings, Step};
+use rustloader::scheduler::{Decision, Event, Scheduler, Settings};
 use std::hint::black_box;
 use std::time::Duration;
 
@@ -15,8 +15,7 @@ const BATCHES: usize = 100_000;
 type Bench = Scheduler<u64, u64>;
 
 fn scheduler(workers: usize, in_order: bool) -> Bench {
-    let settings = Settings { workers, prefetch_factor: 2, in_order, persistent: false, timeout: None };
-    Bench::new(settings).expect("these settings are in range")
+    Bench::new(Settings::torch(workers, 2, in_order)).expect("these settings are in range")
 }
 
 /// Primes the window, then feeds completions and takes batches until `BATCHES` have come. `submitted` sees each
@@ -33,16 +32,16 @@ fn run(
     let mut delivered = 0;
     while delivered < BATCHES {
         match scheduler.next() {
-            Step::Wait { .. } => {
+            Decision::Wait { .. } => {
                 let (task, worker) = complete();
                 let event = Event::Completed { worker, task, result: task.0 };
                 scheduler.on_event(Duration::ZERO, event).expect("the trace follows the protocol");
             }
-            Step::Submit => {
+            Decision::Submit => {
                 let (task, worker) = scheduler.submit(delivered as u64).expect("one place has become free");
                 submitted(task, worker);
             }
-            Step::Deliver { task, worker, tag, result } => {
+            Decision::Deliver { task, worker, tag, result } => {
                 black_box((task, worker, tag, result));
                 delivered += 1;
             }

@@ -59,9 +59,7 @@ fn a_block_that_two_leaves_name_is_leased_once() {
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     use std::sync::atomic::Ordering::Relaxed;
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
-    let settings =
-        Settings { workers: 1, prefetch_factor: 4, in_order: true, persistent: false, timeout: None };
-    let mut engine = Engine::<u64, Vec<u8>>::over(arena.clone(), settings).unwrap();
+    let mut engine = Engine::<u64, Vec<u8>>::over(arena.clone(), Settings::torch(1, 4, true)).unwrap();
     let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
     let port = Port::open(arena.clone(), 0, doorbell).unwrap();
     for tag in 0..4 {

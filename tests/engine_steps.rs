@@ -16,8 +16,7 @@ use rustloader::worker::port::{Port, Received};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-const SETTINGS: Settings =
-    Settings { workers: 2, prefetch_factor: 2, in_order: true, persistent: false, timeout: None };
+const SETTINGS: Settings = Settings::torch(2, 2, true);
 
 /// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
 struct Rig {
@@ -93,7 +92,7 @@ fn the_timeout_counts_in_each_next_anew() {
 
 #[test]
 fn a_death_is_seen_although_other_results_never_run_out() {
-    let mut rig = Rig::new(Settings { in_order: false, ..SETTINGS });
+    let mut rig = Rig::new(Settings::torch(2, 2, false));
     assert!(matches!(rig.step(), Step::Wait(_)));
     rig.kill(1);
     let start = Instant::now();
@@ -116,7 +115,7 @@ fn a_death_is_seen_although_other_results_never_run_out() {
 
 #[test]
 fn what_a_worker_had_published_comes_before_its_death() {
-    let mut rig = Rig::new(Settings { workers: 1, prefetch_factor: 3, ..SETTINGS });
+    let mut rig = Rig::new(Settings::torch(1, 3, true));
     rig.answer(0);
     rig.answer(0);
     rig.kill(0);

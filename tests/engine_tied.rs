@@ -14,13 +14,7 @@ type Opened = Engine<u64, Vec<u8>>;
 
 fn start(workers: u32) -> (Arc<Arena>, Opened, Vec<Port>) {
     let arena = Arena::create_sized(1 << 30, workers, 16).unwrap();
-    let settings = Settings {
-        workers: workers as usize,
-        prefetch_factor: 4,
-        in_order: true,
-        persistent: false,
-        timeout: None,
-    };
+    let settings = Settings::torch(workers as usize, 4, true);
     let mut engine = Opened::over(arena.clone(), settings).unwrap();
     let port = |worker| {
         let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();

@@ -25,13 +25,7 @@ fn arena() -> Arc<Arena> {
 }
 
 fn engine(arena: &Arc<Arena>) -> Engine<u32> {
-    let settings = Settings {
-        workers: WORKERS as usize,
-        prefetch_factor: 2,
-        in_order: true,
-        persistent: true,
-        timeout: None,
-    };
+    let settings = Settings { persistent: true, ..Settings::torch(WORKERS as usize, 2, true) };
     Engine::over(arena.clone(), settings).unwrap()
 }
 

@@ -96,7 +96,7 @@ struct Rig {
 impl Rig {
     fn new(workers: usize, prefetch_factor: usize, in_order: bool, act: Act) -> Self {
         let arena = Arena::create_sized(1 << 30, workers as u32, (workers * prefetch_factor) as u32).unwrap();
-        let settings = Settings { workers, prefetch_factor, in_order, persistent: false, timeout: None };
+        let settings = Settings::torch(workers, prefetch_factor, in_order);
         let mut engine = Engine::over(arena.clone(), settings).unwrap();
         let ports = open(&arena, engine.handle());
         let processes: Vec<Child> =

@@ -1,9 +1,12 @@
 //! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
 //! with final deaths added. Random orders of completion, errors, exhaustions, deaths, resets and timeouts.
+//!
+//! Settings that torch does not have are combined freely, and submissions come whenever there is room. They have no
+//! reference: no task may be lost or delivered twice, and the order, both bounds and the dispatch policy must hold.
 
 use proptest::prelude::*;
 use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::{Action, Death, Event, Scheduler, Settings, Step};
+use rustloader::scheduler::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Scheduler, Settings};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -154,7 +157,40 @@ struct Config {
     /// right one, and only the invariants are checked.
     eager: bool,
     deaths: bool,
+    /// Settings that need not be torch's; then only the invariants are checked.
+    free: Option<Free>,
     choices: Vec<u8>,
+}
+
+#[derive(Clone, Debug)]
+struct Free {
+    dispatch: Dispatch,
+    delivery: DeliveryOrder,
+    /// Places of the window beyond the tasks that may be outstanding.
+    room: usize,
+}
+
+impl Config {
+    fn settings(&self) -> Settings {
+        let mut settings = Settings::torch(self.workers, self.prefetch, self.in_order);
+        if let Some(free) = &self.free {
+            settings.window += free.room;
+            settings.dispatch = free.dispatch;
+            settings.delivery = free.delivery;
+        }
+        let timeout = self.timeout.then_some(TIMEOUT);
+        Settings { persistent: self.persistent, timeout, ..settings }
+    }
+
+    /// Whether the reference has an answer.
+    fn is_torchs(&self) -> bool {
+        !self.eager && self.free.is_none()
+    }
+
+    /// Whether no worker runs out of batches.
+    fn is_map_style(&self) -> bool {
+        self.lengths.iter().all(|length| *length == usize::MAX)
+    }
 }
 
 #[derive(Debug)]
@@ -174,6 +210,7 @@ struct Process {
 
 struct World<'a> {
     config: &'a Config,
+    settings: Settings,
     choices: std::slice::Iter<'a, u8>,
     scheduler: Scheduler<u64, u64>,
     processes: Vec<Process>,
@@ -268,27 +305,57 @@ impl World<'_> {
         }
     }
 
+    /// Tasks that are outstanding or ready. A staged one is neither.
+    fn held(&self) -> usize {
+        self.scheduler.undelivered().len() - usize::from(self.scheduler.is_staged())
+    }
+
+    /// Whether a worker may take a task: an active one, below its share.
+    fn has_taker(&self) -> bool {
+        let workers = || (0..self.config.workers as u32).map(WorkerId);
+        let active = workers().filter(|worker| self.scheduler.is_active(*worker)).count();
+        workers().any(|worker| {
+            let below = self.scheduler.load_of(worker) < self.settings.window / active.max(1);
+            self.scheduler.is_active(worker) && (self.settings.dispatch == Dispatch::RoundRobin || below)
+        })
+    }
+
+    /// Submits beyond what `next` asks for, as far as both bounds allow.
+    fn submit_more(&mut self) {
+        if self.config.free.is_some() && self.scheduler.death().is_none() {
+            for _ in 0..self.choice() % 5 {
+                self.submit();
+            }
+        }
+    }
+
     fn submit(&mut self) {
         if self.indices == 0 {
             return;
         }
+        let room =
+            self.scheduler.outstanding() < self.scheduler.max_tasks() && self.held() < self.settings.window;
+        let takes = room && self.has_taker() && self.scheduler.death().is_none();
         self.indices -= 1;
         let tag = self.ended.len() as u64;
         match self.scheduler.submit(tag) {
             Ok((task, worker)) => {
+                assert!(takes, "there is no room for it");
                 assert_eq!(task.0, tag, "numbers go on through the epochs");
+                if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
+                    assert_eq!(worker.index(), self.sent.len() % self.config.workers);
+                }
                 self.ended.push(0);
                 self.sent.push((task.0, worker.index()));
                 self.processes[worker.index()].ring.push_back(Message::Task(task.0));
             }
-            Err(back) => assert_eq!(back, tag),
+            Err(back) => {
+                assert!(!takes, "there is room for it");
+                assert_eq!(back, tag);
+                // Without an order from `next` it is the caller's to submit later; with one it is dropped, as in torch.
+                self.indices += usize::from(self.config.free.is_some());
+            }
         }
-        assert!(self.scheduler.outstanding() <= self.scheduler.max_tasks());
-        let loads = (0..self.config.workers).map(|worker| self.scheduler.load_of(WorkerId(worker as u32)));
-        let active = |worker: &usize| self.scheduler.is_active(WorkerId(*worker as u32));
-        let active = (0..self.config.workers).filter(active).count();
-        let share = self.scheduler.max_tasks() / active.max(1);
-        assert!(self.config.in_order || loads.max() <= Some(share));
     }
 
     /// One step of waiting: a worker acts, dies, or time passes. None: go on; Some: what `next` must answer.
@@ -319,14 +386,17 @@ impl World<'_> {
         loop {
             let step = self.scheduler.next();
             self.perform();
-            assert!(!must_time_out || step == Step::TimedOut, "{step:?}");
+            assert!(!must_time_out || step == Decision::TimedOut, "{step:?}");
             must_time_out = false;
             return match step {
-                Step::Submit => {
+                Decision::Submit => {
+                    let (outstanding, most) = (self.scheduler.outstanding(), self.scheduler.max_tasks());
+                    assert!(outstanding < most && self.held() < self.settings.window, "it goes nowhere");
                     self.submit();
                     continue;
                 }
-                Step::Wait { .. } => {
+                Decision::Wait { .. } => {
+                    self.submit_more();
                     if self.clock.is_none() {
                         self.clock = Some(self.now);
                         self.event(Event::WaitBegan);
@@ -334,23 +404,32 @@ impl World<'_> {
                     must_time_out = self.waited(self.scheduler.deadline());
                     continue;
                 }
-                Step::TimedOut => {
+                Decision::TimedOut => {
                     self.clock = None;
                     continue;
                 }
-                Step::Deliver { task, worker, tag, result } | Step::Raise { task, worker, tag, result } => {
+                Decision::Deliver { task, worker, tag, result }
+                | Decision::Raise { task, worker, tag, result } => {
                     assert_eq!((tag, result), (task.0, task.0 * 3));
                     assert!(task.0 >= self.epoch, "a stale batch");
                     self.ended[task.0 as usize] += 1;
                     Outcome::Batch { task: task.0, worker: worker.index(), failed: task.0 % 5 == 3 }
                 }
-                Step::Dead(Death { worker, lost }) => {
+                Decision::Dead(Death { worker, lost }) => {
                     Outcome::Dead { worker: worker.index(), lost: lost.map(|task| task.0) }
                 }
-                Step::End => Outcome::End,
-                Step::Shutdown => unreachable!(),
+                Decision::End => Outcome::End,
+                Decision::Shutdown => unreachable!(),
             };
         }
+    }
+
+    /// The oldest result that has arrived and was not asked for here yet.
+    fn next_result(&mut self) -> Option<u64> {
+        std::iter::from_fn(|| self.arrivals.pop_front()).find_map(|arrival| match arrival {
+            Arrival::Result { task, .. } => Some(task),
+            _ => None,
+        })
     }
 
     fn begin_epoch(&mut self) {
@@ -359,6 +438,7 @@ impl World<'_> {
         self.sent.clear();
         self.arrivals.clear();
         (0..self.scheduler.max_tasks()).for_each(|_| self.submit());
+        self.submit_more();
     }
 
     /// The handshake of a persistent loader, perhaps given up and begun again; false where a death ended it.
@@ -372,8 +452,8 @@ impl World<'_> {
                 self.clock = None;
             }
             match self.scheduler.next() {
-                Step::Wait { deadline } => _ = self.waited(deadline),
-                Step::Dead(Death { lost: None, .. }) => return false,
+                Decision::Wait { deadline } => _ = self.waited(deadline),
+                Decision::Dead(Death { lost: None, .. }) => return false,
                 other => panic!("{other:?} while resuming"),
             }
         }
@@ -383,18 +463,13 @@ impl World<'_> {
 }
 
 fn run(config: &Config) {
-    let settings = Settings {
-        workers: config.workers,
-        prefetch_factor: config.prefetch,
-        in_order: config.in_order,
-        persistent: config.persistent,
-        timeout: config.timeout.then_some(TIMEOUT),
-    };
+    let settings = config.settings();
     let lengths = &config.lengths;
     let mut world = World {
         config,
         choices: config.choices.iter(),
-        scheduler: Scheduler::new(settings).unwrap(),
+        scheduler: Scheduler::new(settings.clone()).unwrap(),
+        settings,
         processes: lengths.iter().map(|&left| Process { left, ..Process::default() }).collect(),
         now: Duration::ZERO,
         clock: None,
@@ -406,7 +481,7 @@ fn run(config: &Config) {
     };
     world.begin_epoch();
     let mut torch = Torch::new(config, 0);
-    let (mut last, mut epochs) = (None, 0);
+    let (mut last, mut epochs, mut batches) = (None, 0, 0);
     loop {
         if config.eager {
             for _ in 0..world.choice() % 4 {
@@ -414,7 +489,7 @@ fn run(config: &Config) {
             }
         }
         let outcome = world.next();
-        if !config.eager {
+        if config.is_torchs() {
             let arrivals = &mut world.arrivals;
             assert_eq!(outcome, torch.next(|| arrivals.pop_front().expect("torch would wait on")));
             assert!(arrivals.is_empty(), "torch would have needed less");
@@ -422,7 +497,12 @@ fn run(config: &Config) {
         }
         let alive = match outcome {
             Outcome::Batch { task, .. } => {
-                assert!(!config.in_order || last < Some(task));
+                batches += 1;
+                match world.settings.delivery {
+                    DeliveryOrder::InOrder => assert!(last < Some(task)),
+                    DeliveryOrder::AsCompleted if config.is_torchs() => {}
+                    DeliveryOrder::AsCompleted => assert_eq!(world.next_result(), Some(task)),
+                }
                 last = Some(task);
                 if !config.persistent || world.choice() >= 10 || world.scheduler.death().is_some() {
                     continue;
@@ -431,6 +511,7 @@ fn run(config: &Config) {
             }
             Outcome::End => {
                 assert_eq!((world.next(), world.scheduler.outstanding()), (Outcome::End, 0));
+                assert!(!config.is_map_style() || (batches, world.indices) == (config.indices, 0));
                 true
             }
             Outcome::Dead { .. } => {
@@ -442,7 +523,7 @@ fn run(config: &Config) {
                 false
             }
         };
-        epochs += 1;
+        (epochs, batches) = (epochs + 1, 0);
         if !config.persistent || epochs == 4 || !alive || !world.reset() {
             break;
         }
@@ -452,17 +533,22 @@ fn run(config: &Config) {
         world.a_worker_acts();
     }
     world.event(Event::Shutdown);
-    assert_eq!(world.scheduler.next(), Step::Shutdown);
+    assert_eq!(world.scheduler.next(), Decision::Shutdown);
     assert!(world.ended.iter().all(|count| *count == 1), "each task ends once: {:?}", world.ended);
 }
 
 fn config() -> impl Strategy<Value = Config> {
-    let shape = (1_usize..7, 1_usize..4, any::<[bool; 6]>(), 0_usize..40);
-    shape.prop_flat_map(|(workers, prefetch, flags, indices)| {
+    let dispatch = prop_oneof![Just(Dispatch::RoundRobin), Just(Dispatch::FairShare)];
+    let delivery = prop_oneof![Just(DeliveryOrder::InOrder), Just(DeliveryOrder::AsCompleted)];
+    let free = (dispatch, delivery, 0_usize..20);
+    let free = free.prop_map(|(dispatch, delivery, room)| Free { dispatch, delivery, room });
+    let shape = (1_usize..7, 1_usize..4, any::<[bool; 6]>(), 0_usize..40, proptest::option::of(free));
+    shape.prop_flat_map(|(workers, prefetch, flags, indices, free)| {
         let [in_order, persistent, timeout, iterable, eager, deaths] = flags;
         let longest = if iterable { 12_usize } else { 0 };
         let lengths = proptest::collection::vec(0_usize..=longest, workers);
         (lengths, proptest::collection::vec(any::<u8>(), 0..400)).prop_map(move |(lengths, choices)| Config {
+            free: free.clone(),
             workers,
             prefetch,
             in_order,
@@ -479,7 +565,7 @@ fn config() -> impl Strategy<Value = Config> {
 
 fn cases() -> u32 {
     let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    wanted.unwrap_or(10_000)
+    wanted.unwrap_or(20_000)
 }
 
 proptest! {
@@ -490,7 +576,7 @@ proptest! {
     })]
 
     #[test]
-    fn it_does_what_torch_does(config in config()) {
+    fn it_does_what_torch_does_and_keeps_its_bounds_elsewhere(config in config()) {
         run(&config);
     }
 }

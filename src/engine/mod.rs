@@ -34,7 +34,7 @@ use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::metrics::Count;
-use crate::scheduler::{Action, Event, Scheduler, Settings, Step as Decision};
+use crate::scheduler::{Action, Decision, Event, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;

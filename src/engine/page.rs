@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::Engine;
 use crate::metrics::Count;
-use crate::scheduler::Settings;
+use crate::scheduler::{DeliveryOrder, Settings};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT, PINNING};
 use crate::sync::Ordering;
@@ -16,8 +16,8 @@ use crate::sys;
 pub(super) fn open(arena: &Arena, settings: &Settings) {
     let (page, now) = (&arena.header().main, sys::clock::monotonic_ns());
     let prefetch_factor = u32::try_from(settings.prefetch_factor).unwrap_or(u32::MAX);
-    let options =
-        if settings.in_order { IN_ORDER } else { 0 } | if settings.persistent { PERSISTENT } else { 0 };
+    let in_order = settings.delivery == DeliveryOrder::InOrder;
+    let options = if in_order { IN_ORDER } else { 0 } | if settings.persistent { PERSISTENT } else { 0 };
     page.pid.store(std::process::id(), Ordering::Relaxed);
     page.prefetch_factor.store(prefetch_factor, Ordering::Relaxed);
     page.options.store(options, Ordering::Relaxed);

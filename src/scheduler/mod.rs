@@ -1,11 +1,11 @@
-//! The pure scheduler: which worker gets which task, and what `next` hands out when.
+//! The pure scheduler decides which worker gets each task and what `next` returns.
 //!
-//! A state machine without thread, clock, channel or shared memory. The caller reports what has happened
+//! It is a state machine without thread, clock, channel or shared memory. The caller reports what has happened
 //! ([`Scheduler::on_event`]), performs the effects ([`Scheduler::poll`]), submits indices
 //! ([`Scheduler::submit`]) and asks for the next batch ([`Scheduler::next`]). Every call costs O(1), whatever the
-//! number of workers and of outstanding tasks. The algorithm is the one of `_MultiProcessingDataLoaderIter` in
-//! torch 2.15, but for deaths of workers, which are final here. `README.md` beside this file tells of the states,
-//! and why no task is lost and nothing waits for ever.
+//! number of workers and of outstanding tasks. The algorithm is that of `_MultiProcessingDataLoaderIter` in
+//! torch 2.15; only a worker's death, which is final here, is handled differently. `README.md` beside this file describes
+//! the settings and states, and shows why no task is lost and nothing waits for ever.
 
 mod bitmap;
 mod clock;
@@ -16,8 +16,9 @@ mod transitions;
 mod types;
 mod workers;
 
-pub use types::{Action, Death, Event, Settings, Step};
+pub use types::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Settings};
 
+use crate::config::{TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use clock::Clock;
@@ -33,7 +34,7 @@ use workers::{Life, Workers};
 pub struct Scheduler<T, R> {
     /// Who takes tasks, and the FIFO of each worker.
     workers: Workers,
-    /// The tasks, and the queue in the order of delivery.
+    /// The tasks, and the queue of those that `next` takes.
     reorder: Reorder<T, R>,
     /// The clock of the timeout.
     clock: Clock,
@@ -45,14 +46,16 @@ pub struct Scheduler<T, R> {
     first_task: TaskId,
     /// Tasks of this epoch that are with a living worker which will answer them.
     outstanding: u32,
-    /// Tasks of this epoch whose result waits for its turn.
+    /// Tasks of this epoch whose result waits for delivery.
     ready: u32,
-    /// Tasks that may be outstanding or ready together.
+    /// Tasks that may be outstanding together.
     max_tasks: u32,
+    /// Tasks that may be outstanding or ready together.
+    window: u32,
     /// The slot that is delivered as soon as an index has been submitted in its stead.
     staged: Option<u32>,
     /// Indices to submit in the place of tasks at which a worker's dataset ended.
-    owed: u32,
+    refills: u32,
     /// Resume messages that have not been answered yet.
     resuming: u32,
     /// The worker that died first.
@@ -63,8 +66,8 @@ pub struct Scheduler<T, R> {
     raised: Option<Death>,
     /// Whether the iterator has ended for good.
     shut_down: bool,
-    /// Whether batches are delivered in the order of their tasks.
-    in_order: bool,
+    /// In which order results are delivered.
+    delivery: DeliveryOrder,
     /// Whether the workers live through an epoch's end.
     persistent: bool,
 }
@@ -74,19 +77,19 @@ impl<T, R> Scheduler<T, R> {
     ///
     /// Refuses ([`Error::Usage`]) no workers, no prefetching, and numbers that do not fit its counters.
     pub fn new(settings: Settings) -> Result<Self> {
-        let Settings { workers, prefetch_factor, in_order, persistent, timeout } = settings;
-        let max_tasks = workers.saturating_mul(prefetch_factor);
-        if max_tasks == 0 || workers > bitmap::CAPACITY || max_tasks > (u32::MAX >> 1) as usize {
+        let max_tasks = settings.max_tasks();
+        let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
+        let fits = workers <= WORKERS_MAX as usize && window <= TASKS_MAX as usize;
+        if max_tasks == 0 || max_tasks > window || !fits {
             return Err(Error::usage(format!(
-                "a scheduler takes 1 to {} workers and 1 to {} tasks in flight, not {workers} workers with a \
-                 prefetch_factor of {prefetch_factor}",
-                bitmap::CAPACITY,
-                u32::MAX >> 1
+                "a scheduler takes 1 to {WORKERS_MAX} workers and a window of 1 to {TASKS_MAX} tasks with room for \
+                 those of all workers, not {workers} workers with a prefetch_factor of {prefetch_factor} and a \
+                 window of {window}"
             )));
         }
         Ok(Self {
-            workers: Workers::new(workers, max_tasks as u32, in_order),
-            reorder: Reorder::new(max_tasks),
+            workers: Workers::new(workers, window as u32, dispatch),
+            reorder: Reorder::new(window),
             clock: Clock::new(timeout),
             effects: VecDeque::new(),
             next_task: TaskId(0),
@@ -94,24 +97,26 @@ impl<T, R> Scheduler<T, R> {
             outstanding: 0,
             ready: 0,
             max_tasks: max_tasks as u32,
+            window: window as u32,
             staged: None,
-            owed: 0,
+            refills: 0,
             resuming: 0,
             first_dead: None,
             first_lost: None,
             raised: None,
             shut_down: false,
-            in_order,
+            delivery,
             persistent,
         })
     }
 
-    /// Dispatches one task: the caller sends it to the worker that is named. Wanted `max_tasks` times at the start
-    /// of an epoch, and once at each [`Step::Submit`].
+    /// Dispatches one task: the caller sends it to the worker that is named. Expected `max_tasks` times at the start
+    /// of an epoch, and once at each [`Decision::Submit`]. If the window is larger than `max_tasks`, the caller may submit
+    /// more, at any time.
     ///
     /// The tag is handed back, and nothing else has changed, when no worker can take a task: all are exhausted
-    /// or at their share, `max_tasks` are in flight, resume messages are unanswered, a worker has died, or the iterator
-    /// has been shut down.
+    /// or at their share, `max_tasks` are outstanding, the window is full, resume messages are unanswered, a worker has
+    /// died, or the iterator has been shut down.
     #[inline]
     pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, WorkerId), T> {
         if !self.accepts() {
@@ -129,13 +134,13 @@ impl<T, R> Scheduler<T, R> {
         } else {
             self.reorder.slot_mut(back).next = slot;
         }
-        if self.in_order {
+        if self.delivery == DeliveryOrder::InOrder {
             self.reorder.enqueue(slot);
         }
         Ok((task, WorkerId(worker)))
     }
 
-    /// Whether [`Scheduler::next`] has answered [`Step::Submit`] for a result that it hands out when it is asked again.
+    /// Whether [`Scheduler::next`] has answered [`Decision::Submit`] for a result that it hands out when it is asked again.
     #[inline]
     pub fn is_staged(&self) -> bool {
         self.staged.is_some()
@@ -193,22 +198,22 @@ impl<T, R> Scheduler<T, R> {
     // Not an iterator: its answers are steps, most of which are no batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
-    pub fn next(&mut self) -> Step<T, R> {
+    pub fn next(&mut self) -> Decision<T, R> {
         if self.shut_down {
-            return Step::Shutdown;
+            return Decision::Shutdown;
         }
         if let Some(death) = self.raised {
-            return self.answer(Step::Dead(death));
+            return self.answer(Decision::Dead(death));
         }
         if self.resuming > 0 {
             return if self.first_dead.is_some() { self.raise_death() } else { self.wait() };
         }
-        if self.owed > 0 {
-            self.owed -= 1;
-            if self.first_dead.is_none() {
-                return Step::Submit;
+        if self.refills > 0 {
+            self.refills -= 1;
+            if self.accepts() {
+                return Decision::Submit;
             }
-            self.owed = 0;
+            self.refills = 0;
         }
         if let Some(slot) = self.staged.take() {
             return self.deliver(slot);
@@ -220,19 +225,20 @@ impl<T, R> Scheduler<T, R> {
                     self.workers.unload(slot.worker);
                     self.reorder.pop();
                     self.ready -= 1;
-                    if self.first_dead.is_some() {
-                        // An index taken from the sampler now could go nowhere.
+                    if !self.accepts() {
+                        // No worker could take an index that is drawn from the sampler now.
                         return self.deliver(front);
                     }
                     self.staged = Some(front);
-                    return Step::Submit;
+                    return Decision::Submit;
                 }
                 State::Outstanding => return self.wait(),
                 State::Lost => return self.raise_death(),
-                State::Dropped | State::Free => {
+                State::Dropped => {
                     self.reorder.pop();
                     self.reorder.release(front);
                 }
+                State::Free => unreachable!("the queue holds slots in use"),
             }
         }
         if self.first_dead.is_some() {
@@ -240,7 +246,7 @@ impl<T, R> Scheduler<T, R> {
         } else if self.outstanding > 0 {
             self.wait()
         } else {
-            self.answer(Step::End)
+            self.answer(Decision::End)
         }
     }
 
@@ -284,7 +290,7 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding as usize
     }
 
-    /// The most tasks that are in flight together, and so the number of submissions that prime an epoch.
+    /// Tasks that may be outstanding together, and so the number of submissions that prime an epoch.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }

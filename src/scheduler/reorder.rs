@@ -25,7 +25,7 @@ pub(super) enum State {
 
 /// One task.
 #[derive(Debug)]
-pub(super) struct Slot<T, R> {
+pub(super) struct Task<T, R> {
     /// The next slot of the worker's FIFO, or of the free list.
     pub next: u32,
     /// The worker that the task went to.
@@ -48,7 +48,7 @@ pub(super) struct Slot<T, R> {
 #[derive(Debug)]
 pub(super) struct Reorder<T, R> {
     /// All slots that were ever in use at one time; their number is bounded by the tasks in flight.
-    slots: Vec<Slot<T, R>>,
+    slots: Vec<Task<T, R>>,
     /// The front of the free list. Last in, first out, because that slot is still in the cache.
     free: u32,
     /// Slots in the order of delivery.
@@ -65,7 +65,7 @@ impl<T, R> Reorder<T, R> {
     /// A slot for a task that has just been dispatched.
     #[inline]
     pub fn insert(&mut self, task: TaskId, worker: u32, tag: T) -> u32 {
-        let slot = Slot { next: NIL, worker, task, state: State::Outstanding, tag: Some(tag), result: None };
+        let slot = Task { next: NIL, worker, task, state: State::Outstanding, tag: Some(tag), result: None };
         if self.free == NIL {
             self.slots.push(slot);
             return self.slots.len() as u32 - 1;
@@ -78,13 +78,13 @@ impl<T, R> Reorder<T, R> {
 
     /// The slot with that number.
     #[inline]
-    pub fn slot(&self, index: u32) -> &Slot<T, R> {
+    pub fn slot(&self, index: u32) -> &Task<T, R> {
         &self.slots[index as usize]
     }
 
     /// The slot with that number, to be changed.
     #[inline]
-    pub fn slot_mut(&mut self, index: u32) -> &mut Slot<T, R> {
+    pub fn slot_mut(&mut self, index: u32) -> &mut Task<T, R> {
         &mut self.slots[index as usize]
     }
 
@@ -120,7 +120,7 @@ impl<T, R> Reorder<T, R> {
 
     /// Every task that has not been handed out and will be, in no order.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, WorkerId)> {
-        let held = |slot: &&Slot<T, R>| {
+        let held = |slot: &&Task<T, R>| {
             matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost)
         };
         self.slots.iter().filter(held).map(|slot| (slot.task, WorkerId(slot.worker)))

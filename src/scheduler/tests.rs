@@ -6,7 +6,7 @@ type Machine = Scheduler<u64, &'static str>;
 
 /// A scheduler with its first epoch primed; the tag of a task is its number.
 fn primed(workers: usize, prefetch_factor: usize, in_order: bool) -> Machine {
-    machine(Settings { workers, prefetch_factor, in_order, persistent: false, timeout: None })
+    machine(Settings::torch(workers, prefetch_factor, in_order))
 }
 
 fn machine(settings: Settings) -> Machine {
@@ -17,7 +17,7 @@ fn machine(settings: Settings) -> Machine {
 
 /// A primed scheduler of persistent workers, one task each.
 fn persistent(workers: usize) -> Machine {
-    machine(Settings { workers, prefetch_factor: 1, in_order: true, persistent: true, timeout: None })
+    machine(Settings { persistent: true, ..Settings::torch(workers, 1, true) })
 }
 
 fn prime(machine: &mut Machine) {
@@ -42,19 +42,19 @@ fn died(machine: &mut Machine, worker: u32) {
     at(machine, 0, Event::WorkerDied { worker: WorkerId(worker) });
 }
 
-fn batch(task: u64, worker: u32) -> Step<u64, &'static str> {
-    Step::Deliver { task: TaskId(task), worker: WorkerId(worker), tag: task, result: "data" }
+fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
+    Decision::Deliver { task: TaskId(task), worker: WorkerId(worker), tag: task, result: "data" }
 }
 
-fn dead(worker: u32, lost: Option<u64>) -> Step<u64, &'static str> {
-    Step::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
+fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
+    Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
 fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
     Some(Action::Discard { task: TaskId(task), tag: Some(task), result: None })
 }
 
-const WAIT: Step<u64, &str> = Step::Wait { deadline: None };
+const WAIT: Decision<u64, &str> = Decision::Wait { deadline: None };
 
 #[test]
 fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
@@ -62,16 +62,16 @@ fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
     done(&mut machine, 1, 1);
     assert_eq!(machine.next(), WAIT);
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
     assert_eq!(machine.next(), batch(0, 0));
     // The sampler has ended: nothing is submitted, and the batches come all the same.
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.next(), batch(1, 1));
     assert_eq!(machine.next(), WAIT);
     done(&mut machine, 0, 2);
-    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(2, 0)));
-    assert_eq!((machine.next(), machine.next()), (Step::End, Step::End));
+    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(2, 0)));
+    assert_eq!((machine.next(), machine.next()), (Decision::End, Decision::End));
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn what_waits_for_its_turn_is_still_in_flight() {
     assert_eq!((machine.submit(2), machine.outstanding()), (Err(2), 1));
     done(&mut machine, 0, 0);
     assert_eq!((machine.submit(2), machine.outstanding()), (Err(2), 0));
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
 }
 
@@ -91,7 +91,7 @@ fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_t
     for round in 0..1_000 {
         let task = if round < 2 { 2 * round + 1 } else { round + 2 };
         done(&mut machine, 1, task);
-        assert_eq!(machine.next(), Step::Submit);
+        assert_eq!(machine.next(), Decision::Submit);
         assert_eq!(machine.submit(round + 4), Ok((TaskId(round + 4), WorkerId(1))));
         assert_eq!(machine.next(), batch(task, 1));
     }
@@ -105,9 +105,9 @@ fn an_error_stands_at_its_place_and_the_batches_after_it_follow() {
     let (worker, task) = (WorkerId(0), TaskId(0));
     at(&mut machine, 0, Event::Failed { worker, task, result: "error" });
     done(&mut machine, 0, 1);
-    assert_eq!(machine.next(), Step::Submit);
-    assert_eq!(machine.next(), Step::Raise { task, worker, tag: 0, result: "error" });
-    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(1, 0)));
+    assert_eq!(machine.next(), Decision::Submit);
+    assert_eq!(machine.next(), Decision::Raise { task, worker, tag: 0, result: "error" });
+    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(1, 0)));
 }
 
 #[test]
@@ -117,21 +117,21 @@ fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death
     assert_eq!((machine.poll(), machine.poll()), (dropped(0), dropped(2)));
     assert_eq!(machine.poll(), Some(Action::Retire { worker: WorkerId(0) }));
     died(&mut machine, 0);
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.submit(4), Ok((TaskId(4), WorkerId(1))));
     done(&mut machine, 1, 1);
-    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(1, 1)));
+    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(1, 1)));
     exhausted(&mut machine, 1, 3);
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.submit(9), Err(9), "nobody is left, so the index comes back");
-    assert_eq!(machine.next(), Step::End);
+    assert_eq!(machine.next(), Decision::End);
 }
 
 #[test]
 fn the_share_of_the_others_grows_when_a_worker_is_exhausted() {
     let mut machine = primed(3, 2, false);
     exhausted(&mut machine, 2, 2);
-    assert_eq!(machine.next(), Step::Submit);
+    assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(
         machine.submit(6),
         Ok((TaskId(6), WorkerId(0))),
@@ -153,7 +153,7 @@ fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
     let unknown = Event::WorkerDied { worker: WorkerId(2) };
     assert!(matches!(machine.on_event(Duration::ZERO, unknown), Err(Error::Usage { .. })));
     done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(0, 0)));
+    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(0, 0)));
     done(&mut machine, 0, 2);
     let again = Event::Completed { worker: WorkerId(0), task: TaskId(2), result: "twice" };
     assert!(matches!(machine.on_event(Duration::ZERO, again), Err(Error::Corrupt { .. })));
@@ -239,9 +239,8 @@ fn a_death_while_resuming_is_raised_at_once() {
 #[test]
 fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     let timeout = Some(Duration::from_millis(100));
-    let mut machine =
-        machine(Settings { workers: 2, prefetch_factor: 1, in_order: true, persistent: false, timeout });
-    let wait = |millis| Step::Wait { deadline: Some(Duration::from_millis(millis)) };
+    let mut machine = machine(Settings { timeout, ..Settings::torch(2, 1, true) });
+    let wait = |millis| Decision::Wait { deadline: Some(Duration::from_millis(millis)) };
     at(&mut machine, 1_000, Event::WaitBegan);
     assert_eq!(machine.next(), wait(1_100));
     at(&mut machine, 1_090, Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data" });
@@ -249,7 +248,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     at(&mut machine, 1_189, Event::Time);
     assert_eq!(machine.next(), wait(1_190));
     at(&mut machine, 1_190, Event::Time);
-    assert_eq!((machine.next(), machine.next()), (Step::TimedOut, WAIT));
+    assert_eq!((machine.next(), machine.next()), (Decision::TimedOut, WAIT));
     at(&mut machine, 5_000, Event::WaitBegan);
     assert_eq!(machine.next(), wait(5_100));
     // Between an interrupted call and the next one the clock stands.
@@ -259,7 +258,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     at(&mut machine, 6_000, Event::WaitBegan);
     assert_eq!(machine.next(), wait(6_100));
     done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.next()), (Step::Submit, batch(0, 0)));
+    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(0, 0)));
 }
 
 #[test]
@@ -267,7 +266,7 @@ fn a_shutdown_gives_everything_back() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 0, 0);
     at(&mut machine, 0, Event::Shutdown);
-    assert_eq!(machine.next(), Step::Shutdown);
+    assert_eq!(machine.next(), Decision::Shutdown);
     let result = Some("data");
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
     assert_eq!(machine.poll(), dropped(1));
@@ -279,8 +278,10 @@ fn a_shutdown_gives_everything_back() {
 #[test]
 fn settings_without_a_worker_or_a_task_are_refused() {
     for (workers, prefetch_factor) in [(0, 2), (2, 0), (1 << 20, 1), (1 << 18, 1 << 20), (2, usize::MAX)] {
-        let settings =
-            Settings { workers, prefetch_factor, in_order: true, persistent: false, timeout: None };
-        assert!(matches!(Machine::new(settings), Err(Error::Usage { .. })));
+        let settings = Settings::torch(workers, prefetch_factor, true);
+        assert!(matches!(Machine::new(settings), Err(Error::Usage { .. })), "{workers} {prefetch_factor}");
     }
+    let torch = Settings::torch(3, 2, true);
+    assert!(Machine::new(Settings { window: 5, ..torch.clone() }).is_err(), "less than may be outstanding");
+    assert!(Machine::new(Settings { window: 7, ..torch }).is_ok());
 }

@@ -2,7 +2,7 @@
 
 use super::reorder::{NIL, State};
 use super::workers::{Life, Worker};
-use super::{Action, Death, Scheduler, Step};
+use super::{Action, Death, Decision, DeliveryOrder, Scheduler};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
@@ -11,7 +11,8 @@ impl<T, R> Scheduler<T, R> {
     /// Whether tasks are taken at all now.
     #[inline]
     pub(super) fn accepts(&self) -> bool {
-        self.outstanding + self.ready < self.max_tasks
+        self.outstanding < self.max_tasks
+            && self.outstanding + self.ready < self.window
             && self.resuming == 0
             && self.first_dead.is_none()
             && !self.shut_down
@@ -45,7 +46,7 @@ impl<T, R> Scheduler<T, R> {
         let entry = self.reorder.slot_mut(slot);
         entry.state = state;
         entry.result = Some(result);
-        if !self.in_order {
+        if self.delivery == DeliveryOrder::AsCompleted {
             self.reorder.enqueue(slot);
         }
         Ok(())
@@ -71,7 +72,7 @@ impl<T, R> Scheduler<T, R> {
         if stale {
             return Ok(());
         }
-        self.owed += 1;
+        self.refills += 1;
         if self.persistent {
             self.workers.deactivate(worker.0, Life::Exhausted);
         } else {
@@ -142,7 +143,10 @@ impl<T, R> Scheduler<T, R> {
                 State::Ready | State::Failed => self.discard(slot),
                 State::Dropped => drop(self.reorder.release(slot)),
                 // It stays in its worker's FIFO, where it is stale from now on.
-                State::Outstanding | State::Lost | State::Free => {}
+                State::Outstanding => {}
+                State::Lost | State::Free => {
+                    unreachable!("no worker has died, and the queue holds slots in use")
+                }
             }
         }
         self.workers.begin_epoch();
@@ -157,7 +161,7 @@ impl<T, R> Scheduler<T, R> {
         self.first_task = self.next_task;
         self.outstanding = 0;
         self.ready = 0;
-        self.owed = 0;
+        self.refills = 0;
         self.clock.stop();
         Ok(())
     }
@@ -172,44 +176,44 @@ impl<T, R> Scheduler<T, R> {
         self.staged = None;
         self.outstanding = 0;
         self.ready = 0;
-        self.owed = 0;
+        self.refills = 0;
         self.resuming = 0;
         self.clock.stop();
     }
 
     /// Hands the result in `slot` over.
     #[inline]
-    pub(super) fn deliver(&mut self, slot: u32) -> Step<T, R> {
+    pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
         let entry = self.reorder.slot(slot);
         let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
         match self.reorder.release(slot) {
-            (Some(tag), Some(result)) if failed => self.answer(Step::Raise { task, worker, tag, result }),
-            (Some(tag), Some(result)) => self.answer(Step::Deliver { task, worker, tag, result }),
+            (Some(tag), Some(result)) if failed => self.answer(Decision::Raise { task, worker, tag, result }),
+            (Some(tag), Some(result)) => self.answer(Decision::Deliver { task, worker, tag, result }),
             _ => unreachable!("a slot that is ready holds its tag and its result"),
         }
     }
 
     /// From now on `next` has one answer.
-    pub(super) fn raise_death(&mut self) -> Step<T, R> {
+    pub(super) fn raise_death(&mut self) -> Decision<T, R> {
         self.raised = self.death();
         match self.raised {
-            Some(death) => self.answer(Step::Dead(death)),
+            Some(death) => self.answer(Decision::Dead(death)),
             None => unreachable!("a death is raised only after a worker has died"),
         }
     }
 
     /// Nothing to hand out: say so, or say that it has lasted too long.
-    pub(super) fn wait(&mut self) -> Step<T, R> {
-        debug_assert!(self.outstanding + self.resuming > 0, "nobody is there to end this wait");
+    pub(super) fn wait(&mut self) -> Decision<T, R> {
+        debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
         if self.clock.expired() {
-            return self.answer(Step::TimedOut);
+            return self.answer(Decision::TimedOut);
         }
-        Step::Wait { deadline: self.clock.deadline() }
+        Decision::Wait { deadline: self.clock.deadline() }
     }
 
     /// `next` has its answer, so the clock of the timeout stands.
     #[inline]
-    pub(super) fn answer(&mut self, step: Step<T, R>) -> Step<T, R> {
+    pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
         self.clock.stop();
         step
     }
@@ -249,7 +253,7 @@ impl<T, R> Scheduler<T, R> {
         let tag = entry.tag.take();
         entry.state = State::Dropped;
         self.effects.push_back(Action::Discard { task, tag, result: None });
-        if stale || !self.in_order {
+        if stale || self.delivery == DeliveryOrder::AsCompleted {
             self.reorder.release(slot);
         }
         if !stale {

@@ -3,19 +3,60 @@
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
-/// What a scheduler is made for.
+/// Which worker gets the next task. Each policy goes round the active workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dispatch {
+    /// The next active worker, however many tasks it has.
+    RoundRobin,
+    /// The next active worker below its fair share: the window divided by the number of active workers. So a slow worker
+    /// does not collect the tasks of the others.
+    FairShare,
+}
+
+/// In which order results are delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeliveryOrder {
+    /// In the order of their tasks.
+    InOrder,
+    /// In the order of their arrival.
+    AsCompleted,
+}
+
+/// What a scheduler is made for. [`Settings::torch`] has those of torch's loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The number of workers, from 1 to [`WORKERS_MAX`](crate::config::WORKERS_MAX).
     pub workers: usize,
-    /// Tasks in flight for each worker, on average; at least 1.
+    /// Outstanding tasks per worker, on average; at least 1. All workers together have at most `workers` times as many.
     pub prefetch_factor: usize,
-    /// Whether batches are delivered in the order of their tasks, or as they arrive.
-    pub in_order: bool,
+    /// Tasks that are outstanding or ready, at most; no less than may be outstanding.
+    pub window: usize,
+    /// Which worker gets the next task.
+    pub dispatch: Dispatch,
+    /// In which order results are delivered.
+    pub delivery: DeliveryOrder,
     /// Whether the workers live through [`Event::EpochReset`].
     pub persistent: bool,
     /// How long `next` may wait without any result arriving.
     pub timeout: Option<Duration>,
+}
+
+impl Settings {
+    /// The settings of torch's loader, for workers that are not persistent and without a timeout. This is the only place
+    /// that knows what torch's `in_order` means. The window has no room beside the outstanding tasks.
+    pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
+        let (dispatch, delivery) = match in_order {
+            true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
+            false => (Dispatch::FairShare, DeliveryOrder::AsCompleted),
+        };
+        let window = workers.saturating_mul(prefetch_factor);
+        Self { workers, prefetch_factor, window, dispatch, delivery, persistent: false, timeout: None }
+    }
+
+    /// Tasks that may be outstanding together.
+    pub(super) fn max_tasks(&self) -> usize {
+        self.workers.saturating_mul(self.prefetch_factor)
+    }
 }
 
 /// Something that has happened.
@@ -94,7 +135,7 @@ pub enum Action<T, R> {
 
 /// The answer to "what is the next batch?".
 #[derive(Debug, PartialEq, Eq)]
-pub enum Step<T, R> {
+pub enum Decision<T, R> {
     /// Submit one more index, if the sampler has one, and ask again.
     Submit,
     /// This is the next batch.

@@ -2,6 +2,7 @@
 //!
 //! The dispatch policy is [`Workers::pick`] and nothing else.
 
+use super::Dispatch;
 use super::bitmap::Bitmap;
 use super::reorder::NIL;
 
@@ -51,15 +52,15 @@ pub(super) struct Workers {
     active: u32,
     /// The fair share: how many tasks one worker may hold. It only grows within an epoch.
     cap: u32,
-    /// Tasks that may be in flight to all workers together.
-    max_tasks: u32,
-    /// Whether there is no fair share: strict round-robin, which in-order delivery wants.
-    in_order: bool,
+    /// Tasks that may be outstanding or ready together.
+    window: u32,
+    /// Whether there is a fair share.
+    dispatch: Dispatch,
 }
 
 impl Workers {
-    /// `count` fresh workers that may hold `max_tasks` tasks together.
-    pub fn new(count: usize, max_tasks: u32, in_order: bool) -> Self {
+    /// `count` fresh workers that may hold `window` tasks together.
+    pub fn new(count: usize, window: u32, dispatch: Dispatch) -> Self {
         let fresh = Worker { front: NIL, back: NIL, load: 0, resumes: 0, life: Life::Active, listed: false };
         let mut workers = Self {
             table: vec![fresh; count],
@@ -68,8 +69,8 @@ impl Workers {
             cursor: 0,
             active: 0,
             cap: 0,
-            max_tasks,
-            in_order,
+            window,
+            dispatch,
         };
         workers.begin_epoch();
         workers
@@ -159,8 +160,11 @@ impl Workers {
         }
     }
 
-    /// torch's `max_tasks // active workers`, or no limit for each worker when the order is kept.
+    /// The limit of each worker: torch's `max_tasks // active workers`, or none.
     fn fair_share(&self) -> u32 {
-        if self.in_order || self.active == 0 { u32::MAX } else { self.max_tasks / self.active }
+        match self.dispatch {
+            Dispatch::FairShare if self.active > 0 => self.window / self.active,
+            _ => u32::MAX,
+        }
     }
 }

@@ -65,7 +65,8 @@ impl PyEngine {
         timeout: f64,
         stalls: (f64, f64, f64),
     ) -> PyResult<Self> {
-        let settings = Settings { workers, prefetch_factor, in_order, persistent, timeout: seconds(timeout) };
+        let settings = Settings::torch(workers, prefetch_factor, in_order);
+        let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
         let mut engine = py.detach(|| Engine::new(settings))?;
         engine.name_stalls([seconds(stalls.0), seconds(stalls.1)], seconds(stalls.2));
         let handle = engine.handle().clone();
