@@ -111,7 +111,7 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             stalls.limits(),
         )
     except (OSError, MemoryError) as error:
-        return None, f"no shared memory can be had: {error}"
+        return None, f"cannot create the engine: {error}"
     except OverflowError as error:
         return None, f"its settings are beyond the engine's limits: {error}"
     return engine, None
