@@ -62,7 +62,7 @@ class _Worker:
         # Its method, if that is torch's own.
         self.torchs_fetch: Any = None
         # The collector is called when blocks hang on garbage. What exists already is no garbage, and is shared with the
-        # main process for as long as nobody writes to it.
+        # main process until one of them writes to it.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
