@@ -35,8 +35,8 @@ _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_
 
 
 def why_not(cls: type, base: type, loader: Any) -> str | None:
-    """Why the engine cannot serve a loader; None if it can. The list is closed. cls, the iterator's class, is base or
-    a subclass of it."""
+    """Why the engine cannot serve a loader; None if it can. The list is closed. ``cls``, the iterator's class, is
+    ``base`` or a subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     foreign = _foreign_process(context_of(loader))
