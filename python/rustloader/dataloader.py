@@ -109,7 +109,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Why torch's loader would not make torch's iterator, and so ours not the one in its place; None when it would."""
+    """Why torch's loader would make no iterator of torch's, which the engine's replaces; None when it would."""
     if not is_torchs(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter

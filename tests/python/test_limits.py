@@ -21,7 +21,7 @@ from support import DataLoader, same
 
 pytestmark = pytest.mark.ours
 
-HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
+HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 MCL_FUTURE = 2
 KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. ", FOR_GOOD]
 

@@ -77,6 +77,21 @@ def test_settings_beyond_the_engines_limits_are_handed_over():
     assert reason(1, 1 << 70).startswith("its settings are beyond the engine's limits: ")
 
 
+def test_a_fallback_names_the_call_that_failed(monkeypatch, caplog):
+    def full(*args):
+        raise OSError(errno.EMFILE, "eventfd failed: Too many open files")
+
+    monkeypatch.setattr(rustloader.iterator.fallback, "Engine", full)
+    loader = DataLoader(Numbers(4), num_workers=2, batch_size=None)
+    with from_engine(0):
+        assert values(loader) == values(loader) == [0, 1, 2, 3]
+    reason = "cannot create the engine: [Errno 24] eventfd failed: Too many open files"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a DataLoader runs on torch's own iterator: {reason}"
+    ]
+    assert [tuple(vars(it).values()) for it in rustloader.stats(loader).fallbacks] == [(reason, 2)]
+
+
 def test_p27_data_pipes(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

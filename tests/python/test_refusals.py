@@ -15,7 +15,7 @@ from programs import FOR_GOOD
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(3700)]
 
-HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
+HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"

@@ -268,3 +268,49 @@ def test_the_main_process_dataset_is_untouched():
     dataset = data.NthDraw(6)
     assert epoch(DataLoader(dataset, num_workers=1, batch_size=None)) == list(range(6))
     assert dataset.made == 0
+
+
+class Port:
+    """Stands in for a worker's port: collates nothing by itself, and counts."""
+
+    asked = 0
+
+    def stack(self, batch):
+        self.asked += 1
+
+    numbers = stack
+
+    def storage(self, nbytes):
+        return None
+
+
+@pytest.mark.ours
+def test_what_a_worker_changes_in_its_process_can_be_put_back():
+    from rustloader.workers.context import WorkerContext
+
+    table = torch.utils.data._utils.collate.default_collate_fn_map
+
+    def state():
+        return dict(vars(torch.UntypedStorage)), dict(table), get_worker_info()
+
+    def floats(batch, **_):
+        return "the program's"
+
+    before, info, port = state(), object(), Port()
+    context = WorkerContext()
+    context.restore()
+    assert state() == before
+    try:
+        context.install(port, info)
+        assert get_worker_info() is info and state()[0] != before[0]
+        assert default_collate([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2] and port.asked == 1
+        assert default_collate([1, 2]).tolist() == [1, 2] and port.asked == 2
+        table[float] = floats
+        context.restore()
+        # What the program has put in since then stays.
+        assert table[float] is floats
+    finally:
+        table[float] = before[1][float]
+        context.restore()
+    assert state() == before
+    assert default_collate([1, 2]).tolist() == [1, 2] and port.asked == 2

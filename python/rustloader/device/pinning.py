@@ -15,7 +15,7 @@ from rustloader.torch_side import is_torchs
 
 __all__ = ["DoneEvent", "Pinner", "Thread", "allocate"]
 
-# torch's function and method, for as long as nobody has replaced them; None where somebody was there before us.
+# torch's function and method; None if a program had replaced them before this import.
 _pin_memory: Any = _utils.pin_memory.pin_memory
 if not is_torchs(_pin_memory, _utils.pin_memory):
     _pin_memory = None

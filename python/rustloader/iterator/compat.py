@@ -74,7 +74,7 @@ class _IndexQueue(_Queue):
 
 
 class _Part:
-    """An attribute of torch's iterator that ours answers for.
+    """An attribute of torch's iterator, with a stand-in for its value.
 
     What stands in the ``__dict__`` comes first, and with torch's own iterator all of it does. This is no
     ``__getattr__`` of the class, with which each look at any attribute would take Python's slow way.

@@ -1,4 +1,4 @@
-"""The iterator: torch's ``_MultiProcessingDataLoaderIter`` with our engine under it."""
+"""The iterator: torch's ``_MultiProcessingDataLoaderIter`` on top of the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rustloader.workers.group import EXIT_GRACE, WorkerGroup, exiting, interrupt
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
-# torch's own, unless somebody was here before: spares most batches a closer look.
+# torch's own; None if a program had replaced it by then. Most batches need no further check.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_torchs(_torchs_next_index, torch_dataloader):
     _torchs_next_index = None
@@ -37,22 +37,21 @@ _LENGTH_WARNING = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
-# Older versions of torch have theirs point into torch's own file.
+# In older versions of torch this warning points into torch's own file.
 _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     """Iterates over a loader with worker processes.
 
-    It has two modes, settled before anything else happens in ``__init__``. With the *engine*, workers, order and
-    transport are ours. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a
-    multiprocessing context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's
-    iterator that a program has replaced, a subclass with hooks that the engine has no place for, a system without
-    memfd) the iterator is torch's own in every method, and the logger ``rustloader`` says so, once per loader and
-    reason.
+    It has two modes, decided before anything else in ``__init__``. In one, the *engine* does the work: workers, order
+    and transport. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a multiprocessing
+    context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's iterator that a program
+    has replaced, a subclass with hooks that the engine has no place for, a system without memfd) the iterator is
+    torch's own in every method, and the logger ``rustloader`` warns, once per loader and reason.
     """
 
-    # What methods need that may run before `__init__` has come far, or without it.
+    # Defaults for methods that may run before `__init__` is through, or without it.
     _group: WorkerGroup | None = None
     _passthrough = False
     _shutdown = False
@@ -196,7 +195,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
-        """What gives the next index. Without a frame of ours between, an interrupt cannot lose one on its way."""
+        """The source of the next index. With no Python frame in between, an interrupt cannot lose one on its way."""
         next_index = type(self)._next_index
         if next_index is _torchs_next_index or is_torchs(next_index, torch_dataloader):
             return self._sampler_iter

@@ -34,15 +34,15 @@ _FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_tr
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
-def why_not(cls: type, ours: type, loader: Any) -> str | None:
-    """Why the engine cannot do a loader's work; None when it can. The list is closed. ``cls`` is the iterator's class,
-    ``ours`` or a subclass of it."""
+def why_not(cls: type, base: type, loader: Any) -> str | None:
+    """Why the engine cannot serve a loader; None if it can. The list is closed. ``cls``, the iterator's class, is
+    ``base`` or a subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     foreign = _foreign_process(context_of(loader))
     if foreign is not None:
         return foreign
-    return _replaced_part(TorchIter) or _foreign_part(cls, ours)
+    return _replaced_part(TorchIter) or _foreign_part(cls, base)
 
 
 def context_of(loader: Any) -> Any:
@@ -75,10 +75,10 @@ def _replaced_part(torchs: type) -> str | None:
     return None
 
 
-def _foreign_part(cls: type, ours: type) -> str | None:
+def _foreign_part(cls: type, base: type) -> str | None:
     """How a subclass of the iterator takes part in torch's own loop; None when it does not."""
-    for base in cls.__mro__[: cls.__mro__.index(ours)]:
-        for name, value in vars(base).items():
+    for owner in cls.__mro__[: cls.__mro__.index(base)]:
+        for name, value in vars(owner).items():
             if name in _FOREIGN_METHODS:
                 return f"{cls.__qualname__} overrides {name}"
             function = getattr(value, "__func__", getattr(value, "fget", value))
@@ -111,7 +111,7 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             stalls.limits(),
         )
     except (OSError, MemoryError) as error:
-        return None, f"no shared memory can be had: {error}"
+        return None, f"cannot create the engine: {error}"
     except OverflowError as error:
         return None, f"its settings are beyond the engine's limits: {error}"
     return engine, None

@@ -44,7 +44,7 @@ NOTHING = WorkTime()
 
 
 def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
-    """Processor time of a process that exists; None where the system does not tell it.
+    """Processor time of a process that exists; None if the system does not report it.
 
     All threads count, and child processes that it has waited for. With ``start``, what `started` has given: None, too,
     if another process has the number by now.

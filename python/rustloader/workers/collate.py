@@ -1,7 +1,8 @@
-"""default_collate writes into the arena: what is replaced in a worker process, and there alone."""
+"""default_collate writes into the arena: what a worker process replaces in torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from rustloader._core import Port, heap_storage
 __all__ = ["use_arena"]
 
 
-def use_arena(port: Port) -> None:
-    """Has default_collate of this process allocate in ``port``'s region.
+def use_arena(port: Port) -> Callable[[], None]:
+    """Makes default_collate of this process allocate in ``port``'s region. Returns a function that undoes this.
 
     ``UntypedStorage._new_shared`` is where torch's function, copies of its table, and PyG's collater all get their
     memory. On top of it plain tensors, floats and ints are collated in Rust, where the table still names
     torch's own function for them; whatever is not plain goes to that function, with its errors and quirks.
     """
     torchs_new_shared = torch.UntypedStorage._new_shared
+    before = vars(torch.UntypedStorage).get("_new_shared")
 
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
@@ -48,6 +50,16 @@ def use_arena(port: Port) -> None:
     }
     ours: dict[type, Any] = {torch.Tensor: tensors, float: floats, int: ints}
     table: dict[Any, Any] = collate.default_collate_fn_map
-    for kind, function in torchs.items():
-        if table.get(kind) is function:
-            table[kind] = ours[kind]
+    replaced = {kind: ours[kind] for kind, function in torchs.items() if table.get(kind) is function}
+    table.update(replaced)
+
+    def restore() -> None:
+        if before is None:
+            del torch.UntypedStorage._new_shared
+        else:
+            torch.UntypedStorage._new_shared = before  # type: ignore[method-assign]
+        for kind, function in replaced.items():
+            if table.get(kind) is function:
+                table[kind] = torchs[kind]
+
+    return restore

@@ -21,7 +21,7 @@ from rustloader.texts import type_name
 from rustloader.torch_side import is_torchs
 from rustloader.workers import serialize
 from rustloader.workers.bootstrap import Job, Parcel
-from rustloader.workers.collate import use_arena
+from rustloader.workers.context import WorkerContext
 
 __all__ = ["run"]
 
@@ -30,25 +30,26 @@ def run(parcel: Parcel) -> None:
     """The target of a worker's process."""
     connection, job = parcel.connection, parcel.job
     port = connection.open()
+    context = WorkerContext()
     try:
         _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         if job.sigterm_seconds is not None:
             port.survive_group_signal(connection.main, job.sigterm_seconds)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
-        _Worker(port, parcel.take_dataset(), job, parcel.worker_id).loop()
+        _Worker(port, context, parcel.take_dataset(), job, parcel.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):
         # The main process gets the Ctrl-C as well, and raises it.
         pass
     finally:
         # First of all: a Ctrl-C has no effect after it.
         port.leave()
-        _utils.worker._worker_info = None
+        context.restore()
 
 
 class _Worker:
     """One worker's loop and what it works with."""
 
-    def __init__(self, port: Port, dataset: Any, job: Job, worker_id: int) -> None:
+    def __init__(self, port: Port, context: WorkerContext, dataset: Any, job: Job, worker_id: int) -> None:
         self.port = port
         self.dataset = dataset
         self.job = job
@@ -61,7 +62,7 @@ class _Worker:
         # Its method, if that is torch's own.
         self.torchs_fetch: Any = None
         # The collector is called when blocks hang on garbage. What exists already is no garbage, and is shared with the
-        # main process for as long as nobody writes to it.
+        # main process until one of them writes to it.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
@@ -70,10 +71,8 @@ class _Worker:
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(_utils.worker._generate_state(job.base_seed, worker_id))
-        _utils.worker._worker_info = _utils.worker.WorkerInfo(
-            id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset
-        )
-        use_arena(port)
+        info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
+        context.install(port, info)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)

@@ -1,7 +1,7 @@
 """Pickling of what is no plain tree of tensors, arrays and numbers.
 
-The dispatch table is ForkingPickler's, so reducers that torch and users registered there are honoured. Only
-those of plain CPU tensors, plain arrays and CPU storages are ours. A batch's pickle holds tokens in their place; they
+The dispatch table is ForkingPickler's, so reducers that torch and users registered there are honoured. Only those of
+plain CPU tensors, plain arrays and CPU storages are this module's. A batch's pickle holds tokens in their place; they
 travel beside it (protocol 5) through the codec, which knows what they share and how little of their storages
 they show. What torch's other reducers make of a tensor ends in a storage, which travels as the tensor of its bytes.
 """
@@ -33,7 +33,7 @@ _extra_reducers: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reduce
 # One reducer for each type in `_TORCHS`.
 _Reducers = dict[type, Callable[[Any], Any]]
 
-# The reducers, or none, that ours stand in for; somebody else's is left alone.
+# The reducers, or none, that this module's replace; any other reducer is left alone.
 _TORCHS: dict[type, Callable[[Any], Any] | None] = {
     torch.UntypedStorage: reductions.reduce_storage,
     torch.Tensor: reductions.reduce_tensor,
@@ -54,7 +54,7 @@ _reduce_tensor_of_torchs, _reduce_storage_of_torchs = _TORCHS[_Tensor], _TORCHS[
 
 
 def leaves_are_ours() -> bool:
-    """Whether tensors and arrays have no reducer of somebody else's, so that a plain batch needs no pickle."""
+    """Whether no program has registered reducers for tensors and arrays, so that a plain batch needs no pickle."""
     return (
         _reducer_of(_Tensor) is _reduce_tensor_of_torchs
         and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
@@ -215,7 +215,7 @@ class _Beside:
         return False
 
     def noted(self, reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A reducer of somebody else's, whose use is noted."""
+        """A foreign reducer, whose use is noted."""
 
         def reduce(obj: Any) -> Any:
             self.tied = True
@@ -258,7 +258,7 @@ def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_extra_reducers}
     ours = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
     if torch.UntypedStorage not in ours:
-        # What torch's reducer of tensors ends in is somebody else's.
+        # torch's reducer of tensors ends in a foreign reducer.
         ours.pop(torch.Tensor, None)
         ours.pop(torch.nn.Parameter, None)
     table.update(ours)

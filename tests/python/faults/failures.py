@@ -83,7 +83,7 @@ CLEAR = [
     r"again, for good",
     r"DataLoader worker 0 \(pid N\) has worked on one batch for .*",
 ]
-HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: no shared memory can be had: "
+HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 
 
 class Failure(NamedTuple):
