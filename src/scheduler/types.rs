@@ -6,7 +6,7 @@ use std::time::Duration;
 /// What a scheduler is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The number of workers, at least 1 and at most 262,144.
+    /// The number of workers, 1 to 262,144. The arena of an engine has room for 65,536.
     pub workers: usize,
     /// Tasks in flight for each worker, on average; at least 1.
     pub prefetch_factor: usize,
