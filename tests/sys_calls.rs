@@ -48,21 +48,39 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("thread.rs", "prctl", "a name for people; its answer does not matter"),
 ];
 
-/// The sources under `folder`, their tests and comments cut off.
+/// The sources under `folder`, without tests and comments.
 fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() {
+        let is_product = !path.ends_with("failpoint.rs") && path.file_stem().unwrap() != "tests";
+        if path.is_dir() && is_product {
             found.extend(sources(&path));
-        } else if path.extension().is_some_and(|end| end == "rs") && !path.ends_with("failpoint.rs") {
-            let text = std::fs::read_to_string(&path).unwrap();
-            let code = text.split("#[cfg(test)]").next().unwrap();
-            let lines: Vec<&str> = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
-            found.push((path, lines.join("\n")));
+        } else if path.extension().is_some_and(|end| end == "rs") && is_product {
+            found.push((path.clone(), product_of(&std::fs::read_to_string(&path).unwrap())));
         }
     }
     found
+}
+
+/// A source without the items marked `#[cfg(test)]`, and without lines of comment. As rustfmt lays it out: an item
+/// ends with the first `;` or `}` at the end of a line that is indented like its beginning.
+fn product_of(text: &str) -> String {
+    let mut lines = Vec::new();
+    let mut test_at = None;
+    for line in text.lines() {
+        let code = line.trim_start();
+        let indent = line.len() - code.len();
+        match test_at {
+            None if code == "#[cfg(test)]" => test_at = Some(indent),
+            None if code.starts_with("//") => {}
+            None => lines.push(line),
+            Some(begin) if begin == indent && code.ends_with([';', '}']) => test_at = None,
+            Some(_) => {}
+        }
+    }
+    assert_eq!(test_at, None, "a test module has no end");
+    lines.join("\n")
 }
 
 fn src() -> PathBuf {
@@ -80,28 +98,88 @@ fn calls<'a>(text: &'a str, head: &str) -> Vec<(usize, &'a str)> {
     starts.filter_map(name).filter(|(_, name)| name.chars().all(|c| !c.is_ascii_uppercase())).collect()
 }
 
+/// What a source does that belongs into `sys`, or lacks a failpoint there.
+fn faults(path: &Path, text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let file = path.file_name().unwrap().to_str().unwrap();
+    for (at, name) in calls(text, "libc::") {
+        if !path.parent().unwrap().ends_with("sys") {
+            found.push(format!("{name} is called in {}", path.display()));
+        }
+        // The macro stands around the call, or around a closure named a line or two before.
+        let near =
+            String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(130)..text.len().min(at + 260)]);
+        let known = WITHOUT.iter().any(|(place, call, _)| (*place, *call) == (file, name));
+        if !near.contains("failpoint!(\"") && !known {
+            found.push(format!("{name} in {file} has no failpoint"));
+        }
+    }
+    let files = text.matches("std::fs::").count();
+    if files > usize::from(path.ends_with("sys/mod.rs")) {
+        found.push(format!("a file is read in {file}"));
+    }
+    let starts_named = text.contains("thread::Builder") && file != "thread.rs";
+    if starts_named || text.contains("std::thread::spawn(") {
+        found.push(format!("a thread is started in {file}"));
+    }
+    found
+}
+
 #[test]
 fn calls_stand_in_sys_and_have_a_failpoint() {
     let mut unused: Vec<_> = WITHOUT.iter().collect();
     let mut seen = 0;
     for (path, text) in sources(&src()) {
+        assert_eq!(faults(&path, &text), Vec::<String>::new());
         let file = path.file_name().unwrap().to_str().unwrap();
-        for (at, name) in calls(&text, "libc::") {
+        for (_, name) in calls(&text, "libc::") {
             seen += 1;
-            assert!(path.parent().unwrap().ends_with("sys"), "{name} is called in {}", path.display());
-            // The macro stands around the call, or around a closure named a line or two before.
-            let near = &text[at.saturating_sub(130)..text.len().min(at + 260)];
-            let known = WITHOUT.iter().any(|(place, call, _)| (*place, *call) == (file, name));
-            assert!(near.contains("failpoint!(\"") || known, "{name} in {file} has no failpoint");
             unused.retain(|(place, call, _)| (*place, *call) != (file, name));
         }
-        let files = text.matches("std::fs::").count();
-        assert!(files == 0 || (path.ends_with("sys/mod.rs") && files == 1), "a file is read in {file}");
-        assert!(!text.contains("thread::Builder") || file == "thread.rs", "a thread is started in {file}");
-        assert!(!text.contains("std::thread::spawn("), "a thread is started in {file}");
     }
     assert!(seen > 30, "only {seen} calls were found");
-    assert!(unused.is_empty(), "reasons that nobody needs: {unused:?}");
+    assert!(unused.is_empty(), "reasons that no call needs: {unused:?}");
+}
+
+#[test]
+fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
+    let bad = [
+        (
+            "src/engine/handle.rs",
+            "failpoint!(\"x\", libc::kill(pid, 0))",
+            "kill is called in src/engine/handle.rs",
+        ),
+        ("src/sys/pidfd.rs", "unsafe { libc::kill(pid, 0) }", "kill in pidfd.rs has no failpoint"),
+        ("src/sys/pidfd.rs", "unsafe { libc::munmap(begin, len) }", "munmap in pidfd.rs has no failpoint"),
+        ("src/config.rs", "std::fs::read(path)", "a file is read in config.rs"),
+        ("src/sys/mod.rs", "std::fs::read(path); std::fs::read(path)", "a file is read in mod.rs"),
+        ("src/engine/pin.rs", "thread::Builder::new()", "a thread is started in pin.rs"),
+        ("src/sys/thread.rs", "std::thread::spawn(work)", "a thread is started in thread.rs"),
+    ];
+    for (path, code, fault) in bad {
+        // Behind a test module, a test function and a comment, as it may stand in a source.
+        let text = format!(
+            "#[cfg(test)]\nmod tests;\n// libc::read(x)\n#[cfg(test)]\n#[cfg(not(loom))]\nmod more {{\n    fn f() {{\n        \
+             libc::write(x);\n    }}\n}}\n\nimpl A {{\n    #[cfg(test)]\n    fn g() {{ libc::open(x) }}\n\n    fn h() {{\n        \
+             {code}\n    }}\n}}\n"
+        );
+        assert_eq!(faults(Path::new(path), &product_of(&text)), [fault]);
+    }
+    for (path, code) in [
+        ("src/sys/pidfd.rs", "failpoint!(\"x\", libc::kill(pid, 0))"),
+        ("src/sys/map.rs", "libc::munmap(begin, len)"),
+    ] {
+        assert_eq!(faults(Path::new(path), code), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn the_code_behind_a_test_module_is_product() {
+    let whole = std::fs::read_to_string(src().join("scheduler/mod.rs")).unwrap();
+    let code = |text: &str| text.lines().filter(|line| !line.trim_start().starts_with("//")).count();
+    // A line for `#[cfg(test)]` and one for `mod tests;`.
+    assert!(whole.contains("#[cfg(test)]\nmod tests;\n"));
+    assert_eq!(code(&product_of(&whole)), code(&whole) - 2);
 }
 
 #[cfg(feature = "failpoints")]

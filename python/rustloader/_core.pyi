@@ -192,8 +192,8 @@ class Port:
         """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""
 
     def receive(self) -> tuple[int, int, Any]:
-        """The next thing to do, waiting without the GIL: a code of
-        ``workers/main.py``, the task's number, the index, or the exception that its unpickling has raised."""
+        """Waits for the next message without the GIL. Returns one of the codes `FETCH`, `RESUME`, `LEAVE` and
+        `UNREADABLE`, the task's number, and the index or the exception that unpickling it raised."""
 
     @property
     def stopping(self) -> bool:

@@ -134,8 +134,9 @@ impl Handle {
         Ok(())
     }
 
-    /// Tells every worker to leave and wakes whoever waits in `next`. Never blocks; may be called again. Whoever is not woken,
-    /// because the system refuses that, looks within its slice.
+    /// Stops every worker and wakes each thread that waits in `next`. May be called again. Does not wait for workers or the
+    /// iterator's lock, only for the lock `last`, which is held for a copy of the workers' figures. If the system refuses a
+    /// wake, the sleeper sees the stop within its slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);

@@ -94,9 +94,9 @@ def is_code(dialect: Dialect, text: str) -> bool:
 
 
 def sources(dialect: Dialect, root: Path = ROOT) -> list[Source]:
-    """All product sources of a language."""
+    """All product sources of a language; modules of Rust tests are none."""
     folder = root / dialect.folder
-    files = sorted(folder.rglob(f"*{dialect.suffix}"))
+    files = sorted(path for path in folder.rglob(f"*{dialect.suffix}") if path.stem != "tests")
     return [_parse(dialect, path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
 
 

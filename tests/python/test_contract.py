@@ -1,4 +1,4 @@
-"""The ways of libraries with the class and the live iterator, without these libraries (PARITY 4; T4, T9, T10)."""
+"""The ways of libraries with the class and the live iterator, without these libraries (T4, T9, T10)."""
 
 import contextlib
 import functools
@@ -491,7 +491,7 @@ def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(workers):
 
 
 def test_t4_a_namespace_of_nothing_but_the_table_serves():
-    """The attributes that PARITY lists for torch 2.13, and no other."""
+    """The attributes that docs/parity.md lists for torch 2.13, and no other."""
     names = (
         "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
         "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "

@@ -1,4 +1,4 @@
-"""A broken worker writes over shared memory: an error, never a crash, a hang or a batch that is not its own (DESIGN 3).
+"""A broken worker writes over shared memory: an error, never a crash, a hang or a batch that is not its own.
 
 tests/garbage.rs does the same to the parts by themselves, with many more bytes.
 """

@@ -1,4 +1,4 @@
-"""Workers that die, a main process that dies, and ends that nobody may hang on (P20, P26, T11; DESIGN 4)."""
+"""Workers that die, a main process that dies, and ends that nobody may hang on (P20, P26, T11)."""
 
 import contextlib
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The end of whole processes: main killed, Ctrl-C, interpreter exit (S2, S3, S5; DESIGN 4)."""
+"""The end of whole processes: main killed, Ctrl-C, interpreter exit (S2, S3, S5)."""
 
 import os
 import signal

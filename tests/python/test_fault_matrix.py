@@ -1,4 +1,4 @@
-"""A worker's end: in every way, at every place, under every kind of loader (P18 to P20, S3, S7; DESIGN 4).
+"""A worker's end: in every way, at every place, under every kind of loader (P18 to P20, S3, S7).
 
 Here a set of cases in which each pair of factors comes up; `make faults` has the full product.
 """

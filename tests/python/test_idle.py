@@ -1,4 +1,4 @@
-"""Waiting costs no CPU time, whatever has been forked beside it: no descriptor that stays ready, no loop (DESIGN 1)."""
+"""Waiting costs no CPU time, whatever has been forked beside it: no descriptor that stays ready, no loop."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What programs reach for in a live iterator beside its interface (PARITY: the attribute table, T15)."""
+"""What programs reach for in a live iterator beside its interface (T15 and the attributes in docs/parity.md)."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Large batches, many leaves, deep nesting, long index batches, sizes that vary (P25, T25; DESIGN 3)."""
+"""Large batches, many leaves, deep nesting, long index batches, sizes that vary (P25, T25)."""
 
 import dataclasses
 

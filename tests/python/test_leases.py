@@ -1,4 +1,4 @@
-"""Batches live as long as anybody keeps them, and no longer (T5, T19, T22; DESIGN 3)."""
+"""Batches live as long as anybody keeps them, and no longer (T5, T19, T22)."""
 
 import collections
 import gc

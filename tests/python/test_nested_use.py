@@ -1,4 +1,4 @@
-"""Forks in the midst of it: grandchildren, children with loaders of their own, threads (T14; DESIGN 3)."""
+"""Forks in the midst of it: grandchildren, children with loaders of their own, threads (T14)."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Loaders that are handed over to torch's iterator, and subclasses that are not (DESIGN 1, T15, T16)."""
+"""Loaders that are handed over to torch's iterator, and subclasses that are not (T15, T16)."""
 
 import errno
 import functools

@@ -1,4 +1,4 @@
-"""pin_memory=True: what arrives, where it lies, and by whose hand (DESIGN 5; PARITY T6-T8)."""
+"""pin_memory=True: what arrives, where it lies, and by whose hand (T6 to T8)."""
 
 import importlib
 import itertools

@@ -1,4 +1,4 @@
-"""Pinning that fails, is late, or ends: allocator, users' types, workers, thread (PARITY P17, P19, P20, S6)."""
+"""Pinning that fails, is late, or ends: allocator, users' types, workers, thread (P17, P19, P20, S6)."""
 
 import gc
 import os

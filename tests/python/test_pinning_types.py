@@ -1,4 +1,4 @@
-"""What pinning makes of each type: exactly what torch's own function makes of the same value (PARITY P24, T12)."""
+"""What pinning makes of each type: exactly what torch's own function makes of the same value (P24, T12)."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""SIGTERM to the whole process group, as when a job is preempted: main reacts, the workers serve on (DESIGN 4)."""
+"""SIGTERM to the whole process group, as when a job is preempted: main reacts, the workers serve on."""
 
 import os
 import signal

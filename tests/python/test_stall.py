@@ -1,4 +1,4 @@
-"""Workers that are stuck are named once, with what their code is at (DESIGN 4)."""
+"""Workers that are stuck are named once, with what their code is at."""
 
 import ctypes
 import os

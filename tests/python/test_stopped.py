@@ -1,4 +1,4 @@
-"""A worker that is stopped (SIGSTOP) at random moments: what it holds is late, nothing else is (P19, S3; DESIGN 4)."""
+"""A worker that is stopped (SIGSTOP) at random moments: what it holds is late, nothing else is (P19, S3)."""
 
 import os
 import random

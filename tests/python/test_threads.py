@@ -1,4 +1,4 @@
-"""Iterators used from several threads and from signal handlers (T21; DESIGN 1)."""
+"""Iterators used from several threads and from signal handlers (T21)."""
 
 import itertools
 import os

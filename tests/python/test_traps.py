@@ -1,4 +1,4 @@
-"""Traps that have cost somebody a bug, and that no other file is about (PARITY: T18 to T27, the last of the table)."""
+"""Traps that have cost somebody a bug, and that no other file is about (T18 to T27)."""
 
 import collections
 import itertools

@@ -17,7 +17,7 @@ def _items(events):
 
 def first_error_of_a_worker_again(program, theirs, ours):
     """After an error of worker_init_fn, or of the first iter(dataset), torch's worker answers every later task with an
-    UnboundLocalError about its own variable; ours repeats the error that was (PARITY T24)."""
+    UnboundLocalError about its own variable; ours repeats the error that was (T24 in docs/parity.md)."""
     if program.error_in not in ("init", "iter"):
         return
     said = {}
@@ -31,7 +31,7 @@ def first_error_of_a_worker_again(program, theirs, ours):
 
 def views_without_holes(program, theirs, ours):
     """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
-    of dimensions: a few rows of a large tensor must not move all of it (DESIGN section 3)."""
+    of dimensions: a few rows of a large tensor must not move all of it (ARCHITECTURE.md)."""
     if program.is_ordered and program.error_in != "sampler":
         pairs = zip(_items(theirs["main"]), _items(ours["main"]), strict=False)
     else:
@@ -54,7 +54,7 @@ def _compact(a, b, shared):
 def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
     """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses
     the batch, and keeps one task less under way for the rest of the epoch; ours gives the batch, raises at the next
-    call, and asks for the index again (PARITY T24).
+    call, and asks for the index again (T24 in docs/parity.md).
 
     Up to there all is compared. In the rest of that epoch torch's batches must be among ours, in the same order, and
     the errors the same. What comes after that epoch is left out, because the sampler's random draws have moved.

@@ -77,7 +77,7 @@ class Session:
         self.note(*event)
         while self.caught:
             w = self.caught.pop(0)
-            # torch's loader has threads when it forks, ours has none (PARITY T23).
+            # torch's loader has threads when it forks, ours has none (T23 in docs/parity.md).
             if not (w.category is DeprecationWarning and "multi-threaded" in str(w.message)):
                 self.note("warning", *describe.warning(w))
         self.note("rng", *recorder.rng(self.generator))

@@ -211,7 +211,7 @@ def wrong(p):
     if (p.error_in == "nowhere") != (p.error == "none"):
         return "an error needs a place"
     if (p.error_in == "iter") and (p.is_map or p.num_workers == 0 or p.persistent):
-        # In a persistent second epoch it kills torch's worker (PARITY T24).
+        # In a persistent second epoch it kills torch's worker (T24 in docs/parity.md).
         return "errors of iter(dataset) are tried once for each worker"
     if p.error_in == "init" and p.persistent:
         # torch's worker goes on without its init function in the second epoch; ours repeats the error (T24).
