@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 from rustloader.environment import follow  # by the package itself it would import torch
+from rustloader.options import Options
 
 __all__ = ["main"]
 
@@ -49,14 +50,9 @@ def _setting(options: Any) -> str:
     """The environment variable by which this process and those that it spawns install."""
     given = os.environ.get("RUSTLOADER_INSTALL", "").strip()
     parts = [given] if "=" in given else []
-    if options.out_of_order:
-        parts.append("in_order=0")
-    if options.persistent_workers:
-        parts.append("persistent_workers=1")
-    if options.prefetch_factor is not None:
-        parts.append(f"prefetch_factor={options.prefetch_factor}")
-    if options.multiprocessing_context is not None:
-        parts.append(f"multiprocessing_context={options.multiprocessing_context}")
+    for name in Options.__dataclass_fields__:
+        if (value := getattr(options, name)) is not None:
+            parts.append(f"{name}={int(value) if isinstance(value, bool) else value}")
     return ",".join(parts) or "1"
 
 

@@ -12,11 +12,11 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import _core, options
+from rustloader import _core
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.device import pinning
-from rustloader.iterator import compat, fallback
+from rustloader.iterator import compat, fallback, settings
 from rustloader.iterator.torch_side import IterType, TorchIter, in_torch
 from rustloader.metrics import ledger, report
 from rustloader.workers import deaths, shutdown, stalls, start
@@ -65,9 +65,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
-        seen = options.applied(loader)
+        seen = settings.applied(loader)
         self._set_up(seen)
-        options.keep(loader, seen, self)
+        settings.keep(loader, seen, self)
 
     def _set_up(self, loader: Any) -> None:
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
