@@ -16,7 +16,7 @@ from importlib.abc import MetaPathFinder
 from multiprocessing import spawn
 from typing import Any
 
-from rustloader.options import NO, YES, Options, option_of
+from rustloader.config import INSTALL, parse_install
 
 __all__ = ["follow"]
 
@@ -33,7 +33,7 @@ def follow(setting: str) -> None:
         ValueError: It says something else.
     """
     global _following
-    options = _parsed(setting)
+    options = parse_install(setting)
     if options is None:
         return
     if _following is None:
@@ -47,29 +47,11 @@ def follow(setting: str) -> None:
         _install(options)
 
 
-def _parsed(setting: str) -> dict[str, Any] | None:
-    text = setting.strip().lower()
-    if text in ("", *NO):
-        return None
-    values = {}
-    for part in () if text in YES else text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            values[name] = option_of(name).parse(value)
-        except (KeyError, ValueError):
-            known = ", ".join(f"{name} ({option_of(name).expected})" for name in Options.__dataclass_fields__)
-            raise ValueError(
-                "RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install(), separated by commas, for example "
-                f"prefetch_factor=4,in_order=0; got {setting!r}. The options: {known}"
-            ) from None
-    return values
-
-
 def _install(options: dict[str, Any]) -> None:
     try:
         importlib.import_module("rustloader").install(**options)
     except RuntimeError as error:
-        logger.warning("RUSTLOADER_INSTALL has no effect: %s", error)
+        logger.warning("%s has no effect: %s", INSTALL, error)
 
 
 class _AfterTorch(MetaPathFinder):

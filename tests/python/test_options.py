@@ -15,7 +15,7 @@ from test_docs import PAGES, ROOT
 
 from rustloader import options
 from rustloader._cli import arguments
-from rustloader.environment import _parsed
+from rustloader.config import parse_install
 
 pytestmark = pytest.mark.ours
 
@@ -77,9 +77,9 @@ def test_the_environment_and_the_flags_of_run_take_the_fields():
     for name in NAMES:
         value, text = OTHER[name]
         option = options.option_of(name)
-        assert _parsed(f"{name}={text}") == {name: value}
+        assert parse_install(f"{name}={text}") == {name: value}
         with pytest.raises(ValueError, match=re.escape(f"{name} ({option.expected})")):
-            _parsed(f"{name}=*")
+            parse_install(f"{name}=*")
         given = [option.flag, text] if option.flag in arguments.valued_flags() else [option.flag]
         assert getattr(parser.parse_args(given), name) == value
         assert rustloader.Options(**{name: value})

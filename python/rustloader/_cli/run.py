@@ -10,6 +10,7 @@ import sys
 import types
 from typing import Any
 
+from rustloader.config import INSTALL
 from rustloader.environment import follow  # by the package itself it would import torch
 from rustloader.options import Options
 
@@ -32,7 +33,7 @@ def main(options: Any, arguments: list[str]) -> int:
         print(f"rustloader run: {error}", file=sys.stderr)
         return 2
     sys.argv[:] = [name, *arguments]
-    os.environ["RUSTLOADER_INSTALL"] = setting
+    os.environ[INSTALL] = setting
     follow(setting)
     sys.modules["__main__"] = module
     _show_no_frames_of_ours(vars(module))
@@ -48,7 +49,7 @@ class _NoScript(Exception):
 
 def _setting(options: Any) -> str:
     """The environment variable by which this process and those that it spawns install."""
-    given = os.environ.get("RUSTLOADER_INSTALL", "").strip()
+    given = os.environ.get(INSTALL, "").strip()
     parts = [given] if "=" in given else []
     for name in Options.__dataclass_fields__:
         if (value := getattr(options, name)) is not None:

@@ -12,10 +12,10 @@ import torch.multiprocessing
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from rustloader._core import Engine
+from rustloader.config import stall_limits
 from rustloader.iterator import compat
 from rustloader.iterator.torch_side import TorchIter
 from rustloader.metrics import ledger
-from rustloader.workers import stalls
 
 __all__ = ["context_of", "fall_back", "make_engine", "process_class", "why_not"]
 
@@ -84,7 +84,7 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             bool(setting("in_order")),
             bool(setting("persistent_workers")),
             float(setting("timeout")),
-            stalls.limits(),
+            stall_limits(),
         )
     except (OSError, MemoryError) as error:
         return None, f"no shared memory can be had: {error}"

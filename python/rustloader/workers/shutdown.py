@@ -16,7 +16,7 @@ from torch.utils.data import _utils
 
 from rustloader import _core
 from rustloader.cleanup import quietly
-from rustloader.workers.deaths import STATUS_AFTER
+from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, STATUS_AFTER
 
 if TYPE_CHECKING:
     from rustloader._core import Engine
@@ -26,14 +26,6 @@ __all__ = ["EXIT_GRACE", "KILL_AFTER", "end", "exiting", "interrupt_again", "kil
 
 # multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
-
-# Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
-KILL_AFTER = 0.5
-EXIT_GRACE = 0.5
-_EXIT_KILL_AFTER = 0.2
-
-# Seconds until a Ctrl-C comes again that was caught by a destructor.
-_INTERRUPT_AFTER = 0.02
 
 # Every iterator with workers, for the interpreter's exit, by its id: a subclass that compares by value has no hash.
 live: weakref.WeakValueDictionary[int, Iter] = weakref.WeakValueDictionary()
@@ -52,7 +44,7 @@ def interrupt_again() -> None:
     raises is lost, and so is what is raised in the callbacks of weak references that come behind it."""
 
     def interrupt() -> None:
-        time.sleep(_INTERRUPT_AFTER)
+        time.sleep(INTERRUPT_AFTER)
         _thread.interrupt_main()
 
     # Not by `threading`, whose locks this thread may hold.
@@ -122,7 +114,7 @@ def _end_all() -> None:
         iterator._engine().close(exiting=True)
     # A second Ctrl-C has sped it up, and has no more to say: Python would print it as an error of this hook.
     with contextlib.suppress(KeyboardInterrupt):
-        end(here, EXIT_GRACE, _EXIT_KILL_AFTER)
+        end(here, EXIT_GRACE, EXIT_KILL_AFTER)
     for iterator in here:
         iterator._shutdown = True
 

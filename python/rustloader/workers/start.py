@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rustloader import _core
 from rustloader._core import Engine
+from rustloader.config import SIGTERM
 from rustloader.iterator import fallback
 from rustloader.iterator.torch_side import in_torch
-from rustloader.workers import main, stalls
+from rustloader.workers import main
 
 if TYPE_CHECKING:
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter as Iter
@@ -53,7 +54,7 @@ def start_processes(iterator: Iter, core: Engine) -> None:
             base_seed=int(iterator._base_seed),
             init_fn=iterator._worker_init_fn,
             num_workers=iterator._num_workers,
-            sigterm_seconds=stalls.sigterm_seconds() if survives_sigterm else None,
+            sigterm_seconds=SIGTERM.get() if survives_sigterm else None,
             unblock=blocked,
         )
         _core.begin_forks()
