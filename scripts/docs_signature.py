@@ -1,9 +1,12 @@
-"""Gives ``DataLoader`` a signature on the documentation's site. mkdocs.yml names it; griffe runs it.
+"""Completes signatures and docstrings on the documentation's site. mkdocs.yml names it; griffe runs it.
 
-The class inherits its constructor from torch, which the environment of the site does not have. A test compares this
-signature with that of the installed torch.
+``DataLoader`` inherits its constructor from torch, which the environment of the site does not have. A test compares
+this signature with that of the installed torch. The functions that take ``Options`` get their parameters, and the
+description of each, at run time.
 """
 
+import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,46 @@ def __init__(
 """
 
 
-class Inherited(griffe.Extension):
-    """Adds the constructor before the class's docstring is parsed."""
+def options_module() -> Any:
+    """``rustloader.options``, without the package, whose extension may not be built."""
+    path = Path(__file__).parents[1] / "python" / "rustloader" / "options.py"
+    spec = importlib.util.spec_from_file_location("options", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Completed(griffe.Extension):
+    """Adds what is missing before docstrings are parsed."""
+
+    def __init__(self) -> None:
+        self.options = options_module()
 
     def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.path == "rustloader.dataloader.DataLoader":
-            made = griffe.visit("torch", Path(__file__), SIGNATURE)
-            cls.set_member("__init__", made["__init__"])
+            cls.set_member("__init__", made(SIGNATURE))
+        elif cls.path == "rustloader.options.Options" and cls.docstring is not None:
+            cls.set_member("__init__", made(f"def __init__(self, {self.parameters()}): ..."))
+            cls.docstring.value = inspect.cleandoc(self.options.Options.__doc__)
+
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        if any(str(decorator.value).startswith("options.takes") for decorator in func.decorators):
+            assert func.docstring is not None
+            func.parameters = made(f"def taken({self.parameters()}): ...").parameters
+            func.docstring.value = self.options.with_fields(func.docstring.value, "Args:")
+
+    def parameters(self) -> str:
+        """The fields of ``Options`` as keyword-only parameters, in source."""
+        return (
+            str(inspect.signature(self.options.Options))
+            .partition("(")[2]
+            .rpartition(")")[0]
+            .replace("multiprocessing.context.", "")
+        )
+
+
+def made(source: str) -> griffe.Function:
+    """The function that a source defines."""
+    (function,) = griffe.visit("made", Path(__file__), source).functions.values()
+    return function

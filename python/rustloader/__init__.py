@@ -7,6 +7,7 @@ Loaders that a framework builds:
     install, uninstall: Make every DataLoader of torch in this process use the engine, and take that back.
     installed: The same for the body of a ``with`` statement.
     is_installed: Answers whether that is in force.
+    Options: Holds their options.
 
 Statistics:
     stats: Gives the figures of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.stats import stats as stats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
+    from rustloader.options import Options as Options
 
 # Where our names live; all others are torch's. Those of the second dict need no engine.
 _OURS = {
@@ -80,6 +82,7 @@ _OURS |= {
     "CopyStats": "rustloader.metrics.figures",
     "DataLoader": "rustloader.dataloader",
     "Fallback": "rustloader.metrics.figures",
+    "Options": "rustloader.options",
     "PinningStats": "rustloader.metrics.figures",
     "SlowBatch": "rustloader.metrics.figures",
     "Stats": "rustloader.metrics.figures",

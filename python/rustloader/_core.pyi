@@ -5,7 +5,10 @@ from typing import Any, Final, final
 
 import torch
 
+from rustloader.config import StallLimits
+
 __all__ = [
+    "ARENA_MIN",
     "BATCH",
     "DEAD",
     "END",
@@ -43,6 +46,9 @@ __all__ = [
 
 __version__: Final[str]
 
+# Bytes of the smallest arena; it takes half of the address space that is left.
+ARENA_MIN: Final[int]
+
 # Leaves of fewer bytes travel inside the message and are copied out on delivery.
 INLINE_LIMIT: Final[int]
 
@@ -74,7 +80,7 @@ class Engine:
         in_order: bool,
         persistent: bool,
         timeout: float,
-        stalls: tuple[float, float, float],
+        stalls: StallLimits,
     ) -> Engine: ...
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""

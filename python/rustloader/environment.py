@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import logging
-import multiprocessing
 import os
 import sys
 import types
@@ -17,12 +16,12 @@ from importlib.abc import MetaPathFinder
 from multiprocessing import spawn
 from typing import Any
 
+from rustloader.config import INSTALL, parse_install
+
 __all__ = ["follow"]
 
 logger = logging.getLogger("rustloader")
 
-_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-_FLAGS = ("in_order", "persistent_workers")
 # What waits for torch, once the variable is followed.
 _following: _AfterTorch | None = None
 
@@ -34,7 +33,7 @@ def follow(setting: str) -> None:
         ValueError: It says something else.
     """
     global _following
-    options = _parsed(setting)
+    options = parse_install(setting)
     if options is None:
         return
     if _following is None:
@@ -48,34 +47,11 @@ def follow(setting: str) -> None:
         _install(options)
 
 
-def _parsed(setting: str) -> dict[str, Any] | None:
-    text = setting.strip().lower()
-    if text in _NO:
-        return None
-    options: dict[str, Any] = {}
-    for part in () if text in _YES else text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if name in _FLAGS and value in _YES + _NO[1:]:
-            options[name] = value in _YES
-        elif name == "prefetch_factor" and value.isdecimal() and int(value) > 0:
-            options[name] = int(value)
-        elif name == "multiprocessing_context" and value in multiprocessing.get_all_start_methods():
-            options[name] = value
-        else:
-            methods = ", ".join(multiprocessing.get_all_start_methods())
-            raise ValueError(
-                "RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install(), separated by commas, for example "
-                f"prefetch_factor=4,in_order=0; got {setting!r}. The options: in_order and persistent_workers (1 or "
-                f"0), prefetch_factor (a positive integer), multiprocessing_context ({methods})"
-            )
-    return options
-
-
 def _install(options: dict[str, Any]) -> None:
     try:
         importlib.import_module("rustloader").install(**options)
     except RuntimeError as error:
-        logger.warning("RUSTLOADER_INSTALL has no effect: %s", error)
+        logger.warning("%s has no effect: %s", INSTALL, error)
 
 
 class _AfterTorch(MetaPathFinder):

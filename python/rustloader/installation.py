@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
@@ -33,13 +32,8 @@ _told = False
 _told_of: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def install(
-    *,
-    in_order: bool | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool | None = None,
-    multiprocessing_context: str | BaseContext | None = None,
-) -> None:
+@options.takes(options.Options)
+def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
     For programs whose loaders are built by a framework. torch's iterator class is replaced, in torch's module and
@@ -49,14 +43,6 @@ def install(
 
     The arguments are options that frameworks drop when they build a loader anew. Each applies to all loaders that have
     torch's default for it, until ``uninstall()``; a further call adds to those of earlier ones.
-
-    Args:
-        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
-        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
-        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
-            None, the loader's own).
-        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
-            ``multiprocessing`` (default: None, the loader's own).
 
     Raises:
         TypeError: An option has the wrong type.
@@ -72,12 +58,6 @@ def install(
         2
         >>> rustloader.uninstall()
     """
-    values = {
-        "in_order": in_order,
-        "prefetch_factor": prefetch_factor,
-        "persistent_workers": persistent_workers,
-        "multiprocessing_context": multiprocessing_context,
-    }
     with _lock:
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not OurIter and present is not TorchIter:
@@ -139,22 +119,9 @@ def is_installed() -> bool:
     return IterType.stand_in is not None
 
 
-def installed(
-    *,
-    in_order: bool | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool | None = None,
-    multiprocessing_context: str | BaseContext | None = None,
-) -> Installed:
+@options.takes(options.Options)
+def installed(values: dict[str, Any]) -> Installed:
     """Installs the engine for the body of a ``with`` statement, in all threads; then things are as they were before.
-
-    Args:
-        in_order: False delivers batches as they are ready (default: None, the loader's own setting).
-        prefetch_factor: Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).
-        persistent_workers: True keeps workers from epoch to epoch; the loader keeps this attribute for good (default:
-            None, the loader's own).
-        multiprocessing_context: How workers are started: "fork", "forkserver", "spawn", or a context of
-            ``multiprocessing`` (default: None, the loader's own).
 
     Returns:
         A context manager; also a decorator. It has no truth value: to ask, call ``rustloader.is_installed()``.
@@ -171,12 +138,6 @@ def installed(
         >>> rustloader.stats(loader).batches
         2
     """
-    values = {
-        "in_order": in_order,
-        "prefetch_factor": prefetch_factor,
-        "persistent_workers": persistent_workers,
-        "multiprocessing_context": multiprocessing_context,
-    }
     return Installed(lambda: _installed(values))
 
 

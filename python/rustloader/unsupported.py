@@ -12,12 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from rustloader import options
 from rustloader.install_handle import Installed
 from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
@@ -52,13 +52,8 @@ def engine_batches() -> int:
     return 0
 
 
-def install(
-    *,
-    in_order: bool | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool | None = None,
-    multiprocessing_context: str | BaseContext | None = None,
-) -> None:
+@options.takes(options.Options)
+def install(values: dict[str, Any]) -> None:
     """Does nothing but say so in the log: loaders stay on torch's iterator, with the options that they have."""
     tell()
 
@@ -72,13 +67,8 @@ def is_installed() -> bool:
     return False
 
 
-def installed(
-    *,
-    in_order: bool | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool | None = None,
-    multiprocessing_context: str | BaseContext | None = None,
-) -> Installed:
+@options.takes(options.Options)
+def installed(values: dict[str, Any]) -> Installed:
     """``install()`` for the body of a ``with`` statement."""
     return Installed(_installed)
 

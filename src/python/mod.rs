@@ -53,6 +53,7 @@ mod _core {
         }
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
+        module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
         module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }
 }

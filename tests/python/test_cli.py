@@ -221,7 +221,7 @@ def test_what_is_ours_and_what_is_the_scripts():
 
 def test_options_of_run_become_the_variable(monkeypatch):
     from rustloader._cli.run import _setting
-    from rustloader.environment import _parsed
+    from rustloader.config import parse_install
 
     def setting(*arguments):
         return _setting(_cli._parser().parse_args(["run", *arguments, "train.py"]))
@@ -231,7 +231,7 @@ def test_options_of_run_become_the_variable(monkeypatch):
     text = setting(
         "--out-of-order", "--persistent-workers", "--prefetch-factor", "3", "--multiprocessing-context", "spawn"
     )
-    assert _parsed(text) == {
+    assert parse_install(text) == {
         "in_order": False,
         "persistent_workers": True,
         "prefetch_factor": 3,

@@ -81,7 +81,7 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CopyStats DataLoader Fallback PinningStats SlowBatch Stats Verdict VerdictKind WorkerStats "
+    "ArenaStats CopyStats DataLoader Fallback Options PinningStats SlowBatch Stats Verdict VerdictKind WorkerStats "
     "engine_batches install installed is_installed report stats uninstall"
 ).split()
 

@@ -30,6 +30,7 @@ from support import (
 
 if not TORCH_MODE:
     from rustloader import _core, cleanup, report
+    from rustloader.config import StallLimits
     from rustloader.iterator import fallback
     from rustloader.workers import group
     from rustloader.workers import process as worker_process
@@ -281,7 +282,7 @@ def test_what_descends_from_this_process():
 def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
         from rustloader import _core
-        engine = _core.Engine(1, 2, True, False, 0.0, (0.0, 0.0, 0.0))
+        engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0))
         try:
             engine.started(0, {pid})
         except RuntimeError as error:
@@ -297,7 +298,7 @@ def test_the_engine_takes_no_such_pid(pid):
 @pytest.mark.ours
 def test_s9_a_stranger_is_watched_and_not_signalled():
     """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
-    engine = _core.Engine(1, 2, True, False, 0.0, (0.0, 0.0, 0.0))
+    engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0))
     read, write = os.pipe()
     if os.fork() == 0:
         stranger = os.fork()

@@ -446,9 +446,9 @@ def test_our_own_loaders_are_what_they_were():
     ],
 )
 def test_the_environment_variable(setting, options):
-    from rustloader.environment import _parsed
+    from rustloader.config import parse_install
 
-    assert _parsed(setting) == options
+    assert parse_install(setting) == options
 
 
 @pytest.mark.parametrize(
@@ -465,10 +465,10 @@ def test_the_environment_variable(setting, options):
     ],
 )
 def test_an_environment_variable_that_says_something_else(setting):
-    from rustloader.environment import _parsed
+    from rustloader.config import parse_install
 
     with pytest.raises(ValueError) as raised:
-        _parsed(setting)
+        parse_install(setting)
     said = str(raised.value)
     assert said.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
     assert f"got {setting!r}." in said and "prefetch_factor=4,in_order=0" in said and "(fork, " in said

@@ -93,3 +93,27 @@ def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
     wrong = {n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.endswith("# error")}
     assert {int(re.match(r"\d+", line)[0]) for line in found if " error:" in line} == wrong, done.stdout
     assert 'Revealed type is "torch.utils.data.dataloader.DataLoader[tuple[torch._tensor.Tensor, int]]"' in done.stdout
+
+
+OPTIONS = """
+import rustloader
+reveal_type(rustloader.install)
+rustloader.install(prefetch_factor=3)
+with rustloader.installed(in_order=True, multiprocessing_context="fork"):
+    pass
+rustloader.install(prefetch_factor="3")  # error
+rustloader.installed(nonsense=1)  # error
+rustloader.install(True)  # error
+rustloader.Options(in_order=2.5)  # error
+"""
+
+
+def test_mypy_knows_the_options(tmp_path):
+    """They are written down in one place, from which mypy has to find its way to the functions that take them."""
+    file = tmp_path / "options.py"
+    file.write_text(f"{OPTIONS}# {uuid.uuid4()}\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    wrong = {n for n, line in enumerate(OPTIONS.splitlines(), 1) if line.endswith("# error")}
+    assert {int(n) for n in re.findall(r":(\d+): error:", done.stdout)} == wrong, done.stdout + done.stderr
+    assert 'Revealed type is "def (*, in_order: bool | None =, prefetch_factor: int | None =, ' in done.stdout

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-from rustloader._cli.arguments import counts, positive_int, positive_seconds, seconds, seed
+from rustloader._cli.arguments import add_options, counts, positive_int, positive_seconds, seconds, seed, valued_flags
 
 __all__ = ["main"]
 
@@ -80,8 +80,6 @@ examples:
 """
 # Commands that compare both engines. Their modules use what other systems lack.
 _LINUX_ONLY = ("bench", "check")
-# Options of `run` whose value is the next argument.
-_VALUED = ("--prefetch-factor", "--multiprocessing-context")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -127,7 +125,7 @@ def _before_script(given: list[str]) -> tuple[list[str], list[str]]:
     """Splits what is ours, with the script's name, from the script's own arguments."""
     k = 1
     while k < len(given) and given[k].startswith("-"):
-        k += 2 if given[k] in _VALUED else 1
+        k += 2 if given[k] in valued_flags() else 1
     return given[: k + 1], given[k + 1 :]
 
 
@@ -157,15 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
-    run.add_argument("--out-of-order", action="store_true", help="deliver batches as they are ready (in_order=False)")
-    run.add_argument("--prefetch-factor", type=positive_int, metavar="N", help="batches in flight per worker")
-    run.add_argument("--persistent-workers", action="store_true", help="keep the workers from epoch to epoch")
-    run.add_argument(
-        "--multiprocessing-context",
-        choices=["fork", "forkserver", "spawn"],
-        metavar="METHOD",
-        help="how workers are started: fork, forkserver or spawn",
-    )
+    add_options(run)
     run.add_argument("script", help="the script; what follows it are its own arguments")
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)

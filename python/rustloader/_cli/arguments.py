@@ -1,11 +1,15 @@
-"""Argument types of the command line. Each error says what is expected and what was given."""
+"""Argument types of the command line, whose errors say what is expected and what was given; flags of ``Options``."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["counts", "positive_int", "positive_seconds", "seconds", "seed"]
+from rustloader.options import Option, Options, option_of
+
+__all__ = ["add_options", "counts", "positive_int", "positive_seconds", "seconds", "seed", "valued_flags"]
 
 # A year. Clocks and waits of the system take no more than a few hundred.
 _MOST_SECONDS = 366 * 86400
@@ -51,6 +55,31 @@ def counts(text: str) -> list[int]:
     if any(number is None or not 0 <= number <= _MOST_WORKERS for number in numbers):
         raise _error(f"a comma-separated list of integers, each from 0 to {_MOST_WORKERS:,} (such as 0,2,4)", text)
     return sorted({number for number in numbers if number is not None})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of ``Options``; where it is missing, the field is None."""
+    for name in Options.__dataclass_fields__:
+        option = option_of(name)
+        if option.metavar:
+            parser.add_argument(option.flag, dest=name, type=_parser(option), metavar=option.metavar, help=option.help)
+        else:
+            parser.add_argument(option.flag, dest=name, action="store_const", const=option.flag_value, help=option.help)
+
+
+def valued_flags() -> set[str]:
+    """The flags of ``Options`` whose value is the next argument."""
+    return {option.flag for option in map(option_of, Options.__dataclass_fields__) if option.metavar}
+
+
+def _parser(option: Option) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except ValueError:
+            raise _error(option.expected, text) from None
+
+    return parse
 
 
 def _integer(text: str) -> int | None:

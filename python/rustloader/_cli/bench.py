@@ -24,6 +24,7 @@ from rustloader._cli.results import Point, Side, settle, starting
 from rustloader._cli.summary import Summary
 from rustloader._cli.timeline import Timeline
 from rustloader.limits import effective_cores
+from rustloader.options import PREFETCH_FACTOR
 from rustloader.texts import count_of
 
 __all__ = ["main"]
@@ -169,7 +170,7 @@ class _Bench:
         if workers == 0:
             return {}
         # As many batches again as were in flight at the start.
-        skipped = 2 * workers * (self._about["prefetch_factor"] or 2)
+        skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
         limits = self._limits._replace(batches=skipped + _SHOWN)
         found = {}
         for name in _ENGINES:

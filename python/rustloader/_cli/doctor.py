@@ -14,18 +14,17 @@ from importlib import metadata
 from typing import Any
 
 from rustloader._cli.log import warnings
+from rustloader.config import TORCH_VERSIONS
 
 if sys.platform.startswith("linux"):
     import resource
 
+    from rustloader._core import ARENA_MIN
     from rustloader.limits import cores, kilobytes, memory
 
 __all__ = ["main"]
 
 OK, NOTE, BAD = "ok", "note", "bad"
-_TORCH = ((2, 6), (2, 15))
-# The smallest arena that the engine works with; it takes half of the address space that is left.
-_SMALLEST = 1 << 30
 
 
 @dataclass
@@ -97,10 +96,10 @@ def _versions() -> Iterator[Finding]:
         yield Finding("torch", "not installed", BAD, "pip install torch")
         return
     version = tuple(map(int, re.findall(r"\d+", torch)[:2]))
-    first, last = (f"{major}.{minor}" for major, minor in _TORCH)
-    if version < _TORCH[0]:
+    first, last = (f"{major}.{minor}" for major, minor in TORCH_VERSIONS)
+    if version < TORCH_VERSIONS[0]:
         yield Finding("torch", torch, BAD, f"{first} or newer is needed")
-    elif version > _TORCH[1]:
+    elif version > TORCH_VERSIONS[1]:
         yield Finding("torch", torch, NOTE, f"tested up to {last}; compare your loader with `rustloader check`")
     else:
         yield Finding("torch", torch)
@@ -179,13 +178,13 @@ def _limits() -> Iterator[Finding]:
 
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     left = space if space == resource.RLIM_INFINITY else space - kilobytes("/proc/self/status", "VmSize:")
-    short = left != resource.RLIM_INFINITY and left < 2 * _SMALLEST
+    short = left != resource.RLIM_INFINITY and left < 2 * ARENA_MIN
     found = "unlimited" if left == resource.RLIM_INFINITY else f"{_size(max(0, left))} left of {_size(space)}"
     advice = "raise `ulimit -v`; the engine needs 2 GiB" if short else ""
     yield Finding("address space", found, BAD if short else OK, advice)
 
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    short = size != resource.RLIM_INFINITY and size < _SMALLEST
+    short = size != resource.RLIM_INFINITY and size < ARENA_MIN
     found = "unlimited" if size == resource.RLIM_INFINITY else _size(size)
     advice = "raise `ulimit -f`; the engine needs 1 GiB" if short else ""
     yield Finding("file size", found, BAD if short else OK, advice)
@@ -200,7 +199,7 @@ def _memory() -> Iterator[Finding]:
         parts.append(f"{_size(found.cgroup_left)} left of the cgroup's {_size(found.cgroup_limit)}")
     if found.address_space_left is not None:
         parts.append(f"{_size(found.address_space_left)} left of the address space")
-    if found.left >= _SMALLEST:
+    if found.left >= ARENA_MIN:
         yield Finding("memory", "; ".join(parts))
         return
     advice = "use fewer workers, a smaller prefetch_factor or smaller batches"
@@ -216,7 +215,7 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", _reason(error), NOTE, "the engine does not use it; torch's iterator does")
         return
     size, left = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
-    small = left < _SMALLEST
+    small = left < ARENA_MIN
     advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if small else ""
     yield Finding("/dev/shm", f"{_size(left)} left of {_size(size)}", NOTE if small else OK, advice)
 

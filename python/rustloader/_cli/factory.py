@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rustloader._cli.failure import Failure, failure
+from rustloader.options import PREFETCH_FACTOR
 
 __all__ = ["Unusable", "check_target", "find", "make"]
 
@@ -184,7 +185,7 @@ def _set_workers(loader: Any, workers: int) -> None:
     if workers == 0:
         loader.timeout = 0  # torch's own loop takes no other
     elif loader.prefetch_factor is None:
-        loader.prefetch_factor = 2
+        loader.prefetch_factor = PREFETCH_FACTOR
 
 
 def _module(name: str) -> Any:

@@ -10,7 +10,9 @@ import sys
 import types
 from typing import Any
 
+from rustloader.config import INSTALL
 from rustloader.environment import follow  # by the package itself it would import torch
+from rustloader.options import Options
 
 __all__ = ["main"]
 
@@ -31,7 +33,7 @@ def main(options: Any, arguments: list[str]) -> int:
         print(f"rustloader run: {error}", file=sys.stderr)
         return 2
     sys.argv[:] = [name, *arguments]
-    os.environ["RUSTLOADER_INSTALL"] = setting
+    os.environ[INSTALL] = setting
     follow(setting)
     sys.modules["__main__"] = module
     _show_no_frames_of_ours(vars(module))
@@ -47,16 +49,11 @@ class _NoScript(Exception):
 
 def _setting(options: Any) -> str:
     """The environment variable by which this process and those that it spawns install."""
-    given = os.environ.get("RUSTLOADER_INSTALL", "").strip()
+    given = os.environ.get(INSTALL, "").strip()
     parts = [given] if "=" in given else []
-    if options.out_of_order:
-        parts.append("in_order=0")
-    if options.persistent_workers:
-        parts.append("persistent_workers=1")
-    if options.prefetch_factor is not None:
-        parts.append(f"prefetch_factor={options.prefetch_factor}")
-    if options.multiprocessing_context is not None:
-        parts.append(f"multiprocessing_context={options.multiprocessing_context}")
+    for name in Options.__dataclass_fields__:
+        if (value := getattr(options, name)) is not None:
+            parts.append(f"{name}={int(value) if isinstance(value, bool) else value}")
     return ",".join(parts) or "1"
 
 

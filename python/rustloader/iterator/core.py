@@ -13,16 +13,17 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import hooks, options
+from rustloader import hooks
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine, observed
 from rustloader.cleanup import clean_up_after, quietly
+from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
-from rustloader.iterator import compat, fallback
+from rustloader.iterator import compat, fallback, settings
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, in_torch, is_torchs
 from rustloader.workers import deaths, process, stalls
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.group import EXIT_GRACE, WorkerGroup, exiting, interrupt_again
+from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
 
 __all__ = ["_MultiProcessingDataLoaderIter"]
 
@@ -67,9 +68,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
-        seen = options.applied(loader)
+        seen = settings.applied(loader)
         self._set_up(seen)
-        options.keep(loader, seen, self)
+        settings.keep(loader, seen, self)
 
     def _set_up(self, loader: Any) -> None:
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)

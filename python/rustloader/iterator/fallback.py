@@ -13,9 +13,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader._core import Engine
+from rustloader.config import stall_limits
 from rustloader.metrics import ledger
 from rustloader.torch_side import TorchIter, is_torchs
-from rustloader.workers import stalls
 from rustloader.workers.process import process_class
 
 __all__ = ["context_of", "fall_back", "make_engine", "why_not"]
@@ -108,7 +108,7 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             bool(setting("in_order")),
             bool(setting("persistent_workers")),
             float(setting("timeout")),
-            stalls.limits(),
+            stall_limits(),
         )
     except (OSError, MemoryError) as error:
         return None, f"cannot create the engine: {error}"

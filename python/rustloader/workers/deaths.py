@@ -7,10 +7,9 @@ import multiprocessing.connection
 import signal
 from typing import Any
 
-__all__ = ["STATUS_AFTER", "describe"]
+from rustloader.config import STATUS_AFTER
 
-# Seconds from a worker's end to the fork server's word on how it ended.
-STATUS_AFTER = 1.0
+__all__ = ["describe"]
 
 
 def describe(process: Any, status: tuple[str, int, str] | None, pid: int) -> str:

@@ -16,20 +16,11 @@ from torch.utils.data import _utils
 
 from rustloader._core import DeferredSignals, Engine, begin_forks, end_forks
 from rustloader.cleanup import quietly
-from rustloader.workers import main, process, stalls
+from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
+from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Parcel
 
-__all__ = ["EXIT_GRACE", "KILL_AFTER", "WorkerGroup", "exiting", "interrupt_again"]
-
-# Seconds from SIGTERM to SIGKILL on shutdown; at the interpreter's exit, for leaving by itself and from SIGTERM on.
-KILL_AFTER = 0.5
-EXIT_GRACE = 0.5
-_EXIT_KILL_AFTER = 0.2
-# Seconds to wait after SIGKILL, which only a process in the kernel's uninterruptible sleep outlives.
-_KILLED_AFTER = 5.0
-
-# Seconds until a Ctrl-C comes again that was caught by a destructor.
-_INTERRUPT_AFTER = 0.02
+__all__ = ["WorkerGroup", "exiting", "interrupt_again"]
 
 
 class WorkerGroup:
@@ -53,7 +44,7 @@ class WorkerGroup:
         """Starts all workers. After an error some of them may run: the caller has to end them."""
         process.start_helpers(context)
         survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
-        job.sigterm_seconds = stalls.sigterm_seconds() if survives_sigterm else None
+        job.sigterm_seconds = SIGTERM.get() if survives_sigterm else None
         # From the workers, so that none is interrupted before it can catch them, and from the hooks of the forks, which
         # lose what a handler raises.
         deferred = [signal.SIGINT, signal.SIGTERM] if survives_sigterm else [signal.SIGINT]
@@ -100,7 +91,7 @@ def interrupt_again() -> None:
     destructor raises is lost, and so is what is raised in the callbacks of weak references that come after it."""
 
     def interrupt() -> None:
-        time.sleep(_INTERRUPT_AFTER)
+        time.sleep(INTERRUPT_AFTER)
         _thread.interrupt_main()
 
     # Not by `threading`, whose locks this thread may hold.
@@ -131,7 +122,7 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
     finally:
         for engine in engines:
             engine.signal_all(signal.SIGKILL)
-        quietly(_gone, engines, _KILLED_AFTER)
+        quietly(_gone, engines, KILLED_AFTER)
         for group in groups:
             all_ended = group.engine.alive() == 0
             for worker in group.processes:
@@ -159,7 +150,7 @@ def _end_all() -> None:
         group.engine.close(exiting=True)
     # A second Ctrl-C has sped it up, and has no more to say: Python would print it as an error of this hook.
     with contextlib.suppress(KeyboardInterrupt):
-        _end(here, EXIT_GRACE, _EXIT_KILL_AFTER)
+        _end(here, EXIT_GRACE, EXIT_KILL_AFTER)
     for group in here:
         group.exit()
 

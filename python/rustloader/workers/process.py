@@ -12,8 +12,8 @@ from pickle import PicklingError
 from typing import Any
 
 from rustloader._core import descends
+from rustloader.config import STATUS_AFTER
 from rustloader.torch_side import in_torch
-from rustloader.workers.deaths import STATUS_AFTER
 
 __all__ = ["forget", "kill", "note_end", "process_class", "start", "start_helpers"]
 

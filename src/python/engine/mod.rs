@@ -53,6 +53,14 @@ fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
 
+/// `StallLimits` of `config.py`; 0 switches each off.
+#[derive(FromPyObject)]
+struct StallLimits {
+    start_seconds: f64,
+    item_seconds: f64,
+    stack_seconds: f64,
+}
+
 #[pymethods]
 impl PyEngine {
     #[new]
@@ -63,12 +71,13 @@ impl PyEngine {
         in_order: bool,
         persistent: bool,
         timeout: f64,
-        stalls: (f64, f64, f64),
+        stalls: StallLimits,
     ) -> PyResult<Self> {
         let settings = Settings::torch(workers, prefetch_factor, in_order);
         let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
         let mut engine = py.detach(|| Engine::new(settings))?;
-        engine.name_stalls([seconds(stalls.0), seconds(stalls.1)], seconds(stalls.2));
+        let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
+        engine.name_stalls(limits, seconds(stalls.stack_seconds));
         let handle = engine.handle().clone();
         Ok(Self {
             state: Mutex::new(State::new(engine)),

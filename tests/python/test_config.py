@@ -1,0 +1,73 @@
+"""Limits and environment variables stand in one place; what repeats them says the same."""
+
+import re
+import tomllib
+
+import pytest
+from support import run_script, rustloader
+from test_docs import PAGES, ROOT, known_variables
+
+from rustloader import _core, config
+
+pytestmark = pytest.mark.ours
+
+NAMES = [config.INSTALL, *(variable.name for variable in config.SECONDS)]
+OF_TESTS = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
+
+
+def test_the_page_lists_every_variable_with_its_default():
+    rows = re.findall(r"^\| `(RUSTLOADER_\w+)` \| (\S+) \|", PAGES["docs/options.md"].read_text(), re.MULTILINE)
+    assert dict(rows) == {config.INSTALL: "unset"} | {
+        variable.name: f"{variable.default:g}" for variable in config.SECONDS
+    }
+
+
+def test_the_sources_name_no_other_variable():
+    """Texts of the Rust core name one as well."""
+    assert known_variables() - OF_TESTS == set(NAMES)
+
+
+@pytest.mark.parametrize("variable", config.SECONDS, ids=lambda variable: variable.name)
+@pytest.mark.parametrize("text, value", [(None, ...), ("", ...), ("0", 0.0), ("2.5", 2.5), ("inf", float("inf"))])
+def test_a_number_of_seconds(variable, text, value, monkeypatch):
+    monkeypatch.delenv(variable.name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(variable.name, text)
+    assert variable.get() == (variable.default if value is ... else value)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_what_is_no_number_of_seconds(text, monkeypatch):
+    monkeypatch.setenv(config.SIGTERM.name, text)
+    with pytest.raises(
+        ValueError, match=f"^{config.SIGTERM.name} must be a number of seconds, 0 or more, got '{text}'"
+    ):
+        config.SIGTERM.get()
+
+
+def test_stall_limits_reach_the_engine_by_name(monkeypatch):
+    for variable, text in zip(config.SECONDS, "123", strict=False):
+        monkeypatch.setenv(variable.name, text)
+    assert config.stall_limits() == config.StallLimits(start_seconds=1.0, item_seconds=2.0, stack_seconds=3.0)
+    with pytest.raises((TypeError, AttributeError), match="start_seconds"):
+        _core.Engine(1, 2, True, False, 0.0, (1.0, 2.0, 3.0))
+
+
+def test_the_supported_versions_of_torch_are_the_same_everywhere():
+    oldest, newest = (".".join(map(str, version)) for version in config.TORCH_VERSIONS)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={oldest}" in project["dependencies"]
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"torch {oldest} to {newest} and Python" in PAGES[page].read_text(), page
+    assert f"| torch | {oldest} to {newest} |" in PAGES["docs/support.md"].read_text()
+
+
+def test_the_configuration_needs_neither_torch_nor_the_extension():
+    source = """
+        import sys
+        import rustloader.config
+        print([name for name in ("torch", "rustloader._core") if name in sys.modules])
+    """
+    status, out, err = run_script(source, head="")
+    assert (status, out) == (0, "[]\n"), err
+    assert rustloader.config is config

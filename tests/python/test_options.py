@@ -1,0 +1,136 @@
+"""`rustloader.Options`: everything that takes options follows its fields."""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import pickle
+import re
+import typing
+from multiprocessing.context import BaseContext
+
+import pytest
+from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
+from test_docs import PAGES, ROOT
+
+from rustloader import options
+from rustloader._cli import arguments
+from rustloader.config import parse_install
+
+pytestmark = pytest.mark.ours
+
+FIELDS = [] if TORCH_MODE else dataclasses.fields(rustloader.Options)
+NAMES = [field.name for field in FIELDS]
+# A value of each option that is not torch's default, and its text.
+OTHER = {
+    "in_order": (False, "0"),
+    "prefetch_factor": (3, "3"),
+    "persistent_workers": (True, "1"),
+    "multiprocessing_context": ("spawn", "spawn"),
+}
+
+
+@pytest.fixture(params=["installation", "unsupported"])
+def module(request):
+    return importlib.import_module(f"rustloader.{request.param}")
+
+
+@pytest.mark.parametrize("function", ["install", "installed"])
+def test_the_functions_take_the_fields(module, function):
+    function = getattr(module, function)
+    parameters = inspect.signature(function).parameters
+    assert [(p.name, p.default, p.annotation, p.kind) for p in parameters.values()] == [
+        (field.name, None, field.type, inspect.Parameter.KEYWORD_ONLY) for field in FIELDS
+    ]
+    hints = typing.get_type_hints(function)
+    hints.pop("return")
+    assert hints == typing.get_type_hints(rustloader.Options)
+    # What the site shows is found by this line: scripts/docs_signature.py.
+    assert inspect.getsource(function).startswith("@options.takes(options.Options)\n")
+    for name in NAMES:
+        assert f"{name}: {options.option_of(name).text}" in re.sub(r"\s+", " ", function.__doc__)
+
+
+def test_the_functions_refuse_what_is_no_field(module):
+    for call in (module.install, module.installed):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword argument 'num_workers'$"):
+            call(num_workers=2)
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) takes 0 positional arguments but 1 was given$"):
+            call(True)
+
+
+def test_the_site_gets_parameters_and_descriptions_without_the_package():
+    """What scripts/docs_signature.py does, whose griffe is not installed here."""
+    source = (ROOT / "scripts" / "docs_signature.py").read_text()
+    load = re.search(r"^def options_module\(.*?\n(?=\n\n)", source, re.DOTALL | re.MULTILINE)[0]
+    namespace = {"__file__": str(ROOT / "scripts" / "docs_signature.py")}
+    exec(f"import importlib.util\nfrom pathlib import Path\nfrom typing import Any\n{load}", namespace)
+    alone = namespace["options_module"]()
+    assert alone.Options is not rustloader.Options and list(alone.Options.__dataclass_fields__) == NAMES
+    assert alone.with_fields("Does.\n\nRaises:\n    X: y", "Args:").startswith(f"Does.\n\nArgs:\n    {NAMES[0]}: ")
+
+
+def test_the_environment_and_the_flags_of_run_take_the_fields():
+    parser = argparse.ArgumentParser()
+    arguments.add_options(parser)
+    assert vars(parser.parse_args([])) == dict.fromkeys(NAMES)
+    for name in NAMES:
+        value, text = OTHER[name]
+        option = options.option_of(name)
+        assert parse_install(f"{name}={text}") == {name: value}
+        with pytest.raises(ValueError, match=re.escape(f"{name} ({option.expected})")):
+            parse_install(f"{name}=*")
+        given = [option.flag, text] if option.flag in arguments.valued_flags() else [option.flag]
+        assert getattr(parser.parse_args(given), name) == value
+        assert rustloader.Options(**{name: value})
+
+
+def test_the_page_has_every_option_with_its_type_and_flag():
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|.*\| `([^`]+)` \|$", PAGES["docs/options.md"].read_text(), re.MULTILINE)
+    shown = {name: (re.findall(r"`(\w+)`", kind), flag.split()) for name, kind, flag in rows}
+    wanted = {}
+    for field in FIELDS:
+        kinds = [kind for kind in typing.get_args(field.type) if kind not in (type(None), BaseContext)]
+        option = options.option_of(field.name)
+        wanted[field.name] = ([kind.__name__ for kind in kinds], [*filter(None, [option.flag, option.metavar])])
+    assert shown == wanted
+
+
+def test_options_give_way_to_what_differs_from_torchs_defaults():
+    loader = TorchDataLoader(range(2), num_workers=1)
+    arguments = inspect.signature(TorchDataLoader).parameters
+    for name in NAMES:
+        unset = options.option_of(name).unset
+        assert {arguments[name].default, getattr(loader, name)} == set(unset)
+        assert OTHER[name][0] not in unset
+    assert loader.prefetch_factor == options.PREFETCH_FACTOR
+
+
+def test_it_is_a_frozen_value():
+    one = rustloader.Options(prefetch_factor=4)
+    assert repr(one) == "rustloader.Options(prefetch_factor=4)" and repr(rustloader.Options) == (
+        "<class 'rustloader.Options'>"
+    )
+    assert pickle.loads(pickle.dumps(one)) == one and b"rustloader.options" not in pickle.dumps(one)
+    assert one != rustloader.Options() and hash(one) == hash(rustloader.Options(prefetch_factor=4))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.prefetch_factor = 3
+    with pytest.raises(TypeError):
+        rustloader.Options(True)
+
+
+@pytest.mark.parametrize("name, value, error", [("in_order", 1, TypeError), ("prefetch_factor", 0, ValueError)])
+def test_it_checks_its_values(name, value, error):
+    with pytest.raises(error, match=f"^{name} must be .*, got {value}$"):
+        rustloader.Options(**{name: value})
+
+
+def test_neither_options_nor_the_environment_need_torch():
+    source = """
+        import sys
+        import rustloader, rustloader.environment
+        rustloader.Options(in_order=False)
+        print("torch" in sys.modules)
+    """
+    status, out, err = run_script(source, head="")
+    assert (status, out) == (0, "False\n"), err
