@@ -75,8 +75,8 @@ class Server:
     def __init__(self):
         self.process = self.channel = None
 
-    def start(self, source, environment):
-        """Starts a script with this environment."""
+    def start(self, source, environment, file=None, folder=None):
+        """Starts a script with this environment, as one of `python -c` or out of a file, in a folder."""
         if self.process is None:
             self.channel, theirs = socket.socketpair()
             self.process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Server:
             )
             theirs.close()
         pipes = [os.pipe() for _ in range(3)]
-        request = json.dumps([source, environment, os.getcwd()]).encode()
+        request = json.dumps([source, environment, file and str(file), str(folder or os.getcwd())]).encode()
         socket.send_fds(self.channel, [len(request).to_bytes(8)], [writer for _, writer in pipes])
         self.channel.sendall(request)
         for _, writer in pipes:
@@ -133,7 +133,7 @@ def next_script(descriptor):
             head, pipes, _, _ = socket.recv_fds(channel, 8, 3)
             if not head:
                 os._exit(0)
-            source, environment, folder = json.loads(received(channel, int.from_bytes(head)))
+            source, environment, file, folder = json.loads(received(channel, int.from_bytes(head)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # numpy's threads
                 pid = os.fork()
@@ -157,5 +157,8 @@ def next_script(descriptor):
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     support.note_pid(os.getpid())
-    del sys.modules["__main__"].script_server
-    return compile(source, "<string>", "exec")
+    main = sys.modules["__main__"]
+    del main.script_server
+    if file is not None:
+        main.__file__, sys.argv[0], sys.path[0] = file, file, os.path.dirname(file)
+    return compile(source, file or "<string>", "exec")

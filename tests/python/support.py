@@ -369,20 +369,24 @@ def worker_pids(iterator):
 HEAD = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
 
 
-def start_script(source, file=None, head=HEAD, environment=None, fresh=False, **kw):
+def start_script(source, file=None, head=HEAD, environment=None, fresh=None, cwd=None, **kw):
     """Starts a Python script in a session of its own, by `python -c` or out of a file. It sees `DataLoader`, the loader
-    under test. A plain one is forked from a process that has imported torch, if it does not ask for a `fresh` one."""
+    under test. It is forked from a process that has imported torch, unless it is to be `fresh`, as by default each is
+    that comes out of a file, or has a head or an environment of its own."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     env.update(environment or {})
     source = head + textwrap.dedent(source)
-    if file is None and head is HEAD and environment is None and not fresh and not kw:
-        SCRIPTS.append(SERVER.start(source, env))
-        return SCRIPTS[-1]
     if file is not None:
         file.write_text(source)
+    if fresh is None:
+        fresh = bool(file or head is not HEAD or environment or kw)
+    if not fresh:
+        SCRIPTS.append(SERVER.start(source, env, file, cwd))
+        return SCRIPTS[-1]
     process = subprocess.Popen(
         [sys.executable, "-c", source] if file is None else [sys.executable, str(file)],
         env=env,
+        cwd=cwd,
         start_new_session=True,
         text=True,
         stdin=subprocess.DEVNULL,
