@@ -49,24 +49,27 @@ test-rust: ## Run the Rust tests only, with failpoints
 test-loom: ## Run the loom models of the lock-free parts only
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-# Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each area: class and iterator, worker, codec,
-# memory, deaths, pinned memory, statistics, command line.
-FAST := test_class.py test_iteration.py test_worker.py test_codec.py test_leases.py test_death.py test_pinning.py test_stats.py test_cli.py
-test-fast: build ## Run a part of the tests, for work on the code
-	$(CARGO) test --features failpoints --lib --test scheduler_model --test 'engine_*' --test garbage
-	$(PYTEST) $(addprefix tests/python/,$(FAST)) -n 2 --dist load -m 'not alone and not slow' $(ARGS)
+# Tests that run at the same time: they wait about as long as they work, so twice the cores, up to 8. Each of the processes
+# that run them takes 400 MB.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+# A worker of pytest-xdist that has run out of tests takes some of another's.
+SHARED := --dist worksteal --max-worker-restart 0
 
-# Files of tests that run at the same time. The tests wait more than they work, so more than the cores is of use.
-JOBS ?= 1
+# Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each package, and the class.
+FAST := class iteration worker codec pinning stats cli_arguments cli_bench_passes
+test-fast: build ## Run a part of the tests, for work on the code (under 90 s on two cores)
+	$(CARGO) test --features failpoints --lib --test '*_model' --test 'engine_*' --test garbage
+	$(PYTEST) $(FAST:%=tests/python/test_%.py) -n $(JOBS) $(SHARED) -m 'not alone and not slow' $(ARGS)
+
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
 
 # Two passes, the second for the tests marked `alone`. Status 5: a pass has none. After a crash there is no list of what failed.
 PASS = $(PYTEST) tests/python $(1) $(ARGS) || case $$? in 1) status=1 ;; 5) ;; *) rm -f $(LAST_FAILED); exit 1 ;; esac
-test-python: build failpoints ## Run the Python tests only (ARGS='-k name'; JOBS=4 runs four files at a time)
+test-python: build failpoints ## Run the Python tests only (ARGS='-k name'; JOBS=1 runs one at a time)
 ifeq ($(JOBS),1)
 	$(PYTEST) tests/python $(ARGS)
 else
-	@set -x; status=0; $(call PASS,-n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not alone'); $(call PASS,-m alone); exit $$status
+	@set -x; status=0; $(call PASS,-n $(JOBS) $(SHARED) -m 'not alone'); $(call PASS,-m alone); exit $$status
 endif
 
 fuzz: build ## Send random trees through both loaders and compare (ARGS='--trees 20000 --seed 1')

@@ -15,7 +15,8 @@ from multiprocessing import forkserver
 import pytest
 import torch
 from pinning_support import pinning
-from support import STARTED_PIDS, TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
+from refusals import RUNNER
+from support import SERVER, STARTED_PIDS, TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
 
 # A pool of intra-op threads would start at some test or other, and stay.
 torch.set_num_threads(1)
@@ -32,44 +33,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The files that take longest come first: pytest-xdist gives a whole file to each of its workers.
-LONGEST = """
-test_cli_bench test_fault_drivers test_exit test_fault_matrix test_differential test_refusals test_hostile
-test_elsewhere test_interrupts test_large test_leases test_docs test_cli test_iterable test_pinning_exit test_install
-test_roundtrip
-""".split()
 CRASHED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # pytest-xdist's workers have a thread for what they are sent
         config.addinivalue_line("filterwarnings", "ignore:.*multi-threaded.*:DeprecationWarning")
-    config.addinivalue_line("markers", "ours: a promise of ours that torch's loader does not make")
-    config.addinivalue_line("markers", "handover: this test hands loaders over to torch's iterator on purpose")
-    config.addinivalue_line("markers", "warns: this test has the loader warn in the log, and reads what it says")
-    config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
 
 
 def pytest_unconfigure(config):
+    SERVER.close()
+    RUNNER.close()
     with contextlib.suppress(FileNotFoundError):
         os.remove(STARTED_PIDS)
     gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
 
 
-def begins_early(item):
-    name = item.path.stem
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):
-        items.sort(key=begins_early)
     skip = pytest.mark.skip(reason="a promise of ours; torch's loader is under test")
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
-        if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))
 
 
 def pytest_collection_finish():
@@ -97,10 +81,16 @@ def pytest_runtest_makereport(item, call):
 
 
 def helpers():
-    """Processes and descriptors of multiprocessing that serve the whole process, for good."""
+    """Processes and descriptors that serve the whole process, for good: multiprocessing's, and the tests' own."""
     tracker, server = multiprocessing.resource_tracker._resource_tracker, forkserver._forkserver
     pids = {tracker._pid, server._forkserver_pid}
     files = {tracker._fd, server._forkserver_alive_fd}
+    if SERVER.process is not None:
+        pids.add(SERVER.process.pid)
+        files.add(SERVER.channel.fileno())
+    if RUNNER.process is not None:
+        pids.add(RUNNER.process.pid)
+        files |= RUNNER.files()
     return pids, files
 
 

@@ -3,6 +3,7 @@
 As a script it reads cases from stdin and writes reports to stdout, one JSON document a line.
 """
 
+import functools
 import gc
 import importlib.machinery
 import importlib.util
@@ -20,26 +21,57 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 CORE = os.path.join(HERE, "..", "..", "target", "failpoints", "librustloader.so")
 
 
-def reports_of(cases, scripts=2):
-    """The reports of cases, which are the arguments of `run`, in their order; made by scripts that share the work."""
-    if not os.path.exists(CORE):
-        reason = "the extension with failpoints is not built: make failpoints"
-        (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
-    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    started = []
-    for at in range(scripts):
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        script = subprocess.Popen([sys.executable, __file__], env=dict(os.environ, PYTHONPATH=path), text=True, **pipes)
-        started.append(script)
-        script.stdin.write("".join(json.dumps(case) + "\n" for case in cases[at::scripts]))
-        script.stdin.close()
-        script.stdin = None
-    found = [None] * len(cases)
-    for at, script in enumerate(started):
-        out, err = script.communicate(timeout=3600)
-        assert script.returncode == 0 and not err, err
-        found[at::scripts] = map(json.loads, out.splitlines())
-    return found
+class Runner:
+    """The script that runs the cases of this process. It starts with the first case and ends with this process."""
+
+    def __init__(self):
+        self.process = self.errors = None
+
+    def start(self):
+        if not os.path.exists(CORE):
+            reason = "the extension with failpoints is not built: make failpoints"
+            (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
+        path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.errors = tempfile.TemporaryFile("r")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=dict(os.environ, PYTHONPATH=path),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+
+    def files(self):
+        """The descriptors that belong to it."""
+        process = self.process
+        return {file.fileno() for file in (process.stdin, process.stdout, self.errors)} if process else set()
+
+    def report(self, case):
+        if self.process is None:
+            self.start()
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        self.errors.seek(0)
+        errors = self.errors.read()
+        assert line and not errors, errors
+        return json.loads(line)
+
+    def close(self):
+        if self.process is not None:
+            self.process.communicate()
+            self.errors.close()
+            self.process = None
+
+
+RUNNER = Runner()
+
+
+@functools.cache
+def report_of(*case):
+    """The report of a case: the arguments of `run`, with an environment as pairs."""
+    return RUNNER.report(case)
 
 
 def load_core():

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from sample_data import Given, untouched
+from script_server import Server
 
 # The tests start thousands of workers; Python 3.14 would not fork them.
 torch.multiprocessing.set_start_method("fork", force=True)
@@ -46,6 +47,7 @@ BOTH = [TorchDataLoader, DataLoader]
 # 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.
 OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 SCRIPTS = []
+SERVER = Server()
 # A file with the pids of all processes that the tests have started, directly or not. Each pytest-xdist worker has one.
 STARTED_PIDS = os.environ.setdefault(
     f"RUSTLOADER_TEST_PIDS_{os.environ.get('PYTEST_XDIST_WORKER', 'main').upper()}",
@@ -223,12 +225,14 @@ WAITS = POLLS | {FUTEX} if TORCH_MODE else POLLS
 def waits_in_next(thread=None):
     """Waits until a thread, by default the main one, is in next() and asleep in the call that waits for a batch."""
     thread = thread or threading.main_thread()
+    # Python 3.11 keeps the native_id of the parent in a forked child.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
 
     def waits():
         frame = sys._current_frames().get(thread.ident)
         while frame is not None and frame.f_code.co_name != "__next__":
             frame = frame.f_back
-        return frame is not None and call_of(f"/proc/self/task/{thread.native_id}") in WAITS
+        return frame is not None and call_of(f"/proc/self/task/{number}") in WAITS
 
     def keeps_waiting():
         for _ in range(5):
@@ -365,17 +369,24 @@ def worker_pids(iterator):
 HEAD = "import os, signal, sys, time\nimport torch\nfrom support import DataLoader, TORCH_MODE\n"
 
 
-def start_script(source, file=None, head=HEAD, environment=None, **kw):
+def start_script(source, file=None, head=HEAD, environment=None, fresh=None, cwd=None, **kw):
     """Starts a Python script in a session of its own, by `python -c` or out of a file. It sees `DataLoader`, the loader
-    under test."""
+    under test. It is forked from a process that has imported torch, unless it is to be `fresh`, as by default each is
+    that comes out of a file, or has a head or an environment of its own."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     env.update(environment or {})
     source = head + textwrap.dedent(source)
     if file is not None:
         file.write_text(source)
+    if fresh is None:
+        fresh = bool(file or head is not HEAD or environment or kw)
+    if not fresh:
+        SCRIPTS.append(SERVER.start(source, env, file, cwd))
+        return SCRIPTS[-1]
     process = subprocess.Popen(
         [sys.executable, "-c", source] if file is None else [sys.executable, str(file)],
         env=env,
+        cwd=cwd,
         start_new_session=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -459,6 +470,9 @@ def arena_bytes():
                 if status.st_ino not in seen:
                     seen.add(status.st_ino)
                     total += status.st_blocks * 512
+    # The mappings whose descriptor is closed. smaps counts the pages of all mappings, which takes long.
+    if {int(line.split()[4]) for line in mappings()} <= seen:
+        return total
     inode = None
     with open("/proc/self/smaps") as f:
         for line in f:

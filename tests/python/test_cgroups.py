@@ -132,7 +132,7 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         for program in ("wide", "wide_by_torchs_collate"):
-            cases.append((program, "", "main", {"RUSTLOADER_MEMORY_ROOT": str(tmp_path / name)}))
+            cases.append((program, "", "main", (("RUSTLOADER_MEMORY_ROOT", str(tmp_path / name)),)))
             text = (
                 f"MemoryError: cannot get {50 << 20} bytes of shared memory for a batch: {limit}, {left} bytes are left"
             )
@@ -140,10 +140,10 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
     full = tmp_path / "full"
     shutil.copytree(tmp_path / "version 2", full)
     (full / "cgroup/a/memory.current").write_text(f"{100 << 20}\n")
-    environment = {"RUSTLOADER_MEMORY_ROOT": str(full)}
+    environment = (("RUSTLOADER_MEMORY_ROOT", str(full)),)
     # Nothing is left at all: small batches come still, and no arena is kept for later.
-    cases += [("pooled", "", "main", environment), ("pooled", "", "main", {})]
-    reports = refusals.reports_of(cases)
+    cases += [("pooled", "", "main", environment), ("pooled", "", "main", ())]
+    reports = [refusals.report_of(*case) for case in cases]
     for report, errors in zip(reports, expected, strict=False):
         assert report["value"] == [errors, [1, 2, 3]], report
     assert [report["value"] for report in reports[-2:]] == [[[], 0], [[], 1]]

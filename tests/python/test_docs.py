@@ -1,12 +1,11 @@
 """The documentation: its Python runs, the commands and options in it exist, its links lead somewhere.
 
-Every block of code says what it is: `python` runs, page by page, in one fresh process, in order, after docs_given.py;
+Every block of code says what it is: `python` runs, page by page, in a process of its own, after docs_given.py;
 `sh` is looked through command by command; `text` is no code (output, a drawing). One that cannot be tested begins with
 `# Not run by the tests: why`, for readers to see, and is skipped here by that reason.
 """
 
 import functools
-import os
 import pathlib
 import re
 import shlex
@@ -16,7 +15,7 @@ import tomllib
 from typing import NamedTuple
 
 import pytest
-from support import HERE
+from support import HERE, run_script
 
 from rustloader import _cli
 
@@ -27,7 +26,7 @@ PAGES = {str(path.relative_to(ROOT)): path for path in [*sorted(ROOT.glob("*.md"
 LANGUAGES = {"python", "sh", "text"}
 NOT_RUN = "# Not run by the tests: "
 # Of a page that starts more workers than this machine has cores.
-MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
+MANY_WORKERS = "'ignore', 'This DataLoader will create', UserWarning"
 # Commands of other packages, which are not looked into.
 OTHERS = {"git", "cd", "conda"}
 # Variables of the C library.
@@ -92,22 +91,17 @@ def test_a_block_that_is_not_run_says_why(block):
 def test_the_python_of_a_page_runs(page, tmp_path):
     """As one script whose lines have the numbers that they have in the page."""
     lines = [""] * len(PAGES[page].read_text().splitlines())
-    lines[0] = "from docs_given import *"
+    lines[0] = (
+        f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
+        "from docs_given import *"
+    )
     for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):
         body = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(body)] = body
     script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
-    script.write_text("\n".join(lines) + "\n")
-    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", MANY_WORKERS, str(script)],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    status, out, err = run_script("\n".join(lines) + "\n", 550, file=script, head="", fresh=False, cwd=tmp_path)
     # Nor does the loader say anything in the log.
-    assert (done.returncode, done.stderr) == (0, ""), f"{page}\n{done.stdout}{done.stderr}"
+    assert (status, err) == (0, ""), f"{page}\n{out}{err}"
 
 
 # Commands

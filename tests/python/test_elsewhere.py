@@ -7,6 +7,7 @@ workers are spawned, but on "Windows": how that starts processes cannot be had h
 
 import csv
 import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -74,7 +75,7 @@ def test_loaders_run_on_torchs_iterator_with_one_line_in_the_log(elsewhere):
         if __name__ == "__main__":
             assert issubclass(DataLoader, torch.utils.data.DataLoader)
             for epoch in range(2):
-                loader = DataLoader(Numbers(10), batch_size=4, num_workers=2)
+                loader = DataLoader(Numbers(10), batch_size=4, num_workers=1)
                 iterator = iter(loader)
                 assert type(iterator) is torch.utils.data.dataloader._MultiProcessingDataLoaderIter
                 assert [batch.tolist() for batch in iterator] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -100,7 +101,7 @@ def test_install_does_nothing_and_says_so_once(elsewhere):
         rustloader.install(prefetch_factor=4, in_order=True)
 
         if __name__ == "__main__":
-            loader = torch.utils.data.DataLoader(Numbers(10), batch_size=4, num_workers=2)
+            loader = torch.utils.data.DataLoader(Numbers(10), batch_size=4, num_workers=1)
             assert loader.prefetch_factor == 2
             with rustloader.installed(persistent_workers=True):
                 assert type(iter(loader)) is torch.utils.data.dataloader._MultiProcessingDataLoaderIter
@@ -154,23 +155,40 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
     assert every == "every must be a positive number of seconds, got 0"
 
 
+# Runs commands one after the other in one interpreter, and prints what each gives.
+COMMANDS = """
+import contextlib, io, json, runpy, sys
+
+for command in json.loads(sys.argv[1]):
+    sys.argv, out, err, status = ["rustloader", *command], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module("rustloader", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, out.getvalue(), err.getvalue()]))
+"""
+
+
 def test_the_command_line(elsewhere, bare):
-    status, out, err = elsewhere("", "-m", "rustloader", "doctor")
-    assert (status, err) == (1, "") and "-> the engine needs Linux\n" in out
-    assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n```\n")
     (bare / "train.py").write_text(
         "from torch.utils.data import DataLoader\n"
         "def make():\n    return DataLoader(list(range(10)), batch_size=4, num_workers=1)\n"
         "if __name__ == '__main__':\n    print(len(list(make())))\n"
     )
+    commands = [["doctor"], ["top"], ["check", "train.py:make"], ["bench", "train.py:make"]]
+    status, out, err = elsewhere("", "-c", COMMANDS, json.dumps(commands))
+    assert (status, err) == (0, "")
+    doctor, top, *others = map(json.loads, out.splitlines())
+    status, out, err = doctor
+    assert (status, err) == (1, "") and "-> the engine needs Linux\n" in out
+    assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n```\n")
+    assert top == [2, "", f"rustloader top: {elsewhere.line}\n"]
+    for command, found in zip(("check", "bench"), others, strict=True):
+        text = f"rustloader {command}: the engine runs on Linux only: there is nothing to compare\n"
+        assert found == [2, "", text]
     status, out, err = elsewhere("", "-m", "rustloader", "run", "train.py")
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
-    status, out, err = elsewhere("", "-m", "rustloader", "top")
-    assert (status, out, err) == (2, "", f"rustloader top: {elsewhere.line}\n")
-    for command in ("check", "bench"):
-        status, out, err = elsewhere("", "-m", "rustloader", command, "train.py:make")
-        text = f"rustloader {command}: the engine runs on Linux only: there is nothing to compare\n"
-        assert (status, out, err) == (2, "", text)
 
 
 @pytest.mark.parametrize("source", ["import rustloader", "from rustloader.dataloader import DataLoader"])

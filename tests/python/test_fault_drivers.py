@@ -23,11 +23,11 @@ def drive(module, *arguments):
 
 def test_s3_a_kill_at_a_random_moment_is_named_and_leaves_nothing():
     # The machine may be busy: `make kill` has a limit of one second.
-    drive("kill", "--epochs", 20, "--seed", 1, "--limit", 30)
+    drive("kill", "--epochs", 8, "--seed", 1, "--limit", 30)
 
 
 def test_an_interrupt_at_a_random_moment_ends_the_process():
-    drive("interrupts", "--count", 20, "--seed", 1, "--limit", 60)
+    drive("interrupts", "--count", 8, "--seed", 1, "--limit", 60)
 
 
 def test_whatever_ends_main_its_workers_are_gone():
@@ -35,15 +35,15 @@ def test_whatever_ends_main_its_workers_are_gone():
 
 
 def test_an_iterator_may_be_dropped_at_any_moment_in_any_way():
-    drive("drops", "--count", 60, "--seed", 1)
+    drive("drops", "--count", 20, "--seed", 1)
 
 
 def test_forks_while_other_loaders_work():
-    drive("forks", "--forks", 20, "--seed", 1)
+    drive("forks", "--forks", 8, "--seed", 1)
 
 
 def test_a_failing_call_is_done_without_or_named():
     if not os.path.exists(refusals.CORE):
         reason = "the extension with failpoints is not built: make failpoints"
         (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
-    drive("failures", "--some", 40)
+    drive("failures", "--some", 15)

@@ -13,7 +13,7 @@ import pytest
 import refusals
 from programs import FOR_GOOD
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(3700)]
+pytestmark = pytest.mark.ours
 
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
@@ -174,17 +174,15 @@ def cases():
 CASES = cases()
 
 
-@pytest.fixture(scope="module")
-def reports():
-    """The reports of all cases."""
-    made = refusals.reports_of([(row.program, points, row.where) for row, points in CASES.values()])
-    return dict(zip(CASES, made, strict=True))
+def report_of(name):
+    row, points = CASES[name]
+    return refusals.report_of(row.program, points, row.where)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refused_call_is_done_without_or_named(name, reports):
+def test_a_refused_call_is_done_without_or_named(name):
     row, points = CASES[name]
-    report = reports[name]
+    report = report_of(name)
     assert not report["hangs"] and report["status"] == 0, report
     assert report["processes"] == 0, report
     if row.says:
@@ -196,7 +194,8 @@ def test_a_refused_call_is_done_without_or_named(name, reports):
     assert set(report["left"]) <= kept, report
     # A worker that always finds work does not sleep.
     if row in TABLE and row.kind != "futex_wait":
-        assert any(row.kind in reports[n]["called"] for n, case in CASES.items() if case[0] is row), "never called"
+        names = [name, *(other for other, case in CASES.items() if case[0] is row)]
+        assert any(row.kind in report_of(n)["called"] for n in names), "never called"
 
     usual = USUAL.get(row.program, "")
     errors = [text for text in report["value"] if text != FOR_GOOD]

@@ -147,29 +147,17 @@ PLACES = [
 PLACES += ["memfd_create:1", "sigaction:2", "thread:1", "ppoll:1", "futex_wait:1", "pidfd_open:1"]
 
 
-@pytest.fixture(scope="module")
-def reports():
-    programs = ["stopped", "stopped_for_good"]
-    cases = [(program, f"{place}:stop", "worker") for program in programs for place in PLACES]
-    return dict(zip(cases, refusals.reports_of(cases), strict=True))
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["stopped", "stopped_for_good"])
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_a_worker_stands_still_nothing_is_lost_and_a_shutdown_ends_it(reports, place, program):
+def test_wherever_a_worker_stands_still_nothing_is_lost_and_a_shutdown_ends_it(place, program):
     """By a failpoint, so that it is this very call."""
-    report = reports[program, f"{place}:stop", "worker"]
+    report = refusals.report_of(program, f"{place}:stop", "worker")
     assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
     assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
     assert re.fullmatch(r"[012] stopped", report["value"][0]) and len(report["value"]) == 1, report
-
-
-def test_workers_have_stood_still(reports):
-    """Which calls a worker makes is a matter of time, but for these."""
-    for (program, points, _), report in reports.items():
-        if points.startswith(("populate:1", "memfd_create", "thread", "sigaction")):
-            assert report["value"] != ["0 stopped"], (program, points)
+    # The other calls a worker may or may not make, which is a matter of time.
+    if place in ("populate:1", "memfd_create:1", "thread:1", "sigaction:2"):
+        assert report["value"] != ["0 stopped"]
 
 
 class Waits(Numbers):
