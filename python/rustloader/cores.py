@@ -6,7 +6,7 @@ import functools
 import math
 import os
 
-from rustloader import _core
+import rustloader._core as _core
 
 __all__ = ["cpu_quota", "effective_cores", "usable_cores"]
 

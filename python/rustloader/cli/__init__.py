@@ -9,6 +9,7 @@ import errno
 import importlib
 import os
 import sys
+
 from rustloader.cli.parser import make_parser, script_arguments
 
 __all__ = ["main"]

@@ -18,7 +18,7 @@ from rustloader.probe.log import warnings
 if sys.platform.startswith("linux"):
     import resource
 
-    from rustloader import _core
+    import rustloader._core as _core
     from rustloader.procfs import read
 
 __all__ = ["main"]
