@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 
 import rustloader
-from rustloader._cli import machine
+from rustloader.probe import machine
 
 
 class Failure(Exception):

@@ -33,8 +33,8 @@ from rows import ROWS, Row, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 import rustloader
-from rustloader._cli.leaves import nbytes
-from rustloader._cli.machine import machine
+from rustloader.probe.leaves import nbytes
+from rustloader.probe.machine import machine
 
 WORKERS = 2
 AHEAD = 2 * WORKERS  # batches under way, as with torch's prefetch_factor

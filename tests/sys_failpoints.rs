@@ -14,7 +14,7 @@ use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::{Mapping, page_size};
 use rustloader::sys::pidfd::PidFd;
 use rustloader::sys::poll::{PollSet, WaitOutcome};
-use rustloader::sys::{fork, memfd};
+use rustloader::sys::memfd;
 
 /// Failpoints are the process's: one test at a time.
 static ONE: Mutex<()> = Mutex::new(());

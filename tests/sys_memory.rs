@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use rustloader::sys::memory::{Headroom, MemoryRoots, available, total_ram_and_swap};
+use rustloader::sys::cgroup::{Roots, cpu_quota};
+use rustloader::sys::memory::{Headroom, available, limits, total_ram_and_swap};
 
 const MEMINFO: &str =
     "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  600 kB\nSwapTotal:  50 kB\nSwapFree:  20 kB\n";
@@ -38,8 +39,12 @@ impl Tree {
             .file(&format!("cgroup/memory{level}/memory.usage_in_bytes"), &format!("{usage}\n"))
     }
 
+    fn roots(&self) -> Roots {
+        Roots { proc_: self.0.join("proc"), cgroup: self.0.join("cgroup") }
+    }
+
     fn available(&self) -> Headroom {
-        available(&MemoryRoots { proc_: self.0.join("proc"), cgroup: self.0.join("cgroup") })
+        available(&self.roots())
     }
 }
 
@@ -59,7 +64,7 @@ fn the_machine_alone() {
 #[test]
 fn nothing_to_read_is_no_limit() {
     let nowhere = PathBuf::from("/nonexistent");
-    let room = available(&MemoryRoots { proc_: nowhere.clone(), cgroup: nowhere });
+    let room = available(&Roots { proc_: nowhere.clone(), cgroup: nowhere });
     assert_eq!(room.bytes, u64::MAX);
 }
 
@@ -125,6 +130,46 @@ fn v1_has_its_own_files_and_its_own_word_for_no_limit() {
 }
 
 #[test]
+fn every_limit_has_its_size_and_its_kind() {
+    let tree = Tree::new("all")
+        .file("proc/self/cgroup", "0::/a\n")
+        .file("cgroup/cgroup.controllers", "memory\n")
+        .v2("/a", "300000", 100_000);
+    let found: Vec<_> =
+        limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
+    assert_eq!(found, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
+}
+
+#[test]
+fn the_tightest_cpu_quota_counts() {
+    let tree = Tree::new("cpu_v2")
+        .file("proc/self/cgroup", "0::/pod/container\n")
+        .file("cgroup/cgroup.controllers", "cpu\n")
+        .file("cgroup/cpu.max", "max 100000\n")
+        .file("cgroup/pod/cpu.max", "150000 100000\n");
+    assert_eq!(cpu_quota(&tree.roots()), Some(1.5));
+    let tree = tree.file("cgroup/pod/container/cpu.max", "50000 100000\n");
+    assert_eq!(cpu_quota(&tree.roots()), Some(0.5));
+    let tree = Tree::new("cpu_v1")
+        .file("proc/self/cgroup", "5:memory:/\n4:cpu,cpuacct:/job\n0::/\n")
+        .file("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+        .file("cgroup/cpu/cpu.cfs_period_us", "100000\n")
+        .file("cgroup/cpu/job/cpu.cfs_quota_us", "50000\n")
+        .file("cgroup/cpu/job/cpu.cfs_period_us", "100000\n");
+    assert_eq!(cpu_quota(&tree.roots()), Some(0.5));
+}
+
+#[test]
+fn without_a_cpu_quota_there_is_none() {
+    let tree = Tree::new("no_cpu")
+        .file("proc/self/cgroup", "0::/\n")
+        .file("cgroup/cgroup.controllers", "cpu\n")
+        .file("cgroup/cpu.max", "max 100000\n");
+    assert_eq!(cpu_quota(&tree.roots()), None);
+    assert_eq!(cpu_quota(&Tree::new("no_cgroup").roots()), None);
+}
+
+#[test]
 fn rubbish_is_no_limit() {
     let tree = Tree::new("rubbish")
         .file("proc/self/cgroup", "what\n0::/a\n:::\n")
@@ -136,7 +181,7 @@ fn rubbish_is_no_limit() {
 
 #[test]
 fn this_machine_has_memory() {
-    let room = available(&MemoryRoots::default());
+    let room = available(&Roots::default());
     assert!(room.bytes > 0 && room.bytes < u64::MAX, "{room:?}");
     assert!(total_ram_and_swap() >= 1 << 20);
 }

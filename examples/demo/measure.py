@@ -17,10 +17,10 @@ import torch.utils.data
 import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
-from rustloader._cli.leaves import summary
-from rustloader._cli.passes import Limits
-from rustloader._cli.progress import Progress
-from rustloader._cli.timeline import Recorder, Timeline, watch
+from rustloader.bench.passes import Limits
+from rustloader.bench.progress import Progress
+from rustloader.bench.timeline import Recorder, Timeline, watch
+from rustloader.probe.leaves import summary
 
 __all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
 
@@ -126,7 +126,7 @@ def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
             loader = loader_class(workload.dataset(settings.data), workload.batch_size, **options)
             skipped = 2 * settings.workers * (loader.prefetch_factor or 0)
             asked, got = watch(loader, Limits(batches=skipped + SHOWN, seconds=30.0, step=STEP))
-            timelines[name] = Timeline(settings.workers, skipped, asked, got, recorder.spans())
+            timelines[name] = Timeline(settings.workers, skipped, asked, got, recorder.spans(loader))
     return timelines
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from rustloader._cli import main
+from rustloader.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

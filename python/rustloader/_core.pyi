@@ -33,13 +33,15 @@ __all__ = [
     "_roundtrip",
     "_trim_pool",
     "begin_forks",
+    "cpu_quota",
     "descends",
     "end_forks",
     "engine_batches",
     "figures",
     "heap_storage",
+    "inspect_arena",
     "is_plain_leaf",
-    "observe",
+    "memory_limits",
     "observed",
     "set_reporting",
 ]
@@ -299,9 +301,16 @@ def figures(meters: list[Meter]) -> dict[str, Any]:
     """The figures of several iterators together, the latest last: counts by name (times in nanoseconds), and by
     "workers" and "slowest" a dict for each (times in seconds)."""
 
-def observe(fd: int) -> dict[str, Any] | None:
+def inspect_arena(fd: int) -> dict[str, Any] | None:
     """What the arena behind a descriptor shows of an iterator of another process; None while no iterator has it. Reads
     only. RuntimeError: it is no arena, or one of another version."""
+
+def memory_limits() -> list[tuple[bool, int, int]]:
+    """The limits on memory, the machine's first: for each whether it is a cgroup's, its size and what is left of it, in
+    bytes."""
+
+def cpu_quota() -> float | None:
+    """The cores' worth of CPU time that the cgroups of this process grant; None without a quota."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Whether an object is a tensor or an array that the codec can describe."""

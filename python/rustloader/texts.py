@@ -23,12 +23,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
-def size(count: int) -> str:
-    """Bytes with a unit: "1.2 MB"."""
+def size(count: float) -> str:
+    """Bytes with a unit, two to three digits: "1.2 MB", "123 kB"."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count} B"
+            value = count / bytes_
+            return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+    return f"{count:.0f} B"
 
 
 def short_index(index: str, limit: int = 40) -> str:

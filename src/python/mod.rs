@@ -7,6 +7,7 @@ mod errors;
 mod failpoints;
 mod indices;
 mod leaves;
+mod limits;
 mod meter;
 mod observe;
 mod pin;
@@ -26,6 +27,8 @@ mod _core {
     use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
     use super::indices::{StoppableIndices, WorkerStopped};
+    #[pymodule_export]
+    use super::limits::{cpu_quota, memory_limits};
     #[pymodule_export]
     use super::meter::{PyMeter, figures};
     #[pymodule_export]

@@ -17,7 +17,7 @@ fn seconds(ns: u64) -> f64 {
 /// What the arena behind a descriptor shows of its iterator; `None` while no iterator has it. The descriptor need only be open for
 /// reading.
 #[pyfunction]
-#[pyo3(name = "observe")]
+#[pyo3(name = "inspect_arena")]
 pub fn observe_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Bound<'_, PyDict>>> {
     if fd < 0 {
         return Err(PyValueError::new_err(format!("{fd} is no descriptor")));

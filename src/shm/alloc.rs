@@ -370,7 +370,7 @@ impl Allocator {
         loop {
             self.arena.promise(self.region, fresh);
             let others = self.arena.promised_by_others(self.region);
-            let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+            let room = sys::memory::available(&sys::cgroup::Roots::default());
             let free =
                 room.bytes.saturating_sub(fresh.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end()));
             let headroom = free.saturating_sub(others);

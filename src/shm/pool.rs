@@ -68,7 +68,7 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
-    let room = sys::memory::available(&sys::memory::MemoryRoots::default());
+    let room = sys::memory::available(&sys::cgroup::Roots::default());
     let most = (sys::memory::total_ram_and_swap() / POOL_SHARE).min(room.bytes / 2);
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {

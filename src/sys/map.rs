@@ -5,8 +5,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use super::cgroup::Roots;
 use super::failpoint::failpoint;
-use super::memory::{self, MemoryRoots};
+use super::memory;
 use super::{errno, read_file, retry};
 use crate::error::{Error, Result};
 
@@ -220,7 +221,7 @@ fn out_of_memory(pages: &Range<usize>, errno: i32) -> Option<Error> {
         libc::EFAULT | libc::ENOMEM | libc::EAGAIN => "the kernel has no free page for it",
         _ => return None,
     };
-    let room = memory::available(&MemoryRoots::default());
+    let room = memory::available(&Roots::default());
     Some(Error::NoMemory {
         wanted: pages.len() as u64,
         limit: format!("{why} (madvise: {}); {}", std::io::Error::from_raw_os_error(errno), room.limit),

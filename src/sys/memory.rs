@@ -1,58 +1,38 @@
 //! How much memory can still be had before the kernel refuses or kills.
 
-use std::path::{Component, Path, PathBuf};
-
+use super::cgroup::{Level, Roots, levels, text};
 use super::failpoint::failpoint;
-use super::read_file;
 
-/// Where the kernel shows its numbers. Tests point it to files of their own.
-#[derive(Clone, Debug)]
-pub struct MemoryRoots {
-    /// `/proc`.
-    pub proc_: PathBuf,
-    /// `/sys/fs/cgroup`.
-    pub cgroup: PathBuf,
-}
-
-impl Default for MemoryRoots {
-    /// The kernel's own; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
-    fn default() -> Self {
-        #[cfg(feature = "failpoints")]
-        if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
-            let root = PathBuf::from(root);
-            return Self { proc_: root.join("proc"), cgroup: root.join("cgroup") };
-        }
-        Self { proc_: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
-    }
-}
-
-/// What is left below the tightest limit.
+/// What is left below a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Headroom {
     /// How many bytes; `u64::MAX` where no limit is known.
     pub bytes: u64,
+    /// The limit in bytes, used or not.
+    pub size: u64,
+    /// It is a cgroup's limit, not the machine's.
+    pub is_cgroup: bool,
     /// Which limit, in words, with its size.
     pub limit: String,
 }
 
-impl Headroom {
-    /// This one or the other, whichever is tighter.
-    fn or_less(self, other: Option<Self>) -> Self {
-        other.into_iter().fold(self, |least, other| if other.bytes < least.bytes { other } else { least })
-    }
+/// The least of [`limits`].
+pub fn available(roots: &Roots) -> Headroom {
+    let unknown = || Headroom {
+        bytes: u64::MAX,
+        size: u64::MAX,
+        is_cgroup: false,
+        limit: "no limit of memory is known".to_owned(),
+    };
+    limits(roots).into_iter().min_by_key(|room| room.bytes).unwrap_or_else(unknown)
 }
 
-/// The least of what the machine has (free and reclaimable memory, and swap) and of what each level of the process's
-/// memory cgroup (v1 and v2) lets it take. Page cache that can be dropped counts as free. A file that is missing or
-/// unreadable is no limit. Reads a handful of small files: some tens of microseconds.
-pub fn available(roots: &MemoryRoots) -> Headroom {
-    let nothing = Headroom { bytes: u64::MAX, limit: "no limit of memory is known".to_owned() };
-    let least = nothing.or_less(machine(roots));
-    let membership = text(&roots.proc_.join("self/cgroup")).unwrap_or_default();
-    membership
-        .lines()
-        .flat_map(|line| cgroup_levels(roots, line))
-        .fold(least, |least, room| least.or_less(Some(room)))
+/// What the machine has (free and reclaimable memory, and swap), and what each level of the process's memory cgroup (v1
+/// and v2) lets it take. Page cache that can be dropped counts as free. A file that is missing or unreadable is no limit.
+/// Reads a handful of small files: some tens of microseconds.
+pub fn limits(roots: &Roots) -> Vec<Headroom> {
+    let levels = levels(roots, "memory");
+    machine(roots).into_iter().chain(levels.iter().filter_map(of_level)).collect()
 }
 
 /// The memory and swap of the machine in bytes, used or not.
@@ -66,79 +46,38 @@ pub fn total_ram_and_swap() -> u64 {
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(unit)
 }
 
-fn machine(roots: &MemoryRoots) -> Option<Headroom> {
+fn machine(roots: &Roots) -> Option<Headroom> {
     let text = text(&roots.proc_.join("meminfo"))?;
     let bytes = |name| field(&text, name).map(|kib| kib.saturating_mul(1024));
     let (total, swap) = (bytes("MemTotal:")?, bytes("SwapTotal:").unwrap_or(0));
     let free = bytes("MemAvailable:").or_else(|| bytes("MemFree:"))?;
     Some(Headroom {
         bytes: free.saturating_add(bytes("SwapFree:").unwrap_or(0)),
+        size: total.saturating_add(swap),
+        is_cgroup: false,
         limit: format!("the machine has {total} bytes of memory and {swap} bytes of swap"),
     })
 }
 
-/// What each level of the cgroup in a line of /proc/self/cgroup leaves.
-fn cgroup_levels(roots: &MemoryRoots, line: &str) -> Vec<Headroom> {
-    let mut parts = line.splitn(3, ':');
-    let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
-        return Vec::new();
+/// What a level of the memory cgroup leaves. Of page cache, what was not used lately counts as free: that of this level
+/// and those below.
+fn of_level(level: &Level) -> Option<Headroom> {
+    let (file, usage, cache) = if level.is_v2 {
+        ("memory.max", "memory.current", "inactive_file")
+    } else {
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     };
-    let (base, files) = match controllers {
-        "" if roots.cgroup.join("cgroup.controllers").exists() => (roots.cgroup.clone(), &V2),
-        "" => (roots.cgroup.join("unified"), &V2),
-        _ if controllers.split(',').any(|name| name == "memory") => (roots.cgroup.join("memory"), &V1),
-        _ => return Vec::new(),
-    };
-    // In a container the path may name levels that are not mounted here ("/docker/1f.."), or lie above what is
-    // ("/../x"); the mount's root then is the container's own level.
-    let names = Path::new(path).components().filter_map(|component| match component {
-        Component::Normal(name) => Some(name),
-        _ => None,
-    });
-    let mut level = base.clone();
-    let mut levels = vec![level.clone()];
-    for name in names {
-        level.push(name);
-        levels.push(level.clone());
-    }
-    levels.iter().filter_map(|level| files.headroom(level, &base)).collect()
-}
-
-/// The names of a version's files.
-struct Files {
-    limit: &'static str,
-    usage: &'static str,
-    /// The line of `memory.stat` with the page cache, of this level and those below, that was not used lately.
-    cache: &'static str,
-}
-
-const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: "inactive_file" };
-const V1: Files =
-    Files { limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes", cache: "total_inactive_file" };
-
-impl Files {
-    fn headroom(&self, level: &Path, base: &Path) -> Option<Headroom> {
-        let number = |name| text(&level.join(name))?.trim().parse::<u64>().ok();
-        // "max" is no number; v1 says "none" by a number near 2^63.
-        let limit = number(self.limit).filter(|limit| *limit < 1 << 62)?;
-        let usage = number(self.usage)?;
-        let stat = text(&level.join("memory.stat")).unwrap_or_default();
-        let cache = field(&stat, self.cache).unwrap_or(0).min(usage);
-        let name = Path::new("/").join(level.strip_prefix(base).unwrap_or(level));
-        Some(Headroom {
-            bytes: limit.saturating_sub(usage - cache),
-            limit: format!(
-                "the memory cgroup {} is limited to {limit} bytes ({})",
-                name.display(),
-                self.limit
-            ),
-        })
-    }
-}
-
-/// A file's content; `None` where it cannot be read.
-fn text(path: &Path) -> Option<String> {
-    String::from_utf8(read_file(path).ok()?).ok()
+    let number = |name| level.text(name)?.parse::<u64>().ok();
+    // "max" is no number; v1 says "none" by a number near 2^63.
+    let size = number(file).filter(|size| *size < 1 << 62)?;
+    let usage = number(usage)?;
+    let cache = field(&level.text("memory.stat").unwrap_or_default(), cache).unwrap_or(0).min(usage);
+    Some(Headroom {
+        bytes: size.saturating_sub(usage - cache),
+        size,
+        is_cgroup: true,
+        limit: format!("the memory cgroup {} is limited to {size} bytes ({file})", level.name.display()),
+    })
 }
 
 /// The number behind `name` at the start of a line.

@@ -3,6 +3,7 @@
 //! What a forked child can reach takes no lock of the process and logs nothing. Each refusal names the call and the
 //! way out; calls are repeated when a signal interrupts them, except waits, which report it.
 
+pub mod cgroup;
 pub mod clock;
 pub mod deferred_signals;
 pub mod event;

@@ -17,8 +17,9 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli.leaves import difference, summary
+    from rustloader import cli
+    from rustloader.cli import parser
+    from rustloader.probe.leaves import difference, summary
 
 # Liveness of a script in a process of its own, on a machine that does much else; one that imports torch needs longer.
 SHORT, LONG = 120.0, 400.0
@@ -145,7 +146,7 @@ def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
         (["-m", "no_such_module"], "cannot run module no_such_module: No module named no_such_module"),
     ]:
         monkeypatch.setattr(sys, "path", list(sys.path))
-        assert _cli.main(["run", *arguments, "--help"]) == 2
+        assert cli.main(["run", *arguments, "--help"]) == 2
         assert capsys.readouterr().err == f"rustloader run: {text}\n"
 
 
@@ -204,7 +205,7 @@ def test_torchrun_gives_every_rank_the_engine(tmp_path):
 def test_the_console_script_is_this_command_line():
     with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         entry = tomllib.load(file)["project"]["scripts"]["rustloader"]
-    assert pkgutil.resolve_name(entry) is _cli.main
+    assert pkgutil.resolve_name(entry) is cli.main
 
 
 def test_what_is_ours_and_what_is_the_scripts():
@@ -216,15 +217,15 @@ def test_what_is_ours_and_what_is_the_scripts():
         (["run", "--help"], 2),
         (["run"], 1),
     ]:
-        assert _cli._before_script(given) == (given[:own], given[own:])
+        assert parser.script_arguments(given) == (given[:own], given[own:])
 
 
 def test_options_of_run_become_the_variable(monkeypatch):
-    from rustloader._cli.run import _setting
+    from rustloader.cli.run import _setting
     from rustloader.config import parse_install
 
     def setting(*arguments):
-        return _setting(_cli._parser().parse_args(["run", *arguments, "train.py"]))
+        return _setting(parser.make_parser().parse_args(["run", *arguments, "train.py"]))
 
     monkeypatch.delenv("RUSTLOADER_INSTALL", raising=False)
     assert setting() == "1"
@@ -249,7 +250,7 @@ def test_options_of_run_become_the_variable(monkeypatch):
 @pytest.mark.parametrize("arguments", [[], ["run"], ["doctor"], ["check"]])
 def test_help_says_what_and_how(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main([*arguments, "--help"])
+        cli.main([*arguments, "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "usage: " in out
     if arguments != ["doctor"]:
@@ -257,14 +258,14 @@ def test_help_says_what_and_how(arguments, capsys):
 
 
 def test_no_command_shows_the_help(capsys):
-    assert _cli.main([]) == 2
+    assert cli.main([]) == 2
     assert "run a script on the Rust engine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["check"], ["run", "--prefetch-factor", "0", "x.py"]])
 def test_mistakes_are_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(arguments)
+        cli.main(arguments)
     assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
 
 
@@ -277,11 +278,11 @@ def test_mistakes_are_usage_errors(arguments, capsys):
     ],
 )
 def test_a_signal_ends_a_command_with_one_line(number, status, text, monkeypatch, capsys):
-    from rustloader._cli import doctor
+    from rustloader.cli import doctor
 
     before = signal.getsignal(number)
     monkeypatch.setattr(doctor, "main", lambda options: os.kill(os.getpid(), number))
-    assert _cli.main(["doctor"]) == status and capsys.readouterr() == ("", text)
+    assert cli.main(["doctor"]) == status and capsys.readouterr() == ("", text)
     assert signal.getsignal(number) is before
 
 
@@ -303,8 +304,28 @@ def test_a_reader_that_closes_the_pipe_is_no_traceback():
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--json"]])
+def test_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rustloader", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, text=True)
+    assert ended.returncode == 1 and ended.stderr.endswith(": the output cannot be written: No space left on device\n")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
+    from rustloader.cli import version
+
+    def fails(options):
+        raise FileNotFoundError(2, "No such file or directory", "gone")
+
+    monkeypatch.setattr(version, "main", fails)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["--version"])
+
+
 def test_versions(capsys):
-    assert _cli.main(["--version"]) == 0
+    assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")
 
 

@@ -8,8 +8,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli import arguments
+    from rustloader import cli
+    from rustloader.cli import arguments
 
 INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds, up to a year"
 COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such as 0,2,4)"
@@ -76,6 +76,6 @@ def test_errors(kind, text, error):
 )
 def test_every_command_uses_them(given, error, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(given)
+        cli.main(given)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f"{error}\n")

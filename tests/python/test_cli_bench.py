@@ -21,10 +21,12 @@ from support import in_session, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli import bench, limited, memory, passes, progress
-    from rustloader._cli.factory import Unusable
-    from rustloader._cli.measure import Order
+    from rustloader import cli
+    from rustloader.bench import command, passes, progress
+    from rustloader.bench.side import BenchSide
+    from rustloader.probe import process as probes
+    from rustloader.probe.factory import Unusable
+    from rustloader.procfs import members
 
 # Liveness of processes that import torch, on a machine that does much else.
 LONG = 400.0
@@ -113,7 +115,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments, capsys):
-    status = _cli.main(["bench", *arguments])
+    status = cli.main(["bench", *arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -284,7 +286,7 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     status, out, err = run(target, capsys=capsys)
     assert status == 2 and err.startswith(f"rustloader bench: {text.format(**numbers)}"), err
     assert len(out.splitlines()) == 1 and len(err.splitlines()) <= 2
-    assert "Traceback" not in err and "_cli" not in err
+    assert "Traceback" not in err and "rustloader/" not in err
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     ],
 )
 def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "_Bench", None)
+    monkeypatch.setattr(command, "_Bench", None)
     assert run(target, capsys=capsys) == (2, "", f"rustloader bench: {text}")
     assert run(target, "--json", capsys=capsys)[1] == ""
 
@@ -304,7 +306,7 @@ def test_the_whole_traceback_behind_verbose(capsys, monkeypatch):
     def fails(options):
         raise Unusable("the cause", "Traceback (most recent call last): ...")
 
-    monkeypatch.setattr(bench, "_Bench", fails)
+    monkeypatch.setattr(command, "_Bench", fails)
     assert run("x:y", capsys=capsys)[2] == ("rustloader bench: the cause\n  --verbose prints the whole traceback\n")
     assert run("x:y", "--verbose", capsys=capsys)[2].startswith("rustloader bench: the cause\n\nTraceback (most recent")
 
@@ -313,9 +315,9 @@ def test_the_whole_traceback_behind_verbose(capsys, monkeypatch):
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
 def test_a_worker_that_dies_is_named(engine, folder):
-    order = Order("loaders.py:exiting", engine, None, os.getpid())
-    with limited.LimitedProbe(order, 60.0) as process:
-        process.answer()
+    side = BenchSide("loaders.py:exiting", engine)
+    with probes.Probe(side, 60.0) as process:
+        process.ask("about")
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     cause, remedy = str(raised.value).splitlines()
@@ -327,28 +329,28 @@ def test_a_worker_that_dies_is_named(engine, folder):
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
 def test_a_loader_that_hangs_is_given_up(engine, folder):
-    order = Order("loaders.py:stuck", engine, None, os.getpid())
-    with limited.LimitedProbe(order, 300.0) as process:
-        process.answer()
+    side = BenchSide("loaders.py:stuck", engine)
+    with probes.Probe(side, 300.0) as process:
+        process.ask("about")
         group = process.group
-        process._timeout = 2.0  # torch's import above may take longer
+        process.timeout = 2.0  # torch's import above may take longer
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     lines = str(raised.value).splitlines()
     assert lines[0] == f"with {engine}'s iterator, no batch came within 2 s"
     assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
     assert lines[-1] == "  if it is slow and not stuck, pass a larger --timeout"
-    assert not list(memory.members(group))
+    assert not list(members(group))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG)
 def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
     """As where torch's next() blocks for ever: here the main process is in a step."""
-    monkeypatch.setattr(limited, "UNNOTICED", 0.1)
-    order = Order("loaders.py:exiting", "rustloader", None, os.getpid())
-    with limited.LimitedProbe(order, 300.0) as process:
-        process.answer()
+    monkeypatch.setattr(probes, "UNNOTICED", 0.1)
+    side = BenchSide("loaders.py:exiting", "rustloader")
+    with probes.Probe(side, 300.0) as process:
+        process.ask("about")
         with pytest.raises(Unusable, match=r"worker 1 \(pid \d+\) ended with exit code 3"):
             process.ask("run", 1, passes.Limits(None, 60.0, step=300.0), False)
 
@@ -377,8 +379,8 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
                 return Own([1, 2], num_workers=1)
         """)
     )
-    with limited.LimitedProbe(Order("loaders:own", "rustloader", None, os.getpid()), 300.0) as process:
-        assert process.answer()["num_workers"] == 1
+    with probes.Probe(BenchSide("loaders:own", "rustloader"), 300.0) as process:
+        assert process.ask("about")["num_workers"] == 1
         with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered nothing"):
             process.ask("run", 0, passes.Limits(None, 5.0), True)
 

@@ -16,10 +16,11 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader._cli import memory, passes, timeline
-    from rustloader._cli.engines import ENGINES
-    from rustloader._cli.machine import cpu_seconds
-    from rustloader._cli.workers import death
+    from rustloader.bench import memory, passes, timeline
+    from rustloader.probe.deaths import death
+    from rustloader.probe.engines import ENGINES
+    from rustloader.probe.machine import cpu_seconds
+    from rustloader.procfs import members
 
 
 # Passes
@@ -158,7 +159,7 @@ def test_memory_counts_each_page_once(tmp_path):
     try:
         for process in (holder, plain):
             assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
-            assert len(list(memory.members(process.pid))) == 2
+            assert len(list(members(process.pid))) == 2
         if memory.used(plain.pid) is None:
             pytest.skip("/proc has no smaps_rollup here")
         more = (memory.used(holder.pid) - memory.used(plain.pid)) / (1 << 20)
@@ -191,7 +192,7 @@ def test_what_workers_do_when(engine, tmp_path):
     assert len(asked) == len(got) == 12
     times = [moment for pair in zip(asked, got, strict=True) for moment in pair]
     assert all(a <= b for a, b in pairwise([before, *times, after]))
-    spans = recorder.spans()
+    spans = recorder.spans(loader)
     assert set(spans) == {0, 1}
     for worker in spans.values():
         kinds = {kind: [(a, b) for what, a, b in worker if what == kind] for kind in ("fetch", "collate", "send")}
@@ -211,8 +212,8 @@ def test_a_timeline_has_its_limits(tmp_path):
 @pytest.mark.parametrize("step", [0.0, 0.01])
 def test_the_picture(step):
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader._cli.picture import draw
-    from rustloader._cli.recommendation import Choice
+    from rustloader.bench.picture import draw
+    from rustloader.bench.recommendation import Choice
 
     timelines = {"torch": a_timeline(20, 0.02), "rustloader": a_timeline(20, 0.01)}
     points = [a_point(1, (10, 11), (20, 21)), a_point(20, (30, 31), (60, 61))]
@@ -240,7 +241,7 @@ def test_one_timeline_can_be_drawn_alone():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    from rustloader._cli.picture import draw_timeline, timeline_legend
+    from rustloader.bench.picture import draw_timeline, timeline_legend
 
     one = a_timeline(1, 0.1)
     panel = Figure().subplots()
@@ -259,7 +260,7 @@ def test_short_bars_have_no_edge_that_would_hide_them():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    from rustloader._cli.picture import draw_timeline
+    from rustloader.bench.picture import draw_timeline
 
     one = timeline.Timeline(1, 0, [0.0], [0.001], {0: [("fetch", 0.0, 0.5), ("fetch", 0.6, 0.601)]})
     panel = Figure().subplots()

@@ -11,10 +11,12 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli import bench, comparison, plan, recommendation, results, text
-    from rustloader._cli.factory import Unusable
-    from rustloader._cli.summary import Summary
+    from rustloader import cli
+    from rustloader.bench import command, comparison, plan, recommendation, results
+    from rustloader.bench import layout as text
+    from rustloader.bench.summary import Summary
+    from rustloader.cli import parser
+    from rustloader.probe.factory import Unusable
 
 
 # Intervals
@@ -234,7 +236,7 @@ def test_the_table():
         "MB/s                           1,000           5.00            0.00x",
         "CPU per batch                   2 ms           2 ms            1.00x",
         "first batch                   500 ms         500 ms            1.00x",
-        "memory                         50 MB          50 MB            1.00x",
+        "memory                       50.0 MB        50.0 MB            1.00x",
     ]
     alone = results.Point(0, point.torch, point.torch)
     assert "torch's own loop" in results.table(alone) and "ratio" not in results.table(alone)
@@ -261,7 +263,8 @@ def test_the_table_of_a_sweep_fits_a_terminal():
         (lambda: text.number(12345.6), "12,346"),
         (lambda: text.times(None), "-"),
         (lambda: text.times(13.64), "13.6x"),
-        (lambda: text.megabytes(None), "-"),
+        (lambda: results._memory(results.Side()), "-"),
+        (lambda: results._memory(results.Side(memory_bytes=28_000_000)), "28.0 MB"),
         (lambda: text.listed([1]), "1"),
         (lambda: text.listed([1, 2, 4]), "1, 2 and 4"),
     ],
@@ -276,7 +279,7 @@ def test_lines_fit_and_an_option_keeps_its_value():
 
 
 def options(*arguments):
-    return _cli._parser().parse_args(["bench", "train.py:make_loader", *arguments])
+    return parser.make_parser().parse_args(["bench", "train.py:make_loader", *arguments])
 
 
 ABOUT = {
@@ -382,7 +385,7 @@ def test_steps_of_a_fixed_number_of_epochs():
 
 def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch):
     """``_goes_on`` by pairs so far, seconds left, and seconds of the longest pair."""
-    run = bench._Bench(options())
+    run = command._Bench(options())
     clear, unclear = a_point(2, [10.0] * 6, [30.0] * 6), a_point(2, [10.0] * 6, [10.0, 14.0] * 3)
     assert run._goes_on(results.Point(2), 0, -1.0, 0.0)  # one pair in any case
     assert not run._goes_on(clear, 6, 50.0, 5.0)
@@ -393,7 +396,7 @@ def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch
     alone = a_point(0, [10.0] * 6, [])
     alone.rustloader = alone.torch
     assert not run._goes_on(alone, 6, 50.0, 5.0)
-    fixed = bench._Bench(options("--epochs", "2"))
+    fixed = command._Bench(options("--epochs", "2"))
     assert fixed._goes_on(unclear, 1, 0.0, 5.0) and not fixed._goes_on(unclear, 2, 50.0, 5.0)
 
 
@@ -408,11 +411,11 @@ def test_torchs_own_loop_alone_is_answered_with_what_to_do():
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    monkeypatch.setattr(bench, "_Bench", None)
+    monkeypatch.setattr(command, "_Bench", None)
 
 
 def refused(path, capsys):
-    status = _cli.main(["bench", "x:y", "--plot", str(path)])
+    status = cli.main(["bench", "x:y", "--plot", str(path)])
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
     return captured.err
@@ -465,25 +468,25 @@ def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
 )
 def test_mistakes_are_usage_errors(arguments, error, nothing_runs, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["bench", *arguments])
+        cli.main(["bench", *arguments])
     assert ended.value.code == 2 and error in capsys.readouterr().err
 
 
 def test_help_says_what_and_how(capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["bench", "--help"])
+        cli.main(["bench", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "examples:\n  python -m rustloader bench train.py:make_loader" in out
 
 
 def test_a_plot_that_fails_after_all_does_not_take_the_result(monkeypatch, capsys):
     """The disk may be full by then."""
-    picture = types.ModuleType("rustloader._cli.picture")
+    picture = types.ModuleType("rustloader.bench.picture")
 
     def savefig(path):
         raise OSError(28, "No space left on device")
 
     picture.draw = lambda *arguments: types.SimpleNamespace(savefig=savefig)
-    monkeypatch.setitem(__import__("sys").modules, "rustloader._cli.picture", picture)
+    monkeypatch.setitem(__import__("sys").modules, "rustloader.bench.picture", picture)
     with pytest.raises(Unusable, match=r"the plot cannot be written to a.png: No space left on device"):
-        bench._Bench(options("--plot", "a.png"))._draw([], {}, {})
+        command._Bench(options("--plot", "a.png"))._draw([], {}, {})

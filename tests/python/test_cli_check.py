@@ -14,8 +14,8 @@ from support import in_session, rustloader, wait_until
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli import workers
+    from rustloader import cli
+    from rustloader.probe import deaths
 
 # Liveness of processes that import torch, on a machine that does much else.
 LONG = 400.0
@@ -130,6 +130,8 @@ LOADERS = """
         return loader(at=5, act=lambda i: os.kill(os.getpid(), signal.SIGKILL) if on_us() else None)
     def dying_in_init():
         return loader(worker_init_fn=lambda i: os._exit(4))
+    def unpicklable():
+        return loader(collate_fn=lambda samples: lambda: samples)
     def hanging():
         return loader(at=5, act=hangs)
     def hanging_in_c_on_us():
@@ -167,7 +169,7 @@ def check(folder, capfd):
     """A function that runs the command on a loader: exit status, stdout, stderr."""
 
     def run(name, *arguments):
-        status = _cli.main(["check", f"loaders_of_mine.py:{name}", *arguments])
+        status = cli.main(["check", f"loaders_of_mine.py:{name}", *arguments])
         captured = capfd.readouterr()
         return status, captured.out, captured.err
 
@@ -182,7 +184,7 @@ def children():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
             if int(file.read().rpartition(")")[2].split()[1]) == me:
                 with open(f"/proc/{pid}/cmdline") as file:
-                    if "rustloader._cli.side" in file.read():
+                    if "rustloader.probe.side" in file.read():
                         yield pid
 
 
@@ -212,7 +214,7 @@ def test_loaders_that_agree(name, told, check):
 def test_a_part_of_an_endless_epoch_out_of_a_module(folder, capfd):
     (folder / "sub").mkdir()
     (folder / "loaders_of_mine.py").rename(folder / "sub" / "my-loaders.py")
-    assert _cli.main(["check", "sub/my-loaders.py:endless", "--batches", "1", "--seed", "7"]) == 0
+    assert cli.main(["check", "sub/my-loaders.py:endless", "--batches", "1", "--seed", "7"]) == 0
     assert capfd.readouterr().out.endswith("\n1 batch came from the Rust engine\n")
 
 
@@ -260,7 +262,7 @@ def test_a_loader_that_is_handed_over_is_no_comparison(check):
 
 
 def test_no_factory(folder, capfd):
-    assert _cli.main(["check", "loaders_of_mine.py:shufled"]) == 2
+    assert cli.main(["check", "loaders_of_mine.py:shufled"]) == 2
     assert capfd.readouterr().err.startswith(
         "rustloader check: loaders_of_mine.py has no 'shufled'; did you mean shuffled"
     )
@@ -321,8 +323,16 @@ def test_the_first_death_ends_it(name, told, check):
     ],
 )
 def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, told):
-    assert workers.death([], RuntimeError(f"DataLoader worker {text}")) == told
-    assert workers.death([], ValueError(f"DataLoader worker {text}")) is None
+    assert deaths.death([], RuntimeError(f"DataLoader worker {text}")) == told
+    assert deaths.death([], ValueError(f"DataLoader worker {text}")) is None
+
+
+def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
+    status, out, err = check("unpicklable", "--timeout", "300")
+    assert status == 2 and "same" not in out and "Traceback" not in err
+    assert re.match(
+        r"rustloader check: with torch's iterator, a worker cannot send its batch: \w+Error: Can't ", err
+    ), err
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import types
 
 import pytest
@@ -13,15 +12,14 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader import _limits as limits
-    from rustloader._cli import doctor
+    from rustloader import cli, cores
+    from rustloader.cli import doctor
 
 GIB = 1 << 30
 
 
 def test_one_block_to_copy(capsys):
-    assert _cli.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     first, empty, *block = capsys.readouterr().out.splitlines()
     assert (first, empty) == ("Copy this block into a bug report:", "")
     assert block[:2] == ["```text", "rustloader doctor"]
@@ -37,7 +35,7 @@ def test_one_block_to_copy(capsys):
 
 
 def test_json(capsys):
-    assert _cli.main(["doctor", "--json"]) == 0
+    assert cli.main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["works"] is True
     assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in said["findings"]
@@ -54,8 +52,8 @@ def refused(number):
 def test_what_is_refused_is_named(monkeypatch, capsys):
     monkeypatch.setattr(os, "memfd_create", refused(errno.EPERM))
     monkeypatch.setattr(os, "pidfd_open", refused(errno.ENOSYS))
-    monkeypatch.setattr(rustloader._handover, "Engine", refused(errno.EPERM))
-    assert _cli.main(["doctor"]) == 1
+    monkeypatch.setattr(rustloader.iterator.fallback, "Engine", refused(errno.EPERM))
+    assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "BAD   memfd_create           Operation not permitted\n" in out and "Docker's default profile" in out
     assert "note  pidfd_open             Function not implemented\n" in out
@@ -89,7 +87,7 @@ def test_what_cannot_be_looked_at_is_no_reason_to_stop(monkeypatch, capsys):
         yield
 
     monkeypatch.setattr(doctor, "_LOOKS", (_broken_thing, doctor._trial))
-    assert _cli.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     assert "note  broken thing           LookupError: nothing there\n" in capsys.readouterr().out
 
 
@@ -103,103 +101,70 @@ def test_variables_that_matter(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "memory, state, found, advice",
+    "limits, space, state, found, advice",
     [
-        ((16 * GIB, None, None, None), "ok", "16 GiB left; 16 GiB available on the machine", ""),
-        ((GIB // 2, None, None, None), "note", "512 MiB left", "fewer workers"),
+        ([(False, 20 * GIB, 16 * GIB)], None, "ok", "16 GiB left; 16 GiB available on the machine", ""),
+        ([(False, GIB, GIB // 2)], None, "note", "512 MiB left", "fewer workers"),
         (
-            (16 * GIB, GIB // 2, GIB // 4, None),
+            [(False, 20 * GIB, 16 * GIB), (True, 8 * GIB, 4 * GIB), (True, GIB // 2, GIB // 4)],
+            None,
             "note",
             "256 MiB left; 16 GiB available on the machine; 256 MiB left of the cgroup's 512 MiB",
             "docker run --memory",
         ),
-        ((16 * GIB, 8 * GIB, 4 * GIB, 2 * GIB), "ok", "2 GiB left of the address space", ""),
+        ([(False, 20 * GIB, 16 * GIB), (True, GIB // 2, 0)], None, "note", "0 bytes left", "docker run --memory"),
+        (
+            [(False, 20 * GIB, 16 * GIB), (True, 8 * GIB, 4 * GIB)],
+            2 * GIB,
+            "ok",
+            "2 GiB left; 16 GiB available on the machine; 4 GiB left of the cgroup's 8 GiB; 2 GiB left of the address",
+            "",
+        ),
+        ([], None, "note", "the system does not say", ""),
     ],
 )
-def test_the_memory_that_is_left(memory, state, found, advice, monkeypatch):
-    monkeypatch.setattr(doctor, "memory", lambda: limits.Memory(*memory))
+def test_the_memory_that_is_left(limits, space, state, found, advice, monkeypatch):
+    monkeypatch.setattr(doctor._core, "memory_limits", lambda: limits)
+    monkeypatch.setattr(doctor, "_address_space_left", lambda: space)
     [finding] = doctor._memory()
-    assert finding.state == state and found in finding.found and advice in finding.advice
-    assert bool(finding.advice) == (state == "note")
+    assert finding.state == state and finding.found.startswith(found) and advice in finding.advice
+
+
+def test_the_limits_of_this_process():
+    """The machine's, and those of cgroups; made-up ones are tests/sys_memory.rs's."""
+    machine, *cgroups = doctor._core.memory_limits()
+    assert not machine[0] and all(is_cgroup for is_cgroup, _, _ in cgroups)
+    assert 0 < machine[2] <= machine[1] and all(0 <= left <= size for _, size, left in cgroups)
+
+
+def test_the_address_space_that_is_left(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (1 << 50, 1 << 50))
+    assert 0 < doctor._address_space_left() < 1 << 50
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (4096, 4096))
+    assert doctor._address_space_left() == 0
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (doctor.resource.RLIM_INFINITY,) * 2)
+    assert doctor._address_space_left() is None
 
 
 @pytest.mark.parametrize(
-    "cores, state, found",
+    "machine, affinity, quota, state, found",
     [
-        ((8, 4, None), "ok", "4 usable (machine 8, affinity 4)"),
-        ((8, 4, 1.5), "note", "1.5 usable (machine 8, affinity 4, quota 1.5)"),
-        ((1, 1, None), "note", "1 usable"),
+        (8, 4, None, "ok", "4 usable (machine 8, affinity 4)"),
+        (8, 4, 1.5, "note", "1.5 usable (machine 8, affinity 4, quota 1.5)"),
+        (1, 1, None, "note", "1 usable"),
     ],
 )
-def test_the_cores(cores, state, found, monkeypatch):
-    monkeypatch.setattr(doctor, "cores", lambda: limits.Cores(*cores))
+def test_the_cores(machine, affinity, quota, state, found, monkeypatch):
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    monkeypatch.setattr(doctor._core, "cpu_quota", lambda: quota)
     [finding] = doctor._cores()
     assert finding.state == state and finding.found.startswith(found)
 
 
-@pytest.fixture
-def system(tmp_path, monkeypatch):
-    """A function that writes files of /proc and /sys/fs/cgroup for `limits` to read."""
-    monkeypatch.setattr(limits, "_PROC", str(tmp_path / "proc"))
-    monkeypatch.setattr(limits, "_CGROUPS", str(tmp_path / "cgroup"))
-
-    def write(name, text):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    write("proc/meminfo", "MemTotal:  9000000 kB\nMemAvailable:  8388608 kB\n")
-    write("proc/self/status", "Name: python\nVmSize:  1048576 kB\n")
-    return write
-
-
-def test_without_limits(system):
-    system("proc/self/cgroup", "0::/\n")
-    system("cgroup/cpu.max", "max 100000\n")
-    assert limits.cores() == (os.cpu_count(), len(os.sched_getaffinity(0)), None)
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        assert limits.memory() == (8 * GIB, None, None, None) and limits.memory().left == 8 * GIB
-
-
-def test_limits_of_every_level_of_version_2(system):
-    system("proc/self/cgroup", "0::/pod/container\n")
-    system("cgroup/pod/cpu.max", "150000 100000\n")
-    system("cgroup/pod/container/cpu.max", "max 100000\n")
-    system("cgroup/pod/memory.max", f"{GIB}\n")
-    system("cgroup/pod/memory.current", f"{GIB // 2}\n")
-    system("cgroup/pod/memory.stat", f"anon 5\ninactive_file {GIB // 4}\n")
-    system("cgroup/pod/container/memory.max", "max\n")
-    assert limits.cores().quota == 1.5
-    assert limits.memory()[:3] == (8 * GIB, GIB, 3 * GIB // 4)
-
-
-def test_statistics_count_the_cores_of_the_quota(system):
-    system(
-        "proc/self/cgroup", "0::/docker/x\n"
-    )  # in a container: the path is the host's, the container's own level the root
-    system("cgroup/cpu.max", "50000 100000\n")
-    limits._known_quota.cache_clear()
-    try:
-        assert limits.effective_cores() == 0.5
-        assert rustloader.stats(rustloader.DataLoader([0])).cores == 1
-    finally:
-        limits._known_quota.cache_clear()
-
-
-def test_limits_of_version_1(system):
-    system("proc/self/cgroup", "5:memory:/\n4:cpu,cpuacct:/job\n0::/\n")
-    system("cgroup/unified/cgroup.controllers", "")
-    system("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    system("cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    system("cgroup/cpu/job/cpu.cfs_quota_us", "50000\n")
-    system("cgroup/cpu/job/cpu.cfs_period_us", "100000\n")
-    system("cgroup/memory/memory.limit_in_bytes", f"{GIB // 2}\n")
-    system("cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
-    assert limits.cores().quota == 0.5 and limits.cores().effective == 0.5
-    assert limits.memory()[:3] == (8 * GIB, GIB // 2, 0) and limits.memory().left == 0
-
-
-def test_the_address_space_counts(system, monkeypatch):
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda what: (3 * GIB, 3 * GIB))
-    system("proc/self/cgroup", "0::/\n")
-    assert limits.memory() == (8 * GIB, None, None, 2 * GIB) and limits.memory().left == 2 * GIB
+def test_statistics_count_the_cores_of_the_quota(monkeypatch):
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 0.5)
+    assert cores.effective_cores() == 0.5 and cores.usable_cores() == 1
+    assert rustloader.stats(rustloader.DataLoader([0])).cores == 1
+    monkeypatch.setattr(cores, "cpu_quota", lambda: None)
+    assert cores.usable_cores(7) == 7

@@ -12,8 +12,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader._cli import factory
-    from rustloader._cli.failure import failure
+    from rustloader.probe import factory
+    from rustloader.probe.failure import failure
 
 FACTORIES = """
     import argparse, sys

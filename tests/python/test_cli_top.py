@@ -31,8 +31,9 @@ from support import (
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
-    from rustloader import _cli
-    from rustloader._cli import looks, memory, processes, top, top_view
+    from rustloader import cli, procfs
+    from rustloader.texts import size
+    from rustloader.top import command, model, processes, view
 
 HEAD = """
 import json, os, sys, threading, time
@@ -89,7 +90,7 @@ def running(source, tmp_path, **kw):
 
 
 def run(*arguments, capsys):
-    status = _cli.main(["top", *map(str, arguments)])
+    status = cli.main(["top", *map(str, arguments)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -258,13 +259,13 @@ def test_pinning_is_shown():
         iterator = iter(loader)
         for _ in range(8):
             next(iterator)
-        (look,) = looks.take(os.getpid())
+        (look,) = model.take(os.getpid())
         assert look.figures["pinning"] and look.figures["counts"]["pinned"] >= 7
-        shown = looks.Loader(os.getpid(), None, look)
+        shown = model.Loader(os.getpid(), None, look)
         assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
-        assert any("pinned" in text for line in top_view.frame(1, "", [shown], 100) for text, _ in line)
+        assert any("pinned" in text for line in view.frame(1, "", [shown], 100) for text, _ in line)
         iterator._shutdown_workers()
-        assert not looks.take(os.getpid())
+        assert not model.take(os.getpid())
 
 
 def test_the_statistics_are_those_that_the_process_itself_gives():
@@ -273,8 +274,8 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
         next(iterator)
     # With what is in flight.
     assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 14, STARTED)
-    (look,) = looks.take(os.getpid())
-    seen, own = looks.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
+    (look,) = model.take(os.getpid())
+    seen, own = model.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
     for name in ("num_workers", "iterators", "epochs", "batches", "bytes", "next_seconds", "first_seconds", "copies"):
         assert getattr(seen, name) == getattr(own, name), name
     assert [worker.pid for worker in seen.workers] == [worker.pid for worker in own.workers]
@@ -286,16 +287,16 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     def look(now, batches, **counts):
         made = figures(1) | {"now": now}
         made["counts"] = dict.fromkeys(COUNTS, 0) | {"epochs": 1, "batches": batches} | counts
-        return looks.Look((1, 2), made, (None,), (looks.NOTHING,))
+        return model.Look((1, 2), made, (None,), (model.NOTHING,))
 
     # All of the wait lies before the last seconds.
     waited = {"waited": 10**12, "next": 10**12}
     first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
     now = look(910.5, 1100, step=10**10, **waited)
-    assert looks.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
-    assert looks.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
+    assert model.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
+    assert model.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
     for earlier in (None, early):
-        verdict, seconds = looks.Loader(os.getpid(), None, now, earlier).verdict
+        verdict, seconds = model.Loader(os.getpid(), None, now, earlier).verdict
         assert verdict.kind != "step" and seconds is None
 
 
@@ -518,7 +519,7 @@ def test_stopped_processes_are_named(tmp_path, capsys):
         worker = as_json(process.pid, capsys)["loaders"][0]["workers"][0]["pid"]
         for pid in (worker, process.pid):
             os.kill(pid, signal.SIGSTOP)
-            assert wait_until(lambda pid=pid: processes.stopped(pid))
+            assert wait_until(lambda pid=pid: procfs.is_stopped(pid))
         out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
         assert "main        stopped by a signal or a debugger\n" in out
         assert f"worker 0 (pid {worker}) is stopped by a signal or a debugger" in out and "\n    !0 " in out
@@ -558,12 +559,12 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
 )
 def test_mistakes_are_usage_errors(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["top", *arguments])
+        cli.main(["top", *arguments])
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_without_rich_the_live_view_says_how_to_get_it(capsys, monkeypatch):
-    monkeypatch.setattr(top, "_has_rich", lambda: False)
+    monkeypatch.setattr(command, "_has_rich", lambda: False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     words = refused(os.getpid(), capsys=capsys)
     assert words == "the live view needs rich: pip install 'rustloader[cli]', or use --once or --json"
@@ -571,7 +572,7 @@ def test_without_rich_the_live_view_says_how_to_get_it(capsys, monkeypatch):
 
 def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
     with running(loop(), tmp_path) as (process, _):
-        code = "import sys; from rustloader._cli import main; main(sys.argv[1:]); "
+        code = "import sys; from rustloader.cli import main; main(sys.argv[1:]); "
         code += "print({'torch', 'rich'} & set(sys.modules))"
         command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
@@ -683,7 +684,7 @@ def test_the_live_view_waits_for_loaders(tmp_path):
 
 
 def figures(workers, stuck=()):
-    """What `_core.observe` says of a loader, made up."""
+    """What `_core.inspect_arena` says of a loader, made up."""
 
     def worker(number):
         seconds = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
@@ -730,15 +731,15 @@ COUNTS = (
 
 
 def made_up(workers, stuck=()):
-    look = looks.Look((1, 2), figures(workers, stuck), (None,) * workers, (looks.NOTHING,) * workers)
-    return looks.Loader(os.getpid(), None, look)
+    look = model.Look((1, 2), figures(workers, stuck), (None,) * workers, (model.NOTHING,) * workers)
+    return model.Loader(os.getpid(), None, look)
 
 
 @pytest.mark.parametrize("width, height", [(80, 24), (200, 50), (60, 10), (96, 24)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_view_fits_its_terminal_and_shows_what_stands_out(width, height, count):
     shown = [made_up(48, stuck={31}) for _ in range(count)]
-    lines = top_view.plain(top_view.frame(12345, "python " + "x" * 300, shown, width, height)).splitlines()
+    lines = view.plain(view.frame(12345, "python " + "x" * 300, shown, width, height)).splitlines()
     assert len(lines) <= height and all(len(line) <= width for line in lines), "\n".join(lines)
     assert any("!           worker 31 has been fetching batch 31" in line for line in lines)
     if height >= 24:
@@ -747,21 +748,21 @@ def test_the_view_fits_its_terminal_and_shows_what_stands_out(width, height, cou
 
 
 def test_two_loaders_of_few_workers_fit_a_small_terminal():
-    lines = top_view.plain(top_view.frame(1, "python", [made_up(4), made_up(3)], 80, 23)).splitlines()
+    lines = view.plain(view.frame(1, "python", [made_up(4), made_up(3)], 80, 23)).splitlines()
     assert len(lines) <= 23 and not any("more worker" in line for line in lines), "\n".join(lines)
     assert [line.split()[0] for line in lines if " idle " in line and "state" not in line] == list("0123012")
 
 
 def test_memory_is_pss_or_labelled_rss(monkeypatch):
     mine, two = os.getpid(), 2
-    look = looks.Look((1, 2), figures(two, ()), (mine,) * two, (looks.WorkTime(),) * two)
-    monkeypatch.setattr(processes, "memory", lambda pid: 500_000_000)
+    look = model.Look((1, 2), figures(two, ()), (mine,) * two, (model.WorkTime(),) * two)
+    monkeypatch.setattr(procfs, "resident", lambda pid: 500_000_000)
 
     def shown(*pss):
         left = list(pss)
-        monkeypatch.setattr(memory, "proportional", lambda pid: left.pop(0))
-        loader = looks.Loader(mine, None, look)
-        lines = top_view.plain(top_view.frame(1, "python", [loader], 160)).splitlines()
+        monkeypatch.setattr(procfs, "proportional", lambda pid: left.pop(0))
+        loader = model.Loader(mine, None, look)
+        lines = view.plain(view.frame(1, "python", [loader], 160)).splitlines()
         summary = next(line for line in lines if line.startswith("  memory"))
         heading = next(k for k, line in enumerate(lines) if line.startswith("worker"))
         return (
@@ -776,7 +777,7 @@ def test_memory_is_pss_or_labelled_rss(monkeypatch):
 
 
 def test_pages_that_processes_share_count_once_in_the_pss():
-    if memory.proportional(os.getpid()) is None:
+    if procfs.proportional(os.getpid()) is None:
         pytest.skip("the system gives no PSS")
     pages = b"x" * (64 << 20)
     reader, writer = os.pipe()
@@ -785,20 +786,20 @@ def test_pages_that_processes_share_count_once_in_the_pss():
         os.read(reader, 1)
         os._exit(0)
     try:
-        both = memory.proportional(child) + memory.proportional(os.getpid())
+        both = procfs.proportional(child) + procfs.proportional(os.getpid())
         # The child has little but what it shares with this process.
-        assert len(pages) < both < processes.memory(os.getpid()) + len(pages) // 2, both
+        assert len(pages) < both < procfs.resident(os.getpid()) + len(pages) // 2, both
     finally:
         os.write(writer, b"x")
         os.waitpid(child, 0)
         os.close(reader)
         os.close(writer)
-    assert memory.proportional(child) is None
+    assert procfs.proportional(child) is None
 
 
 def test_the_columns_stay_where_they_are():
     def columns(loader):
-        lines = top_view.plain(top_view.frame(1, "python", [loader], 120)).splitlines()
+        lines = view.plain(view.frame(1, "python", [loader], 120)).splitlines()
         heading = next(line for line in lines if line.startswith("worker"))
         rows = lines[lines.index(heading) + 1 :]
         return heading, [(row.index("idle") if "idle" in row else row.index("fetching")) for row in rows]
@@ -814,13 +815,13 @@ def heading_at(heading, name):
 
 def test_times_and_sizes_have_few_letters():
     times = {0: "0 ms", 0.9994: "999 ms", 0.9996: "1.0 s", 9.96: "10 s", 99.6: "1m40s", 3599: "59m59s", 3600: "1h00m"}
-    assert {seconds: top_view._time(seconds) for seconds in times} == times
-    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 123456: "123 kB", 99.94e6: "99.9 MB", 2e12: "2000 GB"}
-    assert {size: top_view._size(size) for size in sizes} == sizes
+    assert {seconds: view._time(seconds) for seconds in times} == times
+    texts = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 123456: "123 kB", 99.94e6: "99.9 MB", 2e12: "2000 GB"}
+    assert {count: size(count) for count in texts} == texts
 
 
 def test_help_has_examples(capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["top", "--help"])
+        cli.main(["top", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "examples:\n  python -m rustloader top\n" in out and "--interval SECONDS" in out

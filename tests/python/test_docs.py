@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from support import HERE, run_script
 
-from rustloader import _cli
+from rustloader.cli import parser
 
 pytestmark = pytest.mark.ours
 
@@ -193,7 +193,7 @@ def check_ours(words):
         assert words[0] in ("--help", "--version"), words
         return
     command, *rest = words
-    ours, scripts = _cli._before_script(words) if command == "run" else (words, [])
+    ours, scripts = parser.script_arguments(words) if command == "run" else (words, [])
     options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
     assert options <= known_options("rustloader", command) | {"-m"}, words
     if command in ("doctor", "top") or "--help" in words:

@@ -66,7 +66,7 @@ def test_all_that_is_not_zero_is_printed():
         "  first         1 s, waiting for the first batch of 2 epochs",
         "  own work      1 s, 250 ms of it in the sampler",
         "  worker 0      100 batches: fetch 5 s, collate 750 ms, pack 125 ms, idle 250 ms, start 500 ms, "
-        "processor 5.5 s (pid 4711, 120.0 MB)",
+        "processor 5.5 s (pid 4711, 120 MB)",
         "  worker 1      100 batches: fetch 4 s (ended)",
         "  slow batch    700 ms on worker 1: [1000, 1001, 1002, 1003, 1004, 1005, ... 256 in all]",
         "  slow batch    300 ms on worker 0: <&>",

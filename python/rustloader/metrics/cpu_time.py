@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rustloader._core import Meter
 from rustloader._core import figures as figures_of
+from rustloader.procfs import read, stat
 
 __all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_threads", "of_work", "started", "total"]
 
@@ -54,7 +55,7 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     own = of_threads(pid)
     if own is None:
         return None
-    fields = _stat(pid)
+    fields = stat(pid)
     if start is not None and fields[_STARTED : _STARTED + 1] != [start]:
         return None
     # cutime and cstime, in ticks.
@@ -71,7 +72,7 @@ def of_threads(pid: int) -> float | None:
 
 def started(pid: int) -> str | None:
     """When a process was started, as the kernel writes it: tells it from a later one of the same number."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return fields[_STARTED] if len(fields) > _STARTED else None
 
 
@@ -91,19 +92,9 @@ def of_work(time: ProcessorTime | None, figures: dict[str, Any]) -> WorkTime:
     return WorkTime(max(0.0, time.cpu - figures["start_cpu"]), queued)
 
 
-def _stat(pid: int) -> list[str]:
-    return (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-
-
 def _queued(pid: int) -> float | None:
-    fields = (_read(f"/proc/{pid}/schedstat") or "").split()
+    fields = (read(f"/proc/{pid}/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) == 3 else None
-
-
-def _read(path: str) -> str | None:
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read()
-    return None
 
 
 class Workers:

@@ -1,10 +1,11 @@
 """What ``rustloader.stats()`` gives."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.parts import (
     ArenaStats,
     CopyStats,
@@ -17,6 +18,7 @@ from rustloader.metrics.parts import (
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
 
+# No `from __future__ import annotations`: field annotations must be types, not strings.
 __all__ = ["ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "Stats", "WorkerStats"]
 
 
@@ -140,3 +142,24 @@ def counted(figures: dict[str, Any]) -> dict[str, Any]:
         **{f"{name}_seconds": figures[name] / 1e9 for name in times},
         "copies": CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
     }
+
+
+def worker_stats(
+    number: int, pid: int, alive: bool, rss_bytes: int, tasks: int, seconds: Mapping[str, float], time: WorkTime
+) -> WorkerStats:
+    """What a worker's figures, its seconds by part and its processor time give."""
+    return WorkerStats(
+        id=number,
+        pid=pid,
+        alive=alive,
+        rss_bytes=rss_bytes,
+        tasks=tasks,
+        starting_seconds=seconds["starting"],
+        idle_seconds=seconds["idle"],
+        fetch_seconds=seconds["fetch"],
+        collate_seconds=seconds["collate"],
+        pack_seconds=seconds["pack"] + seconds["publish"],
+        cpu_seconds=time.cpu,
+        queued_seconds=time.queued,
+        unmeasured_seconds=time.unmeasured,
+    )

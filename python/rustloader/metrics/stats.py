@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from rustloader.limits import effective_cores
+from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import (
     ArenaStats,
@@ -21,9 +18,11 @@ from rustloader.metrics.figures import (
     WorkerStats,
     counted,
     no_loader,
+    worker_stats,
 )
 from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.wrappers import loader_in
+from rustloader.procfs import resident
 
 __all__ = ["stats"]
 
@@ -75,16 +74,12 @@ def stats(source: Any) -> Stats:
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     batches = getattr(source, "_num_yielded", 0)
-    return Stats(num_workers=workers, cores=_cores(), batches=batches, fallbacks=fallbacks, note=note)
+    return Stats(num_workers=workers, cores=usable_cores(), batches=batches, fallbacks=fallbacks, note=note)
 
 
 def _has_figures(source: Any) -> bool:
     ledger = find(source)
     return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
-
-
-def _cores() -> int:
-    return max(1, math.ceil(effective_cores()))
 
 
 def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
@@ -94,7 +89,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
 
     return Stats(
         num_workers=num_workers,
-        cores=_cores(),
+        cores=usable_cores(),
         iterators=ledger.iterators,
         **counted(figures),
         workers=tuple(
@@ -112,25 +107,5 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
 
 
 def _worker(number: int, figures: dict[str, Any], time: WorkTime) -> WorkerStats:
-    return WorkerStats(
-        id=number,
-        pid=figures["pid"],
-        alive=figures["alive"],
-        rss_bytes=_rss(figures["pid"]) if figures["alive"] else 0,
-        tasks=figures["tasks"],
-        starting_seconds=figures["starting"],
-        idle_seconds=figures["idle"],
-        fetch_seconds=figures["fetch"],
-        collate_seconds=figures["collate"],
-        pack_seconds=figures["pack"] + figures["publish"],
-        cpu_seconds=time.cpu,
-        queued_seconds=time.queued,
-        unmeasured_seconds=time.unmeasured,
-    )
-
-
-def _rss(pid: int) -> int:
-    """Resident bytes of a process; 0 where it has just ended, or there is no /proc."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    pid, alive = figures["pid"], figures["alive"]
+    return worker_stats(number, pid, alive, (resident(pid) or 0) if alive else 0, figures["tasks"], figures, time)

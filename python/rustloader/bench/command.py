@@ -1,0 +1,187 @@
+"""``bench``: measures a loader of the user's on torch's iterator and on the engine, in turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from rustloader.bench.comparison import CONFIDENCE
+from rustloader.bench.memory import Peak, used
+from rustloader.bench.passes import Limits, Pass
+from rustloader.bench.plan import Plan, check_plot
+from rustloader.bench.progress import Progress
+from rustloader.bench.recommendation import Choice, recommend
+from rustloader.bench.results import Point, Side, settle, starting
+from rustloader.bench.side import BenchSide
+from rustloader.bench.summary import Summary
+from rustloader.bench.timeline import Timeline
+from rustloader.cores import usable_cores
+from rustloader.options import PREFETCH_FACTOR
+from rustloader.probe.factory import Unusable, check_target
+from rustloader.probe.process import Probe
+from rustloader.texts import count_of
+
+__all__ = ["main"]
+
+# Looks at the memory that are enough, and the most passes to get them.
+_LOOKS, _WARM_UPS = 10, 5
+# The most batches that the picture shows, after those of the start.
+_SHOWN = 40
+_ENGINES = ("torch", "rustloader")
+
+
+def main(options: Any) -> int:
+    """Measures, and prints the result. Returns 0, or 2 if there was nothing to measure."""
+    try:
+        check_target(options.factory)
+        if options.plot is not None:
+            check_plot(options.plot)
+        _Bench(options).run()
+    except Unusable as error:
+        print(f"rustloader bench: {error.message(options.verbose)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Bench:
+    """One run of the command."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+        self._plan = Plan(options)
+        self._limits = Limits(options.batches, self._plan.seconds, options.step)
+        self._about: dict[str, Any] = {}
+        # Seconds that were spent measuring.
+        self._spent = 0.0
+        self._probes = 0
+
+    def run(self) -> None:
+        """All of it."""
+        if not self._options.json:
+            print(f"{self._options.factory}: {self._plan}", flush=True)
+        counts = self._plan.counts
+        with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
+            points = [self._point(count, len(counts) - k, progress) for k, count in enumerate(counts)]
+            settle(points)
+            swept = _ENGINES if len(points) > 1 else ()
+            choices = {engine: recommend(points, engine, usable_cores()) for engine in swept}
+            summary = Summary(self._options, self._plan, self._about, points, choices)
+            timelines = self._timelines(summary.shown.workers, progress) if self._options.plot else {}
+        print(json.dumps(summary.as_dict(), indent=2) if self._options.json else summary.text())
+        if self._options.plot:
+            self._draw(points, choices, timelines)
+
+    def _draw(self, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline]) -> None:
+        from rustloader.bench.picture import draw
+
+        path, options = self._options.plot, self._options
+        figure = draw(options.factory, points, choices, timelines, options.step)
+        try:
+            figure.savefig(path)
+        except OSError as error:
+            raise Unusable(f"the plot cannot be written to {path}: {error.strerror or error}") from None
+        if not options.json:
+            print(f"\nThe plot is in {path}.")
+
+    def _point(self, count: int | None, left: int, progress: Progress) -> Point:
+        """Measures both engines with one number of workers. ``left``: numbers of workers to come, with this one."""
+        with ExitStack() as stack:
+            names = _ENGINES[:1] if count == 0 else _ENGINES
+            where = "" if count is None else f"{count_of(count, 'worker')}: "
+            progress.say(f"{where}making the loaders")
+            probes = [stack.enter_context(self._probe(name, count)) for name in names]
+            self._about, *_ = [probe.answer() for probe in probes]
+            sides = {probe.engine: Side() for probe in probes}
+            for probe in probes:
+                progress.say(f"{where}{probe.engine}, warming up")
+                self._warm_up(probe, sides[probe.engine])
+                progress.step(self._at(0.0))
+            begin = time.monotonic()
+            point = Point(self._about["num_workers"], sides["torch"], sides.get("rustloader", sides["torch"]))
+            self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
+            self._spent += time.monotonic() - begin
+            if not point.alone:
+                started = {} if self._about["persistent_workers"] else starting(point.rustloader)
+                point.verdict = probes[-1].ask("verdict") | started
+        return point
+
+    def _epochs(
+        self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
+    ) -> None:
+        """Measures epochs in pairs, one of each engine, the first one changing, until there are enough."""
+        sides = {"torch": point.torch, "rustloader": point.rustloader}
+        number, longest = 0, 0.0
+        while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
+            number += 1
+            started = time.monotonic()
+            for probe in probes if number % 2 else reversed(probes):
+                of = f" of {self._plan.epochs}" if self._plan.epochs else ""
+                progress.say(f"{where}{probe.engine}, epoch {number}{of}")
+                sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
+                progress.step(self._at(time.monotonic() - begin))
+            longest = max(longest, time.monotonic() - started)
+
+    def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
+        """Whether one more pair of epochs is measured.
+
+        Args:
+            point: what was measured so far.
+            done: pairs of epochs so far.
+            seconds: what is left of the budget.
+            longest: seconds that the longest pair took.
+        """
+        if self._plan.epochs is not None:
+            return done < self._plan.epochs
+        if done == 0:
+            return True
+        settle([point])
+        if point.torch.too_few or point.rustloader.too_few:
+            return seconds > 0
+        if point.comparison is not None:
+            decided = point.comparison.decided
+        else:
+            interval = point.torch.interval
+            decided = interval.confidence >= CONFIDENCE and interval.narrow
+        return seconds > longest and not decided
+
+    def _at(self, seconds: float) -> float | None:
+        """How far the bar is after the given seconds with this number of workers; None if it counts steps."""
+        return None if self._plan.steps else self._spent + seconds
+
+    def _warm_up(self, probe: Probe, side: Side) -> None:
+        """The first passes, which are not timed: they measure memory and sizes."""
+        before = used(probe.group)
+        peak = Peak(probe.group)
+        for _ in range(_WARM_UPS):
+            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.look)["batch_bytes"]
+            if peak.looks >= _LOOKS:
+                break
+        if before is not None and peak.bytes is not None:
+            side.memory_bytes = max(0, peak.bytes - before)
+
+    def _timelines(self, workers: int, progress: Progress) -> dict[str, Timeline]:
+        """The timeline of each engine; none where there are no workers."""
+        if workers == 0:
+            return {}
+        # As many batches again as were in flight at the start.
+        skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
+        limits = self._limits._replace(batches=skipped + _SHOWN)
+        found = {}
+        for name in _ENGINES:
+            progress.say(f"the plot: {name}")
+            with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
+                with self._probe(name, workers, folder) as probe:
+                    probe.answer()
+                    found[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
+        return found
+
+    def _probe(self, engine: str, workers: int | None, records: str | None = None) -> Probe:
+        side = BenchSide(self._options.factory, engine, workers, records, quiet=self._probes > 0)
+        self._probes += 1
+        probe = Probe(side, self._options.timeout + self._options.step)
+        probe.request("about")
+        return probe

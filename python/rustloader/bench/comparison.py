@@ -1,0 +1,177 @@
+"""Which of two engines is faster, by the rates of their epochs: intervals and verdicts, without assumptions about how
+rates are distributed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from rustloader.bench.layout import times
+from rustloader.texts import count_of
+
+__all__ = [
+    "CONFIDENCE",
+    "FEWEST_BATCHES",
+    "FEWEST_EPOCHS",
+    "Comparison",
+    "Interval",
+    "Outcome",
+    "compare",
+    "median_interval",
+    "too_few",
+]
+
+# What can be said of rustloader beside torch.
+Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
+
+# Below either of these there is no winner.
+FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
+# The confidence that intervals aim at. It takes 6 values.
+CONFIDENCE = 0.95
+# Ratios up to this, and down to its inverse, count as equal. Two processes that do the same differ by as much for as
+# long as they live, because of where their memory happens to lie.
+_EQUAL = 1.03
+# The ends of an interval differ by at most these factors if it is narrow, and if it shows that a difference is small.
+_NARROW, _SMALL = 1.1, 1.25
+# An interval is clearly away from 1 from this ratio on.
+_CLEAR = 1.1
+
+
+class Interval(NamedTuple):
+    """A confidence interval of a median."""
+
+    low: float
+    high: float
+    # The probability that the interval contains the median of all the values that could have been drawn.
+    confidence: float
+
+    @property
+    def narrow(self) -> bool:
+        """Whether more values would add little."""
+        return self.high <= self.low * _NARROW
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two have a value in common."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
+
+    Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
+    probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.
+    Source: W. R. Thompson, "On confidence ranges for the median and other expectation distributions for populations of
+    unknown distribution form", Annals of Mathematical Statistics 7 (1936), 122-128.
+
+    Args:
+        values: at least one. With fewer than 6 the interval is their whole range, and its confidence is lower.
+
+    Example:
+        >>> median_interval([3.0, 1.0, 2.0])
+        Interval(low=1.0, high=3.0, confidence=0.75)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    k, missed = 1, 2 / 2**n
+    while (more := missed + 2 * math.comb(n, k) / 2**n) <= 1 - CONFIDENCE:
+        k, missed = k + 1, more
+    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How fast rustloader is beside torch.
+
+    Attributes:
+        verdict: what can be said of rustloader.
+        ratio: the median of the ratios of the pairs of epochs; above 1 rustloader is faster.
+        low, high: the confidence interval of that median.
+        confidence: of the interval, from 0 to 1.
+        pairs: pairs of epochs, one of each engine.
+        batches: batches of each engine; of the one with fewer, if they differ.
+        reason: why there are too few to tell, else empty.
+    """
+
+    verdict: Outcome
+    ratio: float
+    low: float
+    high: float
+    confidence: float
+    pairs: int
+    batches: int
+    reason: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether more epochs would hardly change the result: there are enough for the confidence, and the interval
+        is narrow or clearly away from 1."""
+        interval = Interval(self.low, self.high, self.confidence)
+        clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
+        return self.verdict != "too few to tell" and self.confidence >= CONFIDENCE and (interval.narrow or clear)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        found = f"{times(self.ratio)} as fast as torch"
+        between = f"between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
+        between += f"{self.confidence:.0%} confidence"
+        if self.verdict == "faster":
+            return f"rustloader is {found} ({between})."
+        if self.verdict == "slower":
+            return f"rustloader is slower: {found} ({between})."
+        if self.verdict == "no measurable difference":
+            return f"No measurable difference: rustloader is {found} ({between})."
+        return f"Too few to tell: {self.reason}."
+
+
+def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
+    """Compares two engines by pairs of epochs that were measured one after the other.
+
+    There is a winner only if the confidence interval of the pairs' ratio lies outside of what counts as equal, and the
+    intervals of the two engines' own rates do not overlap. With up to 8 epochs these are the whole ranges. There is no
+    measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
+
+    Args:
+        theirs: torch's rates, in batches per second, one for each epoch.
+        ours: rustloader's, in the same order.
+        batches: batches of each engine.
+
+    Raises:
+        ValueError: there is no pair, or the two have different lengths.
+
+    Example:
+        >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict
+        'faster'
+    """
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, high, confidence = median_interval(ratios)
+
+    def comparison(verdict: Outcome, reason: str = "") -> Comparison:
+        return Comparison(verdict, statistics.median(ratios), low, high, confidence, len(ratios), batches, reason)
+
+    if reason := too_few(len(ratios), batches):
+        return comparison("too few to tell", reason)
+    if low <= _EQUAL and high >= 1 / _EQUAL:
+        if high <= low * _SMALL:
+            return comparison("no measurable difference")
+        found = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
+        return comparison("too few to tell", f"rustloader is {found}")
+    if median_interval(ours).overlaps(median_interval(theirs)):
+        leader = "rustloader" if low > 1 else "torch"
+        reason = f"{leader} was faster in most pairs of epochs, but the rates of the two overlap"
+        return comparison("too few to tell", reason)
+    return comparison("faster" if low > 1 else "slower")
+
+
+def too_few(epochs: int, batches: int) -> str:
+    """What is missing to say anything, or an empty text."""
+    if epochs < FEWEST_EPOCHS:
+        return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
+    if batches < FEWEST_BATCHES:
+        return f"{count_of(batches, 'batch')} of each engine, and it takes at least {FEWEST_BATCHES}"
+    return ""

@@ -1,0 +1,98 @@
+"""What ``bench`` is going to do: how long it measures, and whether it can write its plot."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rustloader.bench.layout import listed
+from rustloader.probe.factory import Unusable
+from rustloader.texts import count_of, duration
+
+__all__ = ["Plan", "check_plot"]
+
+# Seconds of an epoch, and of all that is measured with one number of workers.
+_SECONDS, _BUDGET = 3.0, 60.0
+# Epochs that fit into the budget: eight pairs.
+_EPOCHS = 16
+
+
+class Plan:
+    """How long the command measures.
+
+    Attributes:
+        counts: each num_workers to measure; [None]: as the factory sets it.
+        epochs: epochs of each engine; None: until the result is clear or the budget is spent.
+        budget: seconds for all that is measured; None with a fixed number of epochs.
+        seconds: the longest epoch.
+
+    Raises:
+        Unusable: with these options there is nothing to compare.
+    """
+
+    def __init__(self, options: Any) -> None:
+        if options.workers == [0]:
+            raise Unusable(
+                "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+                "Measure it beside a loader with workers: --workers 0,2"
+            )
+        self.counts: list[int] | list[None] = options.workers or [None]
+        self.epochs: int | None = options.epochs
+        self.seconds: float = options.seconds or _SECONDS
+        self.budget: float | None = None
+        self._batches: int | None = options.batches
+        if self.epochs is None and options.budget is None:
+            self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.counts)
+        elif self.epochs is None:
+            self.budget = float(options.budget)
+            self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.counts) / _EPOCHS)
+
+    @property
+    def steps(self) -> int:
+        """Passes of a fixed number of epochs, the warm-up included; else 0."""
+        sides = sum(1 if count == 0 else 2 for count in self.counts)
+        return sides * (1 + self.epochs) if self.epochs else 0
+
+    def share(self, spent: float, left: int) -> float:
+        """Seconds for the next number of workers, of ``left`` that are to come, after ``spent`` seconds."""
+        return max(0.0, (self.budget or 0.0) - spent) / left
+
+    def __str__(self) -> str:
+        most = f"at most {duration(self.seconds)}"
+        if self._batches is not None:
+            most += f" or {count_of(self._batches, 'batch')}"
+        text = f"epochs of torch and rustloader in turn, each {most}"
+        if self.epochs is not None:
+            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader in turn, each {most}"
+        if len(self.counts) > 1:
+            text = f"with {listed(self.counts)} workers: {text}"
+        if self.budget is None:
+            return text
+        budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"
+        return f"{text}; up to {budget} after a warm-up, or until the result is clear"
+
+
+def check_plot(path: str) -> None:
+    """Checks that a plot can be drawn and written, before anything is measured for it.
+
+    Raises:
+        Unusable: it cannot.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "matplotlib":
+            raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
+        raise Unusable(f"--plot needs matplotlib, and its import failed: {error}") from None
+    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
+    supported = sorted(FigureCanvasBase.get_supported_filetypes())
+    if suffix not in supported:
+        known = listed([f".{name}" for name in supported], "or")
+        raise Unusable(f"--plot {path}: the name of the file must end in {known}")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise Unusable(f"--plot {path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise Unusable(f"--plot {path}: this is a folder; name a file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise Unusable(f"--plot {path}: no permission to write there")

@@ -1,0 +1,94 @@
+"""The process of ``bench`` that has one loader on one engine, and answers requests to measure it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from rustloader.bench.passes import Limits, run_pass
+from rustloader.bench.timeline import Recorder, watch
+from rustloader.probe.factory import Unusable
+from rustloader.probe.machine import machine
+from rustloader.probe.side import Side, end_workers
+
+__all__ = ["BenchSide"]
+
+
+class BenchSide(Side):
+    """A loader to measure. Its methods from ``about`` on are the requests. It watches its own passes.
+
+    Args:
+        workers: num_workers of the loader; None: as the factory sets it.
+        records: a folder for the timelines of the workers; None: the loader is left as it is.
+    """
+
+    def __init__(
+        self, target: str, engine: str, workers: int | None = None, records: str | None = None, quiet: bool = False
+    ) -> None:
+        super().__init__(target, engine, quiet)
+        self._workers_given, self._records = workers, records
+        self._recorder: Recorder | None = None
+        self._cut_short = False
+
+    def close(self) -> None:
+        end_workers(getattr(self.loader, "_iterator", None))  # persistent workers
+
+    def about(self) -> dict[str, Any]:
+        """Makes the loader. Returns the machine's description and the loader's."""
+        self.load()  # before torch is imported: a wrong name is an error at once
+        if self._workers_given is not None:  # more workers than cores are allowed in a sweep
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+        self.make(self._workers_given, ", or pass --workers 2")
+        loader = self.loader
+        if self._records is not None:
+            self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
+        context = loader.multiprocessing_context or multiprocessing
+        method = getattr(context, "get_start_method", None)
+        return {
+            "machine": machine(),
+            "num_workers": loader.num_workers,
+            "prefetch_factor": loader.prefetch_factor,
+            "batch_size": loader.batch_size,
+            "persistent_workers": bool(loader.persistent_workers),
+            "pin_memory": bool(loader.pin_memory),
+            "start_method": method() if method else type(context).__name__,
+        }
+
+    def run(self, number: int, limits: Limits, weigh: bool) -> dict[str, Any]:
+        """A pass. Those with the same number see the same random numbers on both engines."""
+        with self._pass(number):
+            result = run_pass(self.loader, limits, weigh, self)
+        self._cut_short |= not result.complete
+        return asdict(result)
+
+    def verdict(self) -> dict[str, Any]:
+        """The verdict of the statistics of all passes."""
+        import rustloader
+
+        stats = rustloader.stats(self.loader)
+        # Passes that were cut short start workers more often than whole epochs do.
+        judged = replace(stats, epochs=1) if self._cut_short else stats
+        return {**asdict(judged.verdict()), "stats": stats.as_dict()}
+
+    def watch(self, limits: Limits) -> dict[str, Any]:
+        """The timeline of the main process and the workers."""
+        assert self._recorder is not None
+        with self._pass(0):
+            asked, got = watch(self.loader, limits, self)
+        return {"asked": asked, "got": got, "spans": self._recorder.spans(self.loader)}
+
+    @contextlib.contextmanager
+    def _pass(self, number: int) -> Iterator[None]:
+        self.seed(number)
+        with self.on_engine():
+            try:
+                yield
+            except StopIteration:
+                raise Unusable(f"the loader of {self.target} yields no batches") from None
+        served, line = self.served()
+        if self.engine == "rustloader" and not served and self.loader.num_workers > 0:
+            raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered nothing'}")

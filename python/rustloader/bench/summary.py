@@ -1,0 +1,130 @@
+"""What ``bench`` prints: as text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rustloader.bench.layout import wrapped
+from rustloader.bench.plan import Plan
+from rustloader.bench.recommendation import RULE, Choice
+from rustloader.bench.results import Point, sweep_table, table
+from rustloader.texts import count_of
+
+__all__ = ["Summary"]
+
+
+class Summary:
+    """The result of one run.
+
+    Args:
+        options: the command's.
+        plan: how long it measured.
+        about: the machine and the loader.
+        points: what it measured.
+        choices: by engine, what a sweep recommends; empty without a sweep.
+    """
+
+    def __init__(
+        self, options: Any, plan: Plan, about: dict[str, Any], points: list[Point], choices: dict[str, Choice]
+    ) -> None:
+        self._options, self._plan, self._about = options, plan, about
+        self._points, self._choices = points, choices
+
+    @property
+    def shown(self) -> Point:
+        """The number of workers that is shown in full: the recommended one, else the fastest."""
+        chosen = self._choices["rustloader"].workers if self._choices else None
+        with_workers = [point for point in self._points if not point.alone]
+        fastest = max(with_workers, key=lambda point: point.rustloader.rate)
+        return next((point for point in with_workers if point.workers == chosen), fastest)
+
+    def text(self) -> str:
+        """For a reader: lines that fit a terminal."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        about, point = self._about, self.shown
+        start = "persistent" if about["persistent_workers"] else "started for each epoch"
+        loader = f"({about['start_method']}, {start}), prefetch_factor={about['prefetch_factor']}"
+        if self._choices:
+            yield f"Workers {loader}\n"
+            yield sweep_table(self._points, self._choices["rustloader"].workers)
+            yield ""
+            yield from self._recommendation()
+            yield f"\nWith {count_of(point.workers, 'worker')}:\n"
+        else:
+            yield f"{count_of(point.workers, 'worker')} {loader}\n"
+        yield table(point)
+        yield ""
+        yield from self._result(point)
+        yield ""
+        yield wrapped(self._notes(point))
+
+    def _recommendation(self) -> Iterator[str]:
+        for engine, choice in sorted(self._choices.items()):
+            if choice.workers is None:
+                yield wrapped(f"No recommendation for {engine}: {choice.reason}.", "  ")
+            else:
+                reason = f" ({choice.reason})" if choice.reason else ""
+                yield wrapped(f"Recommended with {engine}: num_workers={choice.workers}{reason}.", "  ")
+        if any(choice.workers is not None for choice in self._choices.values()):
+            yield wrapped(f"Rule: {RULE}.", "  ")
+
+    def _result(self, point: Point) -> Iterator[str]:
+        comparison, options = point.comparison, self._options
+        if comparison is not None:
+            yield wrapped(str(comparison), "  ")
+            if comparison.verdict == "too few to tell":
+                yield f"  To measure longer: {self._longer()}"
+        if point.verdict is not None:
+            yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
+            yield f"  {wrapped(point.verdict['reason'], '  ')}"
+        if not options.step:
+            what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
+            text = f"The loop did no training step. {what} to loading only."
+            yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
+
+    def _longer(self) -> str:
+        if self._plan.budget is None:
+            return "leave out --epochs, or give more of them"
+        return f"--budget {2 * self._plan.budget:.0f}"
+
+    def _notes(self, point: Point) -> str:
+        if point.rustloader.steady:
+            rates = "Rates and CPU leave out the start of the workers."
+        else:
+            rates = "Rates and CPU include the start of the workers: the epochs are too short to leave it out."
+        return (
+            f"{rates} CPU and memory are totals of the main process and the workers; memory is the peak beyond "
+            "what there was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the "
+            "median over the pairs of epochs."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        options, plan = self._options, self._plan
+        about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
+        settings = {
+            "epochs": plan.epochs,
+            "budget": plan.budget,
+            "seconds": plan.seconds,
+            "batches": options.batches,
+            "step": options.step,
+            "timeout": options.timeout,
+            "loader": about,
+        }
+        return {
+            "factory": options.factory,
+            "machine": self._about["machine"],
+            "settings": settings,
+            "results": [point.as_dict() for point in self._points],
+            "recommendation": self._recommended(),
+        }
+
+    def _recommended(self) -> dict[str, Any] | None:
+        if not self._choices:
+            return None
+        workers = {engine: choice.workers for engine, choice in self._choices.items()}
+        reasons = {engine: choice.reason for engine, choice in self._choices.items()}
+        return workers | {"reasons": reasons, "rule": RULE, "step": self._options.step}

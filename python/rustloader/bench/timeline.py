@@ -1,0 +1,141 @@
+"""Timelines of the main process and the workers, in seconds of the monotonic clock, which all processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rustloader.bench.passes import Limits, Watcher, iterating
+
+__all__ = ["Recorder", "Timeline", "watch"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one engine's main process and workers did when. All times are seconds of the monotonic clock.
+
+    Attributes:
+        workers: the number of workers.
+        skipped: batches at the start that a picture leaves out, because they were in flight before the first one came.
+        asked: when the main process called ``next`` for each batch.
+        got: when ``next`` returned it.
+        spans: by worker, ("fetch", "collate" or "send", begin, end) of each part of its work.
+    """
+
+    workers: int
+    skipped: int
+    asked: list[float]
+    got: list[float]
+    spans: dict[int, list[tuple[str, float, float]]]
+
+    def window(self, first: int, count: int) -> tuple[float, float]:
+        """From when to when the batches from ``first`` up to, but not including, ``count`` were delivered."""
+        return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
+
+
+class Recorder:
+    """Takes the place of a loader's ``worker_init_fn``, in a process that does nothing else.
+
+    In the worker it has each fetch and each collation timed, on either engine. A line goes to the worker's file as each
+    ends.
+    """
+
+    def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
+        self._folder, self._init_fn = folder, init_fn
+
+    def __call__(self, worker: int) -> None:
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        self._file = os.open(f"{self._folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._time_fetches()
+
+    def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
+        """By worker: what it did, from when, to when. A batch is sent right after its fetch: on rustloader's iterator
+        each for the mean time that the loader's statistics give; of torch's, which a thread sends, nothing is known."""
+        found = {}
+        sending = _seconds_per_send(loader)
+        for path in Path(self._folder).iterdir():
+            lines = (line.split() for line in path.read_text().splitlines())
+            spans = [(what, float(begin), float(end)) for what, begin, end in lines]
+            if seconds := sending.get(int(path.name)):
+                fetches = [(begin, end) for what, begin, end in spans if what == "fetch"]
+                following = [*(begin for begin, _ in fetches[1:]), math.inf]
+                spans += [
+                    ("send", end, min(end + seconds, next_)) for (_, end), next_ in zip(fetches, following, strict=True)
+                ]
+            found[int(path.name)] = spans
+        return found
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            os.write(self._file, f"{what} {begin!r} {time.monotonic()!r}\n".encode())
+
+    def _time_fetches(self) -> None:
+        from torch.utils.data import _DatasetKind
+
+        torchs = _DatasetKind.create_fetcher
+
+        def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
+            def collate(batch: Any) -> Any:
+                with self._timed("collate"):
+                    return collate_fn(batch)
+
+            def fetch(index: Any) -> Any:
+                with self._timed("fetch"):
+                    return whole(index)
+
+            fetcher = torchs(kind, dataset, auto_collation, collate, drop_last)
+            whole, fetcher.fetch = fetcher.fetch, fetch
+            return fetcher
+
+        _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+
+
+def _seconds_per_send(loader: Any) -> dict[int, float]:
+    """By worker, the mean time to send a batch; empty on torch's iterator."""
+    import rustloader
+
+    return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}
+
+
+def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
+    """Passes over a loader once.
+
+    Args:
+        loader: a DataLoader.
+        limits: where to end.
+        watcher: receives progress callbacks.
+
+    Returns:
+        When each batch was asked for, and when it was there.
+    """
+    asked: list[float] = []
+    got: list[float] = []
+    deadline: float | None = None
+    with iterating(loader, watcher) as iterator:
+        while len(got) != limits.batches and (deadline is None or time.monotonic() < deadline):
+            asked.append(time.monotonic())
+            try:
+                next(iterator)
+            except StopIteration:
+                asked.pop()
+                break
+            got.append(time.monotonic())
+            if watcher is not None:
+                watcher.beat()
+            deadline = deadline or got[0] + limits.seconds
+            if limits.step:
+                time.sleep(limits.step)
+    if not got:
+        raise StopIteration
+    return asked, got

@@ -1,0 +1,331 @@
+"""``doctor``: what the engine needs of a machine, and whether it works here."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from rustloader.config import TORCH_VERSIONS
+from rustloader.probe.log import warnings
+
+if sys.platform.startswith("linux"):
+    import resource
+
+    import rustloader._core as _core
+    from rustloader._core import ARENA_MIN
+    from rustloader.procfs import read
+
+__all__ = ["main"]
+
+OK, NOTE, BAD = "ok", "note", "bad"
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at. ``advice`` says what to do where it is not OK."""
+
+    subject: str
+    found: str
+    state: str = OK
+    advice: str = ""
+
+
+def main(options: Any) -> int:
+    """Prints the findings. Returns 0 if the engine works, else 1."""
+    if not options.json:
+        print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
+    findings = []
+    for look in _LOOKS if sys.platform.startswith("linux") else _ANYWHERE:
+        for finding in _safely(look):
+            findings.append(finding)
+            if not options.json:
+                _print(finding)
+    works = all(finding.state != BAD for finding in findings)
+    if options.json:
+        print(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print("The engine works here." if works else "The engine does not work here: loaders run on torch's iterator.")
+        print("```")
+    return 0 if works else 1
+
+
+def _print(finding: Finding) -> None:
+    words = {OK: "OK", NOTE: "note", BAD: "BAD"}
+    print(f"{words[finding.state]:4}  {finding.subject:22} {finding.found}", flush=True)
+    if finding.advice:
+        print(f"{'':28} -> {finding.advice}", flush=True)
+
+
+def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except Exception as error:
+        # One thing that cannot be looked at does not hide the others: the trial decides.
+        subject = look.__name__.strip("_").replace("_", " ")
+        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if look is _trial else NOTE)
+
+
+def _system() -> Iterator[Finding]:
+    found = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if not sys.platform.startswith("linux"):
+        yield Finding("system", found, BAD, "the engine needs Linux")
+        return
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if version < (3, 17):
+        yield Finding("kernel", found, BAD, "3.17 or newer is needed, for memfd_create")
+    elif version < (5, 3):
+        yield Finding("kernel", found, NOTE, "before 5.3 there are no pidfds; the engine polls instead")
+    else:
+        yield Finding("kernel", found)
+
+
+def _versions() -> Iterator[Finding]:
+    found = f"{platform.python_implementation()} {platform.python_version()}"
+    old = sys.version_info < (3, 11)
+    yield Finding("Python", found, BAD if old else OK, "3.11 or newer is needed" if old else "")
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Finding("torch", "not installed", BAD, "pip install torch")
+        return
+    version = tuple(map(int, re.findall(r"\d+", torch)[:2]))
+    first, last = (f"{major}.{minor}" for major, minor in TORCH_VERSIONS)
+    if version < TORCH_VERSIONS[0]:
+        yield Finding("torch", torch, BAD, f"{first} or newer is needed")
+    elif version > TORCH_VERSIONS[1]:
+        yield Finding("torch", torch, NOTE, f"tested up to {last}; compare your loader with `rustloader check`")
+    else:
+        yield Finding("torch", torch)
+    from rustloader import __version__
+
+    yield Finding("rustloader", __version__)
+    yield Finding("numpy", _version("numpy"))
+    names = sorted(name for name in os.environ if name.startswith(("RUSTLOADER_", "OMP_", "MKL_", "PYTORCH_")))
+    yield Finding(
+        "environment", ", ".join(f"{name}={os.environ[name]}" for name in names) or "no variables that matter"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        yield Finding("accelerator", "none: pin_memory=True has no effect")
+        return
+    found = torch.accelerator.current_accelerator()
+    kind = found.type if found is not None else "unknown"
+    yield Finding("accelerator", f"{kind} {torch.cuda.get_device_name()}" if kind == "cuda" else kind)
+
+
+def _memory_files() -> Iterator[Finding]:
+    import fcntl
+    import mmap
+
+    sandbox = "a sandbox (seccomp, gVisor) refuses it; allow the call, as Docker's default profile does"
+    try:
+        fd = os.memfd_create("rustloader-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        yield Finding("memfd_create", _reason(error), BAD, sandbox)
+        return
+    try:
+        try:
+            os.ftruncate(fd, 1 << 20)
+            mmap.mmap(fd, 1 << 20).close()
+            yield Finding("memfd_create, mmap", "available")
+        except OSError as error:
+            yield Finding("memfd_create, mmap", _reason(error), BAD, "see the limits below")
+            return
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            yield Finding("seals", "available")
+        except OSError as error:
+            yield Finding("seals", _reason(error), BAD, sandbox)
+    finally:
+        os.close(fd)
+
+
+def _pidfd() -> Iterator[Finding]:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        yield Finding("pidfd_open", "available")
+    except OSError as error:
+        yield Finding(
+            "pidfd_open",
+            _reason(error),
+            NOTE,
+            "the engine polls instead; it notices the death of a worker a little later",
+        )
+
+
+def _limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = files != resource.RLIM_INFINITY and files < 1024
+    yield Finding("open files", _limit(files), NOTE if few else OK, "raise `ulimit -n` to 1024 or more" if few else "")
+
+    space, left = resource.getrlimit(resource.RLIMIT_AS)[0], _address_space_left()
+    short = left is not None and left < 2 * ARENA_MIN
+    found = "unlimited" if left is None else f"{_size(left)} left of {_size(space)}"
+    advice = "raise `ulimit -v`; the engine needs 2 GiB" if short else ""
+    yield Finding("address space", found, BAD if short else OK, advice)
+
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    short = size != resource.RLIM_INFINITY and size < ARENA_MIN
+    found = "unlimited" if size == resource.RLIM_INFINITY else _size(size)
+    advice = "raise `ulimit -f`; the engine needs 1 GiB" if short else ""
+    yield Finding("file size", found, BAD if short else OK, advice)
+
+    yield Finding("processes", _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
+
+
+def _address_space_left() -> int | None:
+    """Bytes; None without a limit."""
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space == resource.RLIM_INFINITY:
+        return None
+    pages = int((read("/proc/self/statm") or "0").split()[0])
+    return max(0, space - pages * resource.getpagesize())
+
+
+def _memory() -> Iterator[Finding]:
+    limits = _core.memory_limits()
+    cgroups = [(left, size) for is_cgroup, size, left in limits if is_cgroup]
+    machine = [left for is_cgroup, _, left in limits if not is_cgroup]
+    parts = [f"{_size(left)} available on the machine" for left in machine]
+    if cgroups:
+        left, size = min(cgroups)
+        parts.append(f"{_size(left)} left of the cgroup's {_size(size)}")
+    space = _address_space_left()
+    if space is not None:
+        parts.append(f"{_size(space)} left of the address space")
+    lefts = [*machine, *(left for left, _ in cgroups), *([] if space is None else [space])]
+    if not lefts:
+        yield Finding("memory", "the system does not say", NOTE)
+        return
+    least = min(lefts)
+    text = "; ".join([f"{_size(least)} left", *parts])
+    if least >= ARENA_MIN:
+        yield Finding("memory", text)
+        return
+    advice = "use fewer workers, a smaller prefetch_factor or smaller batches"
+    if cgroups and least == min(cgroups)[0]:
+        advice += ", or raise the cgroup's limit (docker run --memory, Slurm --mem, Kubernetes resources.limits.memory)"
+    yield Finding("memory", text, NOTE, advice)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Finding("/dev/shm", _reason(error), NOTE, "the engine does not use it; torch's iterator does")
+        return
+    size, left = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
+    small = left < ARENA_MIN
+    advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if small else ""
+    yield Finding("/dev/shm", f"{_size(left)} left of {_size(size)}", NOTE if small else OK, advice)
+
+
+def _huge_pages() -> Iterator[Finding]:
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    text = read(path)
+    if text is None:
+        yield Finding("huge pages for shmem", f"{path} cannot be read")
+        return
+    chosen = re.search(r"\[(\w+)\]", text)
+    found = chosen[1] if chosen else text.strip()
+    wasteful = found in ("always", "force")
+    advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if wasteful else ""
+    yield Finding("huge pages for shmem", found, NOTE if wasteful else OK, advice)
+
+
+def _start_method() -> Iterator[Finding]:
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    slow = method != "fork"
+    advice = "workers import the program again; the dataset and its functions must be picklable" if slow else ""
+    yield Finding("start method", method, NOTE if slow else OK, advice)
+
+
+def _cores() -> Iterator[Finding]:
+    affinity, quota = len(os.sched_getaffinity(0)), _core.cpu_quota()
+    usable = affinity if quota is None else min(affinity, quota)
+    limited = "" if quota is None else f", quota {quota:g}"
+    text = f"{usable:g} usable (machine {os.cpu_count()}, affinity {affinity}{limited})"
+    few = usable < 2
+    advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if few else ""
+    yield Finding("cores", text, NOTE if few else OK, advice)
+
+
+class _Squares:
+    """A dataset for the trial."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, k: int) -> Any:
+        import torch
+
+        return torch.full((64, 64), k * k)
+
+
+def _trial() -> Iterator[Finding]:
+    import rustloader
+
+    before = rustloader.engine_batches()
+    with warnings() as lines:
+        loader: Any = rustloader.DataLoader(_Squares(), batch_size=8, num_workers=2, timeout=60)  # type: ignore[arg-type]
+        right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
+    batches = rustloader.engine_batches() - before
+    if lines or batches != 8 or not right:
+        yield Finding(
+            "trial, 2 workers", lines[0] if lines else f"{batches} of 8 batches, right: {right}", BAD, "see above"
+        )
+    else:
+        yield Finding("trial, 2 workers", "8 batches by the Rust engine")
+
+
+# What is looked at on every system.
+_ANYWHERE = (_system, _versions)
+_LOOKS = (
+    *_ANYWHERE,
+    _accelerator,
+    _memory_files,
+    _pidfd,
+    _limits,
+    _memory,
+    _shared_memory,
+    _huge_pages,
+    _start_method,
+    _cores,
+    _trial,
+)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"

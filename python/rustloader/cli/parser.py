@@ -1,0 +1,179 @@
+"""The arguments of the command line, and their help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from rustloader.cli.arguments import add_options, counts, positive_int, positive_seconds, seconds, seed, valued_flags
+
+__all__ = ["make_parser", "script_arguments"]
+
+_ABOUT = "A drop-in replacement for torch.utils.data.DataLoader with a Rust engine."
+_EXAMPLES = """\
+examples:
+  {prog} doctor
+  {prog} run train.py --epochs 3
+  {prog} check train.py:make_loader
+  {prog} bench train.py:make_loader
+  {prog} top
+"""
+_RUN = """\
+Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
+DataLoader with workers uses the Rust engine, whichever library builds it. Processes that the program starts with
+multiprocessing do the same. The options apply to loaders that leave them at torch's default. Exit status: the
+script's."""
+_RUN_EXAMPLES = """\
+examples:
+  {prog} run train.py --epochs 3
+  {prog} run -m mypackage.train --epochs 3
+  {prog} run --prefetch-factor 4 train.py
+  torchrun --nproc-per-node 2 -m rustloader run train.py
+  accelerate launch -m rustloader run train.py
+"""
+_DOCTOR = """\
+Checks what the engine needs on this machine, and runs a small loader on it. Prints one block to copy into a bug
+report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
+_CHECK = """\
+Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
+and returns a DataLoader. It is called in a process of its own for each, with the same seeds. A dead worker, or a wait
+longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+nothing to compare."""
+_CHECK_EXAMPLES = """\
+examples:
+  {prog} check mypackage.data:train_loader
+  {prog} check train.py:make_loader --batches 100
+
+the factory, in train.py:
+  def make_loader():
+      return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
+"""
+_BENCH = """\
+Measures your loader on torch's iterator and on the Rust engine, each in a process of its own, epoch by epoch in turn.
+Prints which one is faster, and what limits the loader. The factory takes no arguments and returns a DataLoader. Exit
+status: 0, or 2 if there was nothing to measure."""
+_BENCH_EXAMPLES = """\
+examples:
+  {prog} bench train.py:make_loader
+  {prog} bench train.py:make_loader --step 0.05
+  {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
+  {prog} bench train.py:make_loader --budget 300 --json > bench.json
+
+the factory, in train.py:
+  def make_loader():
+      return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
+"""
+_FACTORY = "module:function or file.py:function"
+_TOP = """\
+Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
+its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
+only process of this user that has loaders at work. It reads the shared memory of the loaders and costs the process
+nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+_TOP_EXAMPLES = """\
+examples:
+  {prog} top
+  {prog} top 12345
+  {prog} top 12345 --once
+  {prog} top 12345 --json --interval 10 > loaders.json
+"""
+
+
+def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments of `run`: ours, with the script's name, and the script's own."""
+    k = 1
+    while k < len(given) and given[k].startswith("-"):
+        k += 2 if given[k] in valued_flags() else 1
+    return given[: k + 1], given[k + 1 :]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    by_name = os.path.basename(sys.argv[0]) == "rustloader"
+    prog = "rustloader" if by_name else "python -m rustloader"
+
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=_ABOUT,
+        epilog=_EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help,
+            description=about,
+            epilog=examples.format(prog=prog),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
+    add_options(run)
+    run.add_argument("script", help="the script; what follows it are its own arguments")
+
+    doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES)
+    add = check.add_argument
+    add("factory", help=_FACTORY)
+    add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
+    add("--seed", type=seed, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
+    _add_shared(add)
+
+    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES)
+    add = bench.add_argument
+    add("factory", help=_FACTORY)
+    add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    add(
+        "--step",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="simulate a training step by sleeping SECONDS per batch (default: 0)",
+    )
+    amount = bench.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--budget",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help="measure for up to SECONDS in all, or until the result is clear (default: 60 per number of workers)",
+    )
+    amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
+    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
+    add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
+    add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
+    add("--json", action="store_true", help="print JSON")
+    _add_shared(add)
+
+    top = command("top", "show what the loaders of a running process do", _TOP, _TOP_EXAMPLES)
+    top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
+    top.add_argument("--once", action="store_true", help="print it once, as plain text")
+    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    top.add_argument(
+        "--interval",
+        type=positive_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between two samples; rates and shares cover this interval (default: 1)",
+    )
+    return parser
+
+
+def _add_shared(add: Callable[..., object]) -> None:
+    """The options of the commands that run the user's code in processes of their own."""
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="give up after SECONDS without progress (default: 60)",
+    )
+    add("--verbose", action="store_true", help="print the whole traceback of an error in your code")

@@ -1,0 +1,26 @@
+"""The processor cores that a process may use."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+
+from rustloader._core import cpu_quota as _read_quota
+
+__all__ = ["cpu_quota", "effective_cores", "usable_cores"]
+
+# Read once per process: cgroups change rarely, and statistics ask often.
+cpu_quota = functools.cache(_read_quota)
+
+
+def effective_cores(affinity: int | None = None) -> float:
+    """Cores by the affinity (this process's, unless given) and by the CPU quota of this process's cgroups."""
+    cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, quota)
+
+
+def usable_cores(affinity: int | None = None) -> int:
+    """The same as a whole number, rounded up."""
+    return max(1, math.ceil(effective_cores(affinity)))

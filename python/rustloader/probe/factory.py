@@ -1,0 +1,216 @@
+"""Loaders of the user's own: ``module:function`` or ``file.py:function``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rustloader.options import PREFETCH_FACTOR
+from rustloader.probe.failure import Failure, failure
+
+__all__ = ["Unusable", "check_target", "find", "make"]
+
+# What a program may return in the place of a loader: an attribute that such an object has, and what to return instead.
+_INSTEAD = {
+    "train_dataloader": "return its train_dataloader()",
+    "get_train_dataloader": "return its get_train_dataloader()",
+    "setup_dataloaders": "return a DataLoader as it is before setup_dataloaders()",
+    "prepare_data_loader": "return a DataLoader as it is before prepare()",
+}
+
+_SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
+
+
+class Unusable(Exception):
+    """There is nothing to compare or to measure.
+
+    Args:
+        cause: what is wrong, and the way out.
+        details: a longer form for ``--verbose``, such as a traceback; "" if there is none.
+    """
+
+    def __init__(self, cause: str, details: str = "") -> None:
+        super().__init__(cause, details)
+        self.details = details
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def message(self, verbose: bool) -> str:
+        """The cause, then the details or how to get them."""
+        if not self.details:
+            return str(self)
+        return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
+
+
+def check_target(target: str) -> tuple[str, str, bool]:
+    """Checks a target's form, and that its file exists; imports nothing.
+
+    Returns:
+        The module or the file, the name in it, and whether it is a file.
+
+    Raises:
+        Unusable: the target names no function, or there is no such file.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name):
+        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+    is_file = place.endswith(".py") or os.sep in place
+    if is_file and not os.path.isfile(place):
+        hint = f"; did you mean {place}.py?" if os.path.isfile(f"{place}.py") else ""
+        raise Unusable(f"there is no file {place}{hint}")
+    return place, name, is_file
+
+
+def find(target: str) -> Callable[[], Any]:
+    """The function that a target names. What the user's code sees in sys.argv is that file or module alone.
+
+    Raises:
+        Unusable: there is none.
+    """
+    place, name, is_file = check_target(target)
+    sys.argv = [place]
+    found: Any = _file(place) if is_file else _module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else [])
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise Unusable(f"{place} has no {name!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        kind = type(found).__name__
+        raise Unusable(f"{target} is {_a(kind)}, not a function that returns a DataLoader; write a function for it")
+    if missing := _missing(found):
+        raise Unusable(
+            f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
+            "write a function without arguments that calls it"
+        )
+    return found
+
+
+def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
+    """A loader.
+
+    Args:
+        factory: what ``find`` has found.
+        target: its name.
+        workers: the loader's num_workers; None: as the factory sets it, which must not be 0.
+        remedy: what else the user can do about num_workers=0, as a continuation of the sentence.
+
+    Raises:
+        Unusable: the factory fails, or returns no loader with workers.
+    """
+    from torch.utils.data import DataLoader
+
+    try:
+        loader = factory()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _failed(f"{target} failed", error) from None
+    if not isinstance(loader, DataLoader):
+        kind = type(loader).__name__
+        if inspect.iscoroutine(loader):
+            loader.close()
+        raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
+    if workers is not None:
+        _set_workers(loader, workers)
+    elif loader.num_workers == 0:
+        raise Unusable(
+            "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+            f"Set num_workers to 1 or more in {target}{remedy}."
+        )
+    return loader
+
+
+def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
+    found = failure(error)
+    if isinstance(error, SystemExit):
+        found = Failure(f"it called sys.exit({error.code!r})", found.where, "")
+        return Unusable(f"{what}: {found}{advice}")
+    return Unusable(f"{what}: {found}", found.details)
+
+
+def _missing(function: Any) -> list[str]:
+    """Names of the parameters that a call has to give."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # the call decides
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _a(kind: str) -> str:
+    """A type's name with its article."""
+    return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def _hint(found: Any) -> str:
+    """What to return instead of what a factory has returned."""
+    from torch.utils.data import Dataset
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    if found is None:
+        return "; is a `return` missing?"
+    if isinstance(found, (tuple, list, dict)):
+        return "; return one of its loaders"
+    if inspect.isgenerator(found):
+        return "; use `return`, not `yield`"
+    if inspect.iscoroutine(found):
+        return "; write `def`, not `async def`"
+    if isinstance(found, _BaseDataLoaderIter):
+        return "; return the loader, not iter(loader)"
+    if isinstance(found, Dataset):
+        return "; return a DataLoader of it"
+    for name, instead in _INSTEAD.items():
+        # Not getattr: such objects may compute what they do not have.
+        if inspect.getattr_static(found, name, None) is not None:
+            return f"; {instead}"
+    if "DataLoader" in type(found).__name__ or "CombinedLoader" in type(found).__name__:
+        return "; return a DataLoader as it is before a framework wraps it"
+    return ""
+
+
+def _set_workers(loader: Any, workers: int) -> None:
+    """Sets num_workers of a loader, with the attributes that depend on it."""
+    loader.num_workers = workers
+    if workers == 0:
+        loader.timeout = 0  # torch's own loop takes no other
+    elif loader.prefetch_factor is None:
+        loader.prefetch_factor = PREFETCH_FACTOR
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return _import(name, name)
+    except ModuleNotFoundError as error:
+        raise Unusable(f"there is no module {error.name!r}, neither here ({os.getcwd()}) nor installed") from None
+
+
+def _file(path: str) -> Any:
+    folder, file = os.path.split(os.path.abspath(path))
+    name = os.path.splitext(file)[0]
+    if name in sys.modules or "." in name:
+        raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
+    # By its name, so that workers that are spawned can import it as well.
+    sys.path.insert(0, folder)
+    return _import(name, path)
+
+
+def _import(name: str, shown: str) -> Any:
+    """A module. ModuleNotFoundError only if it is this one, or a package of it, that is missing."""
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise _failed(f"the import of {shown} failed", error, _SCRIPT) from None

@@ -1,0 +1,1 @@
+"""``top``: what the loaders of a running process do, seen from outside."""

@@ -1,0 +1,309 @@
+"""What ``top`` shows of a loader: two looks at it and what lies between them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rustloader import procfs
+from rustloader.cores import usable_cores
+from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
+from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted, worker_stats
+from rustloader.metrics.verdict import Verdict
+from rustloader.top import processes
+from rustloader.top.processes import Seen
+
+__all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
+
+# A worker is marked once it is at one batch for this many seconds, and this many times its usual time for a batch.
+_LONG, _TIMES = 2.0, 10.0
+# A verdict on fewer seconds than this would be on chance.
+_SETTLED = 10.0
+# Seconds for its first batch, and for its start.
+_LONG_AT_FIRST = 30.0
+_BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A loader's iterator at one moment.
+
+    Attributes:
+        file: device and inode of its arena.
+        figures: what ``_core.inspect_arena`` says of it.
+        pids: our numbers of its workers' processes; None where they are not known.
+        times: the processor times of their work.
+    """
+
+    file: tuple[int, int]
+    figures: dict[str, Any]
+    pids: tuple[int | None, ...]
+    times: tuple[WorkTime, ...]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], float]:
+        """Which iterator it is: a later one may have the same arena."""
+        return self.file, self.figures["started"]
+
+
+def take(pid: int) -> list[Look]:
+    """Looks at the loaders that a process has at work, the oldest first.
+
+    Raises:
+        NothingToSee: it has ended, or does not let us look.
+    """
+    found = processes.loaders(pid)
+    if procfs.has_ended(pid):
+        raise processes.NothingToSee(f"process {pid} has ended")
+    inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
+    return [_look(it, outer) for it in found if it.figures["pid"] == inner]
+
+
+def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
+    inner = [worker["pid"] for worker in seen.figures["workers"]]
+    pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
+    times = (None if pid is None else of_process(pid) for pid in pids)
+    work = tuple(of_work(time, worker) for time, worker in zip(times, seen.figures["workers"], strict=True))
+    return Look(seen.file, seen.figures, pids, work)
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker at one moment. ``pid`` is ours, None where it is not known; shares are of the last interval."""
+
+    id: int
+    pid: int | None
+    state: str
+    batch: int | None
+    seconds: float
+    index: str | None
+    shares: dict[str, float]
+    queued: int
+    ready: int
+    memory_bytes: int | None
+    pss_bytes: int | None
+    shared_bytes: int
+    tasks: int
+    usual_seconds: float | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at a batch."""
+        return self.state in _BUSY.values()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has been at its batch, or in its start, for much longer than usual."""
+        if self.state == "starting":
+            return self.seconds >= _LONG_AT_FIRST
+        usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
+        return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the worker needs attention: it is stuck, is stopped, or ended too early."""
+        return self.is_stuck or self.state in ("ended", "stopped")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "pss_bytes")
+        return {name: getattr(self, name) for name in names} | {
+            "shared_bytes": self.shared_bytes,
+            "shares": self.shares,
+            "tasks": self.tasks,
+            "usual_batch_seconds": self.usual_seconds,
+            "stuck": self.is_stuck,
+        }
+
+
+class Loader:
+    """A loader as two looks at it show it.
+
+    Args:
+        pid: its main process.
+        before: the look at the interval's begin; None when the loader was not there yet.
+        now: the latest look.
+        earlier: the look at the begin of the time that the verdict is about; None: the start of the iterator.
+    """
+
+    def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
+        self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
+        self.figures = now.figures
+
+    @cached_property
+    def seconds(self) -> float:
+        """The length of the interval."""
+        return max(1e-9, float(self.figures["now"] - self._begin("now", self.figures["started"])))
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the iterator was made."""
+        return max(1e-9, float(self.figures["now"] - self.figures["started"]))
+
+    def _begin(self, name: str, otherwise: float) -> float:
+        return float(self._before.figures[name]) if self._before else otherwise
+
+    @cached_property
+    def total(self) -> Stats:
+        """What it has done since the iterator was made."""
+        return stats_of(self.pid, self.workers, self._now)
+
+    @cached_property
+    def recent(self) -> Stats:
+        """What it has done in the interval."""
+        return stats_of(self.pid, self.workers, self._now, self._before)
+
+    @cached_property
+    def verdict(self) -> tuple[Verdict, float | None]:
+        """The verdict, and of how many of the last seconds; None: since the start."""
+        seconds = 0.0 if self._earlier is None else self.figures["now"] - self._earlier.figures["now"]
+        if seconds >= _SETTLED:
+            verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
+            if verdict.kind not in ("too_few", "unknown"):
+                return verdict, seconds
+        return self.total.verdict(), None
+
+    @property
+    def batches_per_second(self) -> float:
+        """In the interval."""
+        return self.recent.batches / self.seconds
+
+    @property
+    def main_shares(self) -> dict[str, float]:
+        """The shares of the interval that main spent waiting, in the training step, at work in ``next``, and on nothing
+        of these: between two epochs, or in the start of one."""
+        recent = self.recent
+        waiting = recent.waited_seconds + recent.first_seconds
+        parts = {"waiting": waiting, "step": recent.step_seconds, "next": recent.own_seconds}
+        shares = {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
+        return shares | {"between": max(0.0, 1.0 - sum(shares.values()))}
+
+    @cached_property
+    def workers(self) -> tuple[WorkerView, ...]:
+        """By their numbers."""
+        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures["workers"]))
+
+    def _worker(self, number: int, now: dict[str, Any]) -> WorkerView:
+        before = self._before.figures["workers"][number]["seconds"] if self._before else {}
+        spent = {state: max(0.0, seconds - before.get(state, 0.0)) for state, seconds in now["seconds"].items()}
+        whole = max(sum(spent.values()), self.seconds)
+        spent["pack"] += spent.pop("publish")
+        pid = self._now.pids[number]
+        state = _BUSY.get(now["state"], now["state"])
+        if state != "left" and pid and procfs.has_ended(pid):
+            state = "ended"
+        elif pid and procfs.is_stopped(pid):
+            state = "stopped"
+        busy = sum(now["seconds"][part] for part in _BUSY)
+        # The batch that it is at is no measure of itself.
+        busy -= now["seconds_at_batch"] if now["state"] in _BUSY else 0.0
+        return WorkerView(
+            id=number,
+            pid=pid,
+            state=state,
+            batch=now["batch"] if now["state"] in _BUSY else None,
+            seconds=now["seconds_at_batch"] if now["state"] in _BUSY else now["seconds_in_state"],
+            index=now["index"] if now["state"] in _BUSY else None,
+            shares={name: spent[name] / whole for name in ("fetch", "collate", "pack", "idle", "starting")},
+            queued=now["queued"],
+            ready=now["ready"],
+            memory_bytes=procfs.resident(pid) if pid else None,
+            pss_bytes=procfs.proportional(pid) if pid else None,
+            shared_bytes=now["warm"],
+            tasks=now["tasks"],
+            usual_seconds=max(0.0, busy) / now["tasks"] if now["tasks"] else None,
+        )
+
+    @property
+    def stuck(self) -> tuple[WorkerView, ...]:
+        """The marked workers."""
+        return tuple(worker for worker in self.workers if worker.is_marked)
+
+    @property
+    def state(self) -> str:
+        """What the main process does."""
+        if procfs.is_stopped(self.pid):
+            return "stopped"
+        return "stopping" if self.figures["stopping"] else str(self.figures["state"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        verdict, seconds = self.verdict
+        figures = self.figures
+        settings = ("prefetch_factor", "in_order", "persistent", "pinning")
+        return {
+            "num_workers": len(self.workers),
+            **{name: figures[name] for name in settings},
+            "age_seconds": self.age_seconds,
+            "interval_seconds": self.seconds,
+            "main": {
+                "state": self.state,
+                "seconds": figures["seconds_in_state"],
+                "shares": self.main_shares,
+            },
+            "batches_per_second": self.batches_per_second,
+            "bytes_per_second": self.recent.bytes / self.seconds,
+            "batches_per_second_since_start": self.total.batches / self.age_seconds,
+            "epoch_batches": figures["epoch_batches"],
+            "workers": [worker.as_dict() for worker in self.workers],
+            "stats": self.total.as_dict(),
+            "verdict": {
+                "kind": verdict.kind,
+                "sentence": verdict.sentence,
+                "reason": verdict.reason,
+                "workers_needed": verdict.workers_needed,
+                "seconds": seconds,
+            },
+        }
+
+
+def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
+    """The statistics of an iterator between two looks, or since it was made."""
+    counts = now.figures["counts"]
+    earlier = since.figures["counts"] if since else {}
+    figures = {name: max(0, count - earlier.get(name, 0)) for name, count in counts.items()}
+
+    return Stats(
+        num_workers=len(workers),
+        cores=_cores(pid),
+        iterators=1,
+        **counted(figures),
+        workers=tuple(_worker_stats(view, now, since) for view in workers),
+        arena=ArenaStats(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
+        pinning=PinningStats(now.figures["pinning"], figures["pinned"], figures["pinning"] / 1e9),
+    )
+
+
+def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
+    figures = now.figures["workers"][view.id]
+    earlier: dict[str, Any] = {"tasks": 0, "seconds": {}}
+    time = now.times[view.id]
+    if since:
+        earlier, time = since.figures["workers"][view.id], _between(time, since.times[view.id])
+    spent = {name: max(0.0, value - earlier["seconds"].get(name, 0.0)) for name, value in figures["seconds"].items()}
+    tasks, alive = max(0, figures["tasks"] - earlier["tasks"]), view.state not in ("left", "ended")
+    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, tasks, spent, time)
+
+
+def _between(now: WorkTime, before: WorkTime) -> WorkTime:
+    """The worker is one process: its time is known at both looks or it is not."""
+    if now.cpu is None or before.cpu is None:
+        return NOTHING
+    queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
+    return WorkTime(max(0.0, now.cpu - before.cpu), queued)
+
+
+def _cores(pid: int) -> int:
+    """Cores that a process may use: its affinity and, where it is in our cgroup, the CPU quota."""
+    try:
+        affinity = len(os.sched_getaffinity(pid))
+    except OSError:
+        affinity = os.cpu_count() or 1
+    same = affinity <= len(os.sched_getaffinity(0)) and _cgroup(pid) == _cgroup(os.getpid())
+    return usable_cores(affinity) if same else affinity
+
+
+def _cgroup(pid: int) -> str | None:
+    return procfs.read(f"/proc/{pid}/cgroup")

@@ -1,0 +1,179 @@
+"""Processes of this machine whose loaders can be looked at, found through /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rustloader._core import inspect_arena
+from rustloader.procfs import pids
+
+__all__ = [
+    "NothingToSee",
+    "Seen",
+    "command",
+    "has_extension",
+    "inner_pid",
+    "loaders",
+    "mains",
+    "outer_pids",
+    "owner",
+    "user",
+]
+
+# What /proc/PID/fd shows of an arena.
+_ARENA = "/memfd:rustloader (deleted)"
+
+
+class NothingToSee(Exception):
+    """Why there is nothing to show of a process; one line."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One loader's iterator at one moment.
+
+    Attributes:
+        file: device and inode of its arena.
+        figures: what ``_core.inspect_arena`` says of it.
+    """
+
+    file: tuple[int, int]
+    figures: dict[str, Any]
+
+
+def loaders(pid: int) -> list[Seen]:
+    """The loaders at work whose arenas a process has open, its own and those that it has inherited; the oldest first.
+
+    Raises:
+        NothingToSee: there is no such process, it is another user's, or its arenas cannot be read.
+    """
+    try:
+        found = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
+    except PermissionError:
+        raise NothingToSee(_forbidden(pid)) from None
+    except OSError:
+        raise NothingToSee(f"there is no process {pid}") from None
+    seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
+    return sorted(seen, key=lambda it: it.figures["started"])
+
+
+def mains() -> dict[int, list[Seen]]:
+    """The processes of this user that have loaders of their own at work; for root those of all users."""
+    found = {}
+    for pid in pids():
+        with contextlib.suppress(OSError, NothingToSee):
+            if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
+                own = [it for it in loaders(pid) if it.figures["pid"] == inner_pid(pid)]
+                if own:
+                    found[pid] = own
+    return found
+
+
+def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        # The process may close it meanwhile, and end.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.readlink(f"{folder}/{name}") == _ARENA:
+                yield _observe(pid, f"{folder}/{name}")
+
+
+def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
+    """The arenas of a process that has closed their descriptors. Only root may open them."""
+    for line in _maps(pid):
+        if line.endswith(_ARENA):
+            with contextlib.suppress(FileNotFoundError):
+                yield _observe(pid, f"/proc/{pid}/map_files/{line.split()[0]}")
+
+
+def _observe(pid: int, path: str) -> tuple[tuple[int, int], dict[str, Any] | None]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        return (status.st_dev, status.st_ino), inspect_arena(descriptor)
+    except RuntimeError as error:
+        raise NothingToSee(f"the loaders of process {pid} cannot be read: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _maps(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/maps", errors="replace") as file:
+        return file.read().splitlines()
+
+
+def _forbidden(pid: int) -> str:
+    name = owner(pid)
+    if name is None:
+        return f"there is no process {pid}"
+    if name == user():
+        return f"process {pid} does not let other processes of its user look at it; run this with sudo"
+    return f"process {pid} belongs to {name}; run as that user or with sudo"
+
+
+def has_extension(pid: int) -> bool:
+    """Whether a process has loaded rustloader's extension."""
+    with contextlib.suppress(OSError):
+        return any("/rustloader/_core." in line for line in _maps(pid))
+    return False
+
+
+def user() -> str:
+    """The name of this process's user."""
+    return _name(os.geteuid())
+
+
+def owner(pid: int) -> str | None:
+    """The name of a process's user; None when there is no such process."""
+    try:
+        return _name(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        return None
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def command(pid: int) -> str:
+    """A process's command line, or its name where that is empty."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().rstrip(b"\0").decode(errors="replace").split("\0")
+        text = " ".join(" ".join(words).split())
+        if text:
+            return "".join(letter if letter.isprintable() else "?" for letter in text)
+        with open(f"/proc/{pid}/comm") as file:
+            return f"[{file.read().strip()}]"
+    return "?"
+
+
+def inner_pid(pid: int) -> int:
+    """The number by which a process knows itself: another one in a container."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", errors="replace") as file:
+        for line in file:
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return pid
+
+
+def outer_pids(pid: int) -> dict[int, int] | None:
+    """For a process in a container, our numbers of the processes there by their own; None where both are the same."""
+    theirs = _namespace(pid)
+    if theirs is None or theirs == _namespace(os.getpid()):
+        return None
+    return {inner_pid(other): other for other in pids() if _namespace(other) == theirs}
+
+
+def _namespace(pid: int) -> str | None:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return None

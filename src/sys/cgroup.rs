@@ -1,0 +1,100 @@
+//! The cgroups of this process, in both versions, and the CPU time that they grant.
+
+use std::path::{Component, Path, PathBuf};
+
+use super::read_file;
+
+/// Where the kernel shows its numbers. Tests point it to files of their own.
+#[derive(Clone, Debug)]
+pub struct Roots {
+    /// `/proc`.
+    pub proc_: PathBuf,
+    /// `/sys/fs/cgroup`.
+    pub cgroup: PathBuf,
+}
+
+impl Default for Roots {
+    /// The kernel's own; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
+    fn default() -> Self {
+        #[cfg(feature = "failpoints")]
+        if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
+            let root = PathBuf::from(root);
+            return Self { proc_: root.join("proc"), cgroup: root.join("cgroup") };
+        }
+        Self { proc_: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
+    }
+}
+
+/// One level of a hierarchy of cgroups.
+pub(super) struct Level {
+    /// It belongs to version 2, which has other files.
+    pub is_v2: bool,
+    /// The folder with its files.
+    pub folder: PathBuf,
+    /// Its path from the root of the hierarchy on, as this process sees it: "/a/b".
+    pub name: PathBuf,
+}
+
+impl Level {
+    /// The content of one of its files, without the line end; `None` where it cannot be read.
+    pub fn text(&self, file: &str) -> Option<String> {
+        text(&self.folder.join(file)).map(|text| text.trim().to_owned())
+    }
+
+    /// The CPU time per wall time that this level grants; `None` without a quota.
+    fn cpu_quota(&self) -> Option<f64> {
+        let (quota, period) = if self.is_v2 {
+            let text = self.text("cpu.max")?;
+            let (quota, period) = text.split_once(' ')?;
+            (quota.to_owned(), period.to_owned())
+        } else {
+            (self.text("cpu.cfs_quota_us")?, self.text("cpu.cfs_period_us")?)
+        };
+        // "max", and -1 in version 1, are no quota.
+        let (quota, period) = (quota.parse::<u64>().ok()?, period.parse::<u64>().ok()?);
+        (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
+    }
+}
+
+/// The cores' worth of CPU time that the cgroups of this process grant it, at the tightest level; `None` without a quota.
+pub fn cpu_quota(roots: &Roots) -> Option<f64> {
+    levels(roots, "cpu").iter().filter_map(Level::cpu_quota).reduce(f64::min)
+}
+
+/// The levels of this process's cgroups, from the root down, that a controller may limit.
+pub(super) fn levels(roots: &Roots, controller: &str) -> Vec<Level> {
+    let membership = text(&roots.proc_.join("self/cgroup")).unwrap_or_default();
+    membership.lines().flat_map(|line| levels_of_line(roots, controller, line)).collect()
+}
+
+/// Those of the cgroup in a line of /proc/self/cgroup.
+fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
+    let mut parts = line.splitn(3, ':');
+    let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
+        return Vec::new();
+    };
+    let base = match controllers {
+        "" if roots.cgroup.join("cgroup.controllers").exists() => roots.cgroup.clone(),
+        "" => roots.cgroup.join("unified"),
+        _ if controllers.split(',').any(|name| name == controller) => roots.cgroup.join(controller),
+        _ => return Vec::new(),
+    };
+    let is_v2 = controllers.is_empty();
+    // In a container the path may name levels that are not mounted here ("/docker/1f.."), or lie above what is
+    // ("/../x"); the mount's root then is the container's own level.
+    let names = Path::new(path).components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name),
+        _ => None,
+    });
+    let mut levels = vec![Level { is_v2, folder: base, name: "/".into() }];
+    for name in names {
+        let above = &levels[levels.len() - 1];
+        levels.push(Level { is_v2, folder: above.folder.join(name), name: above.name.join(name) });
+    }
+    levels
+}
+
+/// A file's content; `None` where it cannot be read.
+pub(super) fn text(path: &Path) -> Option<String> {
+    String::from_utf8(read_file(path).ok()?).ok()
+}
