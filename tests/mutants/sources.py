@@ -93,14 +93,14 @@ def is_code(dialect: Dialect, text: str) -> bool:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def sources(dialect: Dialect, root: Path = ROOT) -> list[Source]:
-    """All product sources of a language; modules of Rust tests are none."""
+    """All product sources of a language as they are at the first call; modules of Rust tests are left out."""
     folder = root / dialect.folder
     files = sorted(path for path in folder.rglob(f"*{dialect.suffix}") if path.stem != "tests")
     return [_parse(dialect, path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
 
 
-@functools.lru_cache(maxsize=1000)
 def _parse(dialect: Dialect, path: str, code: bytes) -> Source:
     root = dialect.parser.parse(code).root_node
     begin = path.removeprefix("python/").removeprefix("src/").removesuffix(dialect.suffix).split("/")
