@@ -133,8 +133,8 @@ def named(dialect: Dialect, at: str, root: Path = ROOT) -> list[tuple[Source, No
     wanted = tuple(at.split(dialect.separator))
     found = [(s, node) for s in files for path, node in s.places if path[-len(wanted) :] == wanted]
     if not found:
-        everything = {dialect.separator.join(path[-len(wanted) :]) for s in files for path, _ in s.places}
-        near = ", ".join(difflib.get_close_matches(at, everything, 3)) or "none"
+        known = {path[-1]: dialect.separator.join(path) for s in files for path, _ in s.places if path}
+        near = ", ".join(known[name] for name in difflib.get_close_matches(wanted[-1], known, 3)) or "none"
         raise NotFound(f"nothing in {dialect.folder} is called {at}; similar names: {near}")
     return found
 
