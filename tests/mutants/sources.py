@@ -93,14 +93,14 @@ def is_code(dialect: Dialect, text: str) -> bool:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def sources(dialect: Dialect, root: Path = ROOT) -> list[Source]:
-    """All product sources of a language; modules of Rust tests are none."""
+    """All product sources of a language as they are at the first call; modules of Rust tests are left out."""
     folder = root / dialect.folder
     files = sorted(path for path in folder.rglob(f"*{dialect.suffix}") if path.stem != "tests")
     return [_parse(dialect, path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
 
 
-@functools.lru_cache(maxsize=1000)
 def _parse(dialect: Dialect, path: str, code: bytes) -> Source:
     root = dialect.parser.parse(code).root_node
     begin = path.removeprefix("python/").removeprefix("src/").removesuffix(dialect.suffix).split("/")
@@ -133,8 +133,8 @@ def named(dialect: Dialect, at: str, root: Path = ROOT) -> list[tuple[Source, No
     wanted = tuple(at.split(dialect.separator))
     found = [(s, node) for s in files for path, node in s.places if path[-len(wanted) :] == wanted]
     if not found:
-        everything = {dialect.separator.join(path[-len(wanted) :]) for s in files for path, _ in s.places}
-        near = ", ".join(difflib.get_close_matches(at, everything, 3)) or "none"
+        known = {path[-1]: dialect.separator.join(path) for s in files for path, _ in s.places if path}
+        near = ", ".join(known[name] for name in difflib.get_close_matches(wanted[-1], known, 3)) or "none"
         raise NotFound(f"nothing in {dialect.folder} is called {at}; similar names: {near}")
     return found
 

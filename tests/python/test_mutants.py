@@ -181,7 +181,7 @@ def test_statements_are_dropped_and_swapped(shop):
 @pytest.mark.parametrize(
     ("at", "find", "put", "text"),
     [
-        ("Shop.prize", "$n > LIMIT", "", "similar names: Shop.price"),
+        ("Shop.prize", "$n > LIMIT", "", "similar names: rustloader.shop.Shop.price"),
         ("Shop.price", "$n < LIMIT", "", "nothing in Shop.price fits"),
         ("Shop", "round($x)", "", r"2 places in Shop fit .*shop.py:8, .*shop.py:13\): let it cover more code"),
         ("Shop.price", "count > LIMIT", "", r"names a local: put a hole in its place \(\$count\)"),
