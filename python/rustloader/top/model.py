@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from rustloader import procfs
+import rustloader.procfs as procfs
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted, worker_stats
