@@ -298,13 +298,13 @@ def test_a_reader_that_closes_the_pipe_is_no_traceback():
     read, write = os.pipe()
     os.close(read)
     ended = subprocess.run(
-        [sys.executable, "-m", "rustloader", "doctor", "--json"], stdout=write, stderr=subprocess.PIPE, timeout=300
+        [sys.executable, "-m", "rustloader", "--version"], stdout=write, stderr=subprocess.PIPE, timeout=300
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--json"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["doctor"]])
 def test_a_full_disk_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "rustloader", *arguments]

@@ -124,7 +124,8 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         assert (loader["num_workers"], loader["prefetch_factor"], loader["in_order"]) == (2, 3, True)
         assert loader["persistent"] == (method == "fork") and not loader["pinning"]
         assert loader["main"]["state"] in ("next", "waiting", "step") and loader["interval_seconds"] >= 0.2
-        assert 0.2 < sum(loader["main"]["shares"].values()) <= 1.05
+        shares = loader["main"]["shares"]
+        assert 0.2 < sum(shares.values()) - shares["between"] <= 1.05 and shares["between"] < 0.8
         assert loader["stats"]["batches"] >= loader["epoch_batches"] > 0 and loader["stats"]["epochs"] == 1
         assert [worker["pid"] for worker in loader["workers"]] == said["workers"]
         for worker in loader["workers"]:
@@ -312,10 +313,12 @@ def test_between_two_epochs(tmp_path, capsys):
     with running(source, tmp_path) as (process, _):
         (loader,) = as_json(process.pid, capsys)["loaders"]
         assert loader["main"]["state"] == "between" and loader["stats"]["epochs"] == 2
+        assert loader["main"]["shares"]["between"] > 0.9
         assert (loader["stats"]["batches"], loader["epoch_batches"]) == (8, 4)
         assert loader["workers"][0]["state"] == "idle"
         out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
         assert "  main        between two epochs for " in out and "epoch 2, 4 batches" in out
+        assert "% between epochs or starting one\n" in out, out
 
 
 def test_the_pid_of_a_worker_shows_its_main_process(tmp_path, capsys):

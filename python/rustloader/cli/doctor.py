@@ -38,6 +38,11 @@ class Finding:
     advice: str = ""
 
 
+def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
+    """One that is OK unless there is advice."""
+    return Finding(subject, found, state if advice else OK, advice)
+
+
 def main(options: Any) -> int:
     """Prints the findings. Returns 0 if the engine works, else 1."""
     if not options.json:
@@ -81,16 +86,15 @@ def _system() -> Iterator[Finding]:
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if version < (3, 17):
         yield Finding("kernel", found, BAD, "3.17 or newer is needed, for memfd_create")
-    elif version < (5, 3):
-        yield Finding("kernel", found, NOTE, "before 5.3 there are no pidfds; the engine polls instead")
     else:
-        yield Finding("kernel", found)
+        yield _finding(
+            "kernel", found, "before 5.3 there are no pidfds; the engine polls instead" if version < (5, 3) else ""
+        )
 
 
 def _versions() -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    old = sys.version_info < (3, 11)
-    yield Finding("Python", found, BAD if old else OK, "3.11 or newer is needed" if old else "")
+    yield _finding("Python", found, "3.11 or newer is needed" if sys.version_info < (3, 11) else "", BAD)
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -100,18 +104,18 @@ def _versions() -> Iterator[Finding]:
     first, last = (f"{major}.{minor}" for major, minor in TORCH_VERSIONS)
     if version < TORCH_VERSIONS[0]:
         yield Finding("torch", torch, BAD, f"{first} or newer is needed")
-    elif version > TORCH_VERSIONS[1]:
-        yield Finding("torch", torch, NOTE, f"tested up to {last}; compare your loader with `rustloader check`")
     else:
-        yield Finding("torch", torch)
+        untested = (
+            f"tested up to {last}; compare your loader with `rustloader check`" if version > TORCH_VERSIONS[1] else ""
+        )
+        yield _finding("torch", torch, untested)
     from rustloader import __version__
 
     yield Finding("rustloader", __version__)
     yield Finding("numpy", _version("numpy"))
     names = sorted(name for name in os.environ if name.startswith(("RUSTLOADER_", "OMP_", "MKL_", "PYTORCH_")))
-    yield Finding(
-        "environment", ", ".join(f"{name}={os.environ[name]}" for name in names) or "no variables that matter"
-    )
+    found = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    yield Finding("environment", found or "no variables that matter")
 
 
 def _version(name: str) -> str:
@@ -164,30 +168,25 @@ def _pidfd() -> Iterator[Finding]:
         os.close(os.pidfd_open(os.getpid()))
         yield Finding("pidfd_open", "available")
     except OSError as error:
-        yield Finding(
-            "pidfd_open",
-            _reason(error),
-            NOTE,
-            "the engine polls instead; it notices the death of a worker a little later",
-        )
+        advice = "the engine polls instead; it notices the death of a worker a little later"
+        yield Finding("pidfd_open", _reason(error), NOTE, advice)
 
 
 def _limits() -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files, space, size = (
+        resource.getrlimit(what)[0] for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    )
     few = files != resource.RLIM_INFINITY and files < 1024
-    yield Finding("open files", _limit(files), NOTE if few else OK, "raise `ulimit -n` to 1024 or more" if few else "")
+    yield _finding("open files", _limit(files), "raise `ulimit -n` to 1024 or more" if few else "")
 
-    space, left = resource.getrlimit(resource.RLIMIT_AS)[0], _address_space_left()
-    short = left is not None and left < 2 * ARENA_MIN
+    left = _address_space_left()
+    advice = "raise `ulimit -v`; the engine needs 2 GiB" if left is not None and left < 2 * ARENA_MIN else ""
     found = "unlimited" if left is None else f"{_size(left)} left of {_size(space)}"
-    advice = "raise `ulimit -v`; the engine needs 2 GiB" if short else ""
-    yield Finding("address space", found, BAD if short else OK, advice)
+    yield _finding("address space", found, advice, BAD)
 
-    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    short = size != resource.RLIM_INFINITY and size < ARENA_MIN
-    found = "unlimited" if size == resource.RLIM_INFINITY else _size(size)
-    advice = "raise `ulimit -f`; the engine needs 1 GiB" if short else ""
-    yield Finding("file size", found, BAD if short else OK, advice)
+    unlimited = size == resource.RLIM_INFINITY
+    advice = "raise `ulimit -f`; the engine needs 1 GiB" if not unlimited and size < ARENA_MIN else ""
+    yield _finding("file size", "unlimited" if unlimited else _size(size), advice, BAD)
 
     yield Finding("processes", _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
 
@@ -202,29 +201,21 @@ def _address_space_left() -> int | None:
 
 
 def _memory() -> Iterator[Finding]:
-    limits = _core.memory_limits()
-    cgroups = [(left, size) for is_cgroup, size, left in limits if is_cgroup]
-    machine = [left for is_cgroup, _, left in limits if not is_cgroup]
-    parts = [f"{_size(left)} available on the machine" for left in machine]
-    if cgroups:
-        left, size = min(cgroups)
-        parts.append(f"{_size(left)} left of the cgroup's {_size(size)}")
-    space = _address_space_left()
+    limits, space = _core.memory_limits(), _address_space_left()
+    cgroup, size = min(((left, size) for is_cgroup, size, left in limits if is_cgroup), default=(None, 0))
+    parts = [(left, f"{_size(left)} available on the machine") for is_cgroup, _, left in limits if not is_cgroup]
+    if cgroup is not None:
+        parts.append((cgroup, f"{_size(cgroup)} left of the cgroup's {_size(size)}"))
     if space is not None:
-        parts.append(f"{_size(space)} left of the address space")
-    lefts = [*machine, *(left for left, _ in cgroups), *([] if space is None else [space])]
-    if not lefts:
+        parts.append((space, f"{_size(space)} left of the address space"))
+    if not parts:
         yield Finding("memory", "the system does not say", NOTE)
         return
-    least = min(lefts)
-    text = "; ".join([f"{_size(least)} left", *parts])
-    if least >= ARENA_MIN:
-        yield Finding("memory", text)
-        return
-    advice = "use fewer workers, a smaller prefetch_factor or smaller batches"
-    if cgroups and least == min(cgroups)[0]:
+    least = min(parts)[0]
+    advice = "use fewer workers, a smaller prefetch_factor or smaller batches" if least < ARENA_MIN else ""
+    if advice and least == cgroup:
         advice += ", or raise the cgroup's limit (docker run --memory, Slurm --mem, Kubernetes resources.limits.memory)"
-    yield Finding("memory", text, NOTE, advice)
+    yield _finding("memory", "; ".join([f"{_size(least)} left", *(text for _, text in parts)]), advice)
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -234,9 +225,8 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", _reason(error), NOTE, "the engine does not use it; torch's iterator does")
         return
     size, left = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
-    small = left < ARENA_MIN
-    advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if small else ""
-    yield Finding("/dev/shm", f"{_size(left)} left of {_size(size)}", NOTE if small else OK, advice)
+    advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if left < ARENA_MIN else ""
+    yield _finding("/dev/shm", f"{_size(left)} left of {_size(size)}", advice)
 
 
 def _huge_pages() -> Iterator[Finding]:
@@ -249,14 +239,13 @@ def _huge_pages() -> Iterator[Finding]:
     found = chosen[1] if chosen else text.strip()
     wasteful = found in ("always", "force")
     advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if wasteful else ""
-    yield Finding("huge pages for shmem", found, NOTE if wasteful else OK, advice)
+    yield _finding("huge pages for shmem", found, advice)
 
 
 def _start_method() -> Iterator[Finding]:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    slow = method != "fork"
-    advice = "workers import the program again; the dataset and its functions must be picklable" if slow else ""
-    yield Finding("start method", method, NOTE if slow else OK, advice)
+    again = "workers import the program again; the dataset and its functions must be picklable"
+    yield _finding("start method", method, "" if method == "fork" else again)
 
 
 def _cores() -> Iterator[Finding]:
@@ -264,9 +253,8 @@ def _cores() -> Iterator[Finding]:
     usable = affinity if quota is None else min(affinity, quota)
     limited = "" if quota is None else f", quota {quota:g}"
     text = f"{usable:g} usable (machine {os.cpu_count()}, affinity {affinity}{limited})"
-    few = usable < 2
-    advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if few else ""
-    yield Finding("cores", text, NOTE if few else OK, advice)
+    advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if usable < 2 else ""
+    yield _finding("cores", text, advice)
 
 
 class _Squares:
@@ -289,12 +277,11 @@ def _trial() -> Iterator[Finding]:
         loader: Any = rustloader.DataLoader(_Squares(), batch_size=8, num_workers=2, timeout=60)  # type: ignore[arg-type]
         right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
     batches = rustloader.engine_batches() - before
-    if lines or batches != 8 or not right:
-        yield Finding(
-            "trial, 2 workers", lines[0] if lines else f"{batches} of 8 batches, right: {right}", BAD, "see above"
-        )
-    else:
+    if not lines and batches == 8 and right:
         yield Finding("trial, 2 workers", "8 batches by the Rust engine")
+    else:
+        found = lines[0] if lines else f"{batches} of 8 batches, right: {right}"
+        yield Finding("trial, 2 workers", found, BAD, "see above")
 
 
 # What is looked at on every system.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rustloader import procfs
+import rustloader.procfs as procfs
 from rustloader.top import processes
 from rustloader.top.model import Loader, Look, take
 from rustloader.top.view import frame, plain

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from rustloader import procfs
+import rustloader.procfs as procfs
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted, worker_stats
@@ -108,14 +108,8 @@ class WorkerView:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        names = ("id", "pid", "state", "batch", "seconds", "index", "queued", "ready", "memory_bytes", "pss_bytes")
-        return {name: getattr(self, name) for name in names} | {
-            "shared_bytes": self.shared_bytes,
-            "shares": self.shares,
-            "tasks": self.tasks,
-            "usual_batch_seconds": self.usual_seconds,
-            "stuck": self.is_stuck,
-        }
+        fields = asdict(self)
+        return fields | {"usual_batch_seconds": fields.pop("usual_seconds"), "stuck": self.is_stuck}
 
 
 class Loader:
@@ -238,24 +232,14 @@ class Loader:
             **{name: figures[name] for name in settings},
             "age_seconds": self.age_seconds,
             "interval_seconds": self.seconds,
-            "main": {
-                "state": self.state,
-                "seconds": figures["seconds_in_state"],
-                "shares": self.main_shares,
-            },
+            "main": {"state": self.state, "seconds": figures["seconds_in_state"], "shares": self.main_shares},
             "batches_per_second": self.batches_per_second,
             "bytes_per_second": self.recent.bytes / self.seconds,
             "batches_per_second_since_start": self.total.batches / self.age_seconds,
             "epoch_batches": figures["epoch_batches"],
             "workers": [worker.as_dict() for worker in self.workers],
             "stats": self.total.as_dict(),
-            "verdict": {
-                "kind": verdict.kind,
-                "sentence": verdict.sentence,
-                "reason": verdict.reason,
-                "workers_needed": verdict.workers_needed,
-                "seconds": seconds,
-            },
+            "verdict": asdict(verdict) | {"seconds": seconds},
         }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rustloader._core import inspect_arena
-from rustloader.procfs import pids
+from rustloader.procfs import pids, read
 
 __all__ = [
     "NothingToSee",
@@ -145,24 +145,17 @@ def _name(uid: int) -> str:
 
 def command(pid: int) -> str:
     """A process's command line, or its name where that is empty."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().rstrip(b"\0").decode(errors="replace").split("\0")
-        text = " ".join(" ".join(words).split())
-        if text:
-            return "".join(letter if letter.isprintable() else "?" for letter in text)
-        with open(f"/proc/{pid}/comm") as file:
-            return f"[{file.read().strip()}]"
-    return "?"
+    text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
+    if text:
+        return "".join(letter if letter.isprintable() else "?" for letter in text)
+    name = read(f"/proc/{pid}/comm")
+    return "?" if name is None else f"[{name.strip()}]"
 
 
 def inner_pid(pid: int) -> int:
     """The number by which a process knows itself: another one in a container."""
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", errors="replace") as file:
-        for line in file:
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    return pid
+    lines = (read(f"/proc/{pid}/status") or "").splitlines()
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
