@@ -10,6 +10,7 @@ mod intake;
 mod page;
 pub mod pin;
 mod process;
+mod restart;
 mod shutdown;
 pub mod stall;
 mod status;
@@ -42,7 +43,7 @@ use crate::shm::ring::Producer;
 use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
-/// The doorbell's token in the poll set; the workers' are their numbers.
+/// The doorbell's token in the poll set; those of the workers are made by [`Handle::started`].
 const DOORBELL: u64 = u64::MAX;
 
 /// Bytes of an index batch that is sent whatever the machine's headroom is.
@@ -193,9 +194,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// Takes note of a worker that has just been started.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
-        self.handle.started(worker, pid)?;
-        match self.handle.process(worker).and_then(|process| process.pidfd.as_ref()) {
-            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?,
+        let (process, token) = self.handle.started(worker, pid)?;
+        match &process.pidfd {
+            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), token)?,
             None => self.unwatched.push(worker),
         }
         Ok(())

@@ -5,9 +5,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-use super::block::{self, CONSUMER, DELIVERED, Left, Parking, Remains};
+use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
-use super::ring::RingMemory;
+use super::ring::{Consumer, Entry, RingMemory};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
@@ -401,28 +401,42 @@ impl Arena {
                 ring.head.0.store(0, Ordering::Relaxed);
             }
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
-            let status = &control.status;
-            status.state.store(0, Ordering::Relaxed);
-            status.pid.store(0, Ordering::Relaxed);
-            status.stack.store(0, Ordering::Relaxed);
-            status.terminated.store(0, Ordering::Relaxed);
-            for word in [
-                &status.since_ns,
-                &status.task,
-                &status.task_since_ns,
-                &status.tasks_done,
-                &status.sent,
-                &status.largest,
-                &status.promised,
-                &status.index_task,
-                &status.start_cpu_ns,
-                &status.start_queued_ns,
-            ] {
-                word.store(0, Ordering::Relaxed);
-            }
-            status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+            control.status.reset();
         }
         // Whoever attaches is started after this, by fork or through a pipe; both order memory.
+    }
+
+    /// Makes a worker's rings, status page and region ready for its next process. The other workers, and the consumer's
+    /// blocks in this region, stay as they are. The worker's process has ended, wherever it was just then, and its results
+    /// have been taken in: so only this process acts on the region, in the place of its owner. `withdrawn` gets each task
+    /// that the worker had not taken. Blocks that belong to no result stay held until the arena is retired: those of a message
+    /// that was not yet published, and those that a child of the worker may look at.
+    ///
+    /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
+    pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
+        let control = self.control(worker);
+        let RingControl { tail, head } = &control.results;
+        if tail.0.load(Ordering::Relaxed) != head.0.load(Ordering::Relaxed) {
+            return Err(Error::usage(format!("results of worker {worker} have not been taken in")));
+        }
+        // The counters go on: the main process's ends of both rings stay valid.
+        let mut tasks = Consumer::new(self.task_ring(worker));
+        while let Some(entry) = tasks.pop()? {
+            withdrawn(entry);
+        }
+        control.sleeper.0.asleep.store(0, Ordering::Relaxed);
+        control.status.reset();
+        let table = &self.table(worker)[..self.block_count(worker) as usize];
+        let returned = &self.region_head(worker).returned;
+        block::take_returned(returned, table.len() as u32, |id| &table[id as usize], |_| {})?;
+        for entry in table {
+            block::release_owned(&entry.state, WORKER);
+            // It is on no stack if the owner ended while it took the stack over. Another thread may also be about to push it.
+            if entry.state.load(Ordering::Relaxed) == RETURNING {
+                self.punch_block(worker, entry);
+            }
+        }
+        Ok(())
     }
 
     /// For the time after the last worker has gone, by its own will, and all results have been let go of: takes back

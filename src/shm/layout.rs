@@ -243,6 +243,28 @@ pub struct StatusPage {
     pub start_queued_ns: AtomicU64,
 }
 
+impl StatusPage {
+    /// Puts everything back to zero: no process has the page.
+    pub fn reset(&self) {
+        for word in [&self.state, &self.pid, &self.stack, &self.terminated] {
+            word.store(0, Ordering::Relaxed);
+        }
+        let words = [
+            &self.since_ns,
+            &self.task,
+            &self.task_since_ns,
+            &self.tasks_done,
+            &self.sent,
+            &self.largest,
+            &self.promised,
+            &self.index_task,
+            &self.start_cpu_ns,
+            &self.start_queued_ns,
+        ];
+        words.into_iter().chain(&self.spent_ns).for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+}
+
 /// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
