@@ -14,7 +14,7 @@ use rustloader::scheduler::Settings;
 use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::{Arena, ArenaRing};
 use rustloader::shm::block::{CONSUMER, RETURNING, WORKER};
-use rustloader::shm::layout::{Block, WorkerState};
+use rustloader::shm::layout::{BlockEntry, WorkerState};
 use rustloader::shm::lease::Lease;
 use rustloader::shm::ring::{Consumer, Producer};
 use rustloader::sys::event::EventFd;
@@ -101,7 +101,7 @@ impl Main {
         assert_eq!((control.status.pid.load(Relaxed), control.sleeper.0.asleep.load(Relaxed)), (0, 0));
         assert_eq!(self.arena.promised_by_others(1), 0);
         let table = &self.arena.table(0)[..self.arena.block_count(0) as usize];
-        let lost = |block: &&Block| block.state.load(Relaxed) & RETURNING != 0;
+        let lost = |block: &&BlockEntry| block.state.load(Relaxed) & RETURNING != 0;
         assert!(
             table.iter().filter(lost).all(|block| block.warm.load(Relaxed) == 0),
             "what is lost has no pages"

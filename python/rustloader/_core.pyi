@@ -195,10 +195,6 @@ class Port:
         """The next thing to do, waiting without the GIL: a code of
         ``workers/main.py``, the task's number, the index, or the exception that its unpickling has raised."""
 
-    @property
-    def stopping(self) -> bool:
-        """True when the worker is to leave between two samples."""
-
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch; False, and nothing sent, when it has to be pickled: always where tensors and arrays
         are not ours to carry. MemoryError: no room."""
@@ -233,9 +229,6 @@ class Port:
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
         """default_collate of floats (float64) or ints (int64); None: torch's function is to do it."""
-
-    def warm_bytes(self) -> int:
-        """Bytes of this worker's region that have pages."""
 
 @final
 class StoppableIndices:

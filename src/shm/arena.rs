@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
-use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
+use super::layout::{
+    BlockEntry, ControlPage, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, RingSlot, VERSION,
+};
 use super::ring::{Consumer, Entry, RingMemory};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -44,7 +46,7 @@ pub struct Usage {
 
 impl Usage {
     /// Adds the bytes of a block.
-    pub fn add_block(&mut self, entry: &Block) {
+    pub fn add_block(&mut self, entry: &BlockEntry) {
         let warm = entry.warm.load(Ordering::Relaxed);
         let state = entry.state.load(Ordering::Relaxed);
         self.warm = self.warm.saturating_add(warm);
@@ -225,20 +227,20 @@ impl Arena {
     }
 
     /// A worker's control page.
-    pub fn control(&self, worker: u32) -> &Control {
+    pub fn control(&self, worker: u32) -> &ControlPage {
         assert!(worker < self.geometry.workers);
         self.at(self.geometry.control(worker))
     }
 
     /// A worker's submission ring.
     pub fn task_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
-        let slots = self.slice::<Slot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
+        let slots = self.slice::<RingSlot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).tasks, slots)
     }
 
     /// A worker's completion ring.
     pub fn result_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
-        let slots = self.slice::<Slot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
+        let slots = self.slice::<RingSlot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).results, slots)
     }
 
@@ -250,7 +252,7 @@ impl Arena {
 
     /// A region's block table.
     #[inline]
-    pub fn table(&self, region: u32) -> &[Block] {
+    pub fn table(&self, region: u32) -> &[BlockEntry] {
         assert!(region < self.geometry.regions());
         self.slice(self.geometry.table(region), self.geometry.table_len)
     }
@@ -321,7 +323,7 @@ impl Arena {
 
     /// Reserves the page of a region's block table that entry `id` begins, if it begins one.
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
-        let (row, start) = (size_of::<Block>() as u64, self.geometry.table(region));
+        let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
         // Rows do not straddle pages: the table begins on one, and a page is a multiple of a row.
         if !begin.is_multiple_of(PAGE) {
@@ -376,7 +378,7 @@ impl Arena {
     }
 
     /// Gives the pages of a block back that nobody will use soon, however few they are. An error leaves them there.
-    fn punch_block(&self, region: u32, entry: &Block) {
+    fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
         if warm > 0 && self.punch_hole(region, offset, offset + warm).is_ok() {
@@ -534,14 +536,14 @@ pub struct ArenaRing {
     /// Keeps the memory mapped.
     _arena: Arc<Arena>,
     control: NonNull<RingControl>,
-    slots: NonNull<[Slot]>,
+    slots: NonNull<[RingSlot]>,
 }
 
 // SAFETY: the pointers lead to atomics in memory that `_arena` keeps mapped; `Arena` itself is Send and Sync.
 unsafe impl Send for ArenaRing {}
 
 impl ArenaRing {
-    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[Slot]) -> Self {
+    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[RingSlot]) -> Self {
         Self { control: NonNull::from(control), slots: NonNull::from(slots), _arena: arena }
     }
 }
@@ -554,7 +556,7 @@ impl RingMemory for ArenaRing {
     }
 
     #[inline]
-    fn slots(&self) -> &[Slot] {
+    fn slots(&self) -> &[RingSlot] {
         // SAFETY: points into the mapping that `_arena` keeps.
         unsafe { self.slots.as_ref() }
     }

@@ -21,7 +21,7 @@ type Key = (usize, u32, u32);
 
 /// What one fork (or the forks of one group) left marked.
 #[derive(Debug)]
-struct Generation {
+struct ForkMarks {
     /// The children; `None` where they cannot be watched: then the marks stay for ever.
     heirs: Option<Heirs>,
     marked: HashSet<Key>,
@@ -38,8 +38,8 @@ struct Watched {
 #[derive(Debug, Default)]
 struct Table {
     arenas: HashMap<usize, Watched>,
-    generations: Vec<Generation>,
-    /// How many generations have marked a block.
+    marks: Vec<ForkMarks>,
+    /// How many forks have marked a block.
     counts: HashMap<Key, u32>,
 }
 
@@ -48,8 +48,8 @@ static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
     /// The forks that this thread makes now: what the children inherit, and what is marked.
-    static PENDING: RefCell<Option<(Option<Heirloom>, Generation)>> = const { RefCell::new(None) };
-    /// More than 0 while the workers of one iterator are started: they are one generation.
+    static PENDING: RefCell<Option<(Option<Heirloom>, ForkMarks)>> = const { RefCell::new(None) };
+    /// More than 0 while the workers of one iterator are started: they count as one fork.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
@@ -86,12 +86,12 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
-    while index < table.generations.len() {
-        if !table.generations[index].heirs.as_ref().is_some_and(Heirs::are_gone) {
+    while index < table.marks.len() {
+        if !table.marks[index].heirs.as_ref().is_some_and(Heirs::are_gone) {
             index += 1;
             continue;
         }
-        for key in table.generations.swap_remove(index).marked {
+        for key in table.marks.swap_remove(index).marked {
             let count = table.counts.entry(key).or_insert(1);
             *count -= 1;
             if *count > 0 {
@@ -107,7 +107,7 @@ pub fn reap() {
     }
 }
 
-/// From here to [`end_group`] the forks of this thread are one generation: the workers of one iterator.
+/// From here to [`end_group`] the forks of this thread count as one: the workers of one iterator.
 pub fn begin_group() {
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
@@ -122,13 +122,13 @@ pub fn end_group() {
 
 /// Files what this thread's forks have marked.
 fn finish() {
-    if let Some((_heirloom, generation)) = PENDING.take() {
-        table().generations.push(generation);
+    if let Some((_heirloom, marks)) = PENDING.take() {
+        table().marks.push(marks);
     }
 }
 
 /// Marks what is leased now, for the fork that follows.
-fn mark(pending: &mut Option<(Option<Heirloom>, Generation)>) {
+fn mark(pending: &mut Option<(Option<Heirloom>, ForkMarks)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
         let Some(arena) = watched.arena.upgrade().filter(|arena| arena.is_ours()) else { continue };
@@ -142,12 +142,12 @@ fn mark(pending: &mut Option<(Option<Heirloom>, Generation)>) {
                 if !block::mark_if(&entry.state, holder, bit) {
                     continue;
                 }
-                let (_, generation) = pending.get_or_insert_with(|| {
+                let (_, marks) = pending.get_or_insert_with(|| {
                     let (heirs, heirloom) = Heirs::new().ok().unzip();
-                    (heirloom, Generation { heirs, marked: HashSet::new() })
+                    (heirloom, ForkMarks { heirs, marked: HashSet::new() })
                 });
                 let block = (key, region, id as u32);
-                if generation.marked.insert(block) {
+                if marks.marked.insert(block) {
                     *table.counts.entry(block).or_insert(0) += 1;
                 }
             }
@@ -181,8 +181,8 @@ extern "C" fn after_fork_in_child() {
         // SYNC: fork-table.
         TABLE.store(std::ptr::null_mut(), Ordering::Release);
         GROUP.with_borrow_mut(|depth| *depth = 0);
-        if let Some((heirloom, generation)) = PENDING.take() {
-            drop(generation.heirs);
+        if let Some((heirloom, marks)) = PENDING.take() {
+            drop(marks.heirs);
             std::mem::forget(heirloom);
         }
     });
@@ -248,7 +248,7 @@ mod tests {
         first.end();
         assert!(forked());
         second.end();
-        assert!(forked(), "one of its generation is left");
+        assert!(forked(), "one child of that fork is left");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
         // Children that other tests fork meanwhile see it for a moment.
