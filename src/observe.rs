@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
-    Block, Control, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT, PINNING,
-    RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
+    BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT,
+    PINNING, RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
 };
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::sys;
@@ -108,7 +108,8 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let mut usage = Usage::default();
     let mut observed = Vec::new();
     for worker in 0..geometry.workers {
-        let control = file.read_steady(geometry.control(worker), |it: &Control| worker_key(&it.status))?;
+        let control =
+            file.read_steady(geometry.control(worker), |it: &ControlPage| worker_key(&it.status))?;
         let before = usage.warm;
         file.add_region(&geometry, worker, &mut usage)?;
         let warm = usage.warm.saturating_sub(before);
@@ -183,7 +184,7 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
     counts
 }
 
-fn worker_of(control: &Control, started_ns: u64, epoch_task: u64, warm: u64) -> ObservedWorker {
+fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
     let pid = page.pid.load(Ordering::Relaxed);
@@ -265,9 +266,9 @@ impl File<'_> {
         usage.high_water = usage.high_water.saturating_add(head.high_water.load(Ordering::Relaxed));
         for first in (0..blocks).step_by(TABLE_READ as usize) {
             let count = TABLE_READ.min(blocks - first) as usize;
-            let offset = geometry.table(region) + u64::from(first) * size_of::<Block>() as u64;
-            let bytes = self.bytes(offset, count * size_of::<Block>())?;
-            bytes.chunks_exact(size_of::<Block>()).for_each(|row| usage.add_block(&struct_of(row)));
+            let offset = geometry.table(region) + u64::from(first) * size_of::<BlockEntry>() as u64;
+            let bytes = self.bytes(offset, count * size_of::<BlockEntry>())?;
+            bytes.chunks_exact(size_of::<BlockEntry>()).for_each(|row| usage.add_block(&struct_of(row)));
         }
         Ok(())
     }

@@ -8,15 +8,15 @@ use rustloader::shm::block::{
     CONSUMER, DELIVERED, FORKED, Left, Parking, RETURNING, Remains, WORKER, give_back, is_unseen, mark_if,
     push_returned, recover, release, release_owned, take_returned,
 };
-use rustloader::shm::layout::Block;
+use rustloader::shm::layout::BlockEntry;
 
 struct Region {
     head: AtomicU32,
-    blocks: [Block; 2],
+    blocks: [BlockEntry; 2],
 }
 
 fn region(first: u32, second: u32) -> Arc<Region> {
-    let region = Region { head: AtomicU32::new(0), blocks: [Block::default(), Block::default()] };
+    let region = Region { head: AtomicU32::new(0), blocks: [BlockEntry::default(), BlockEntry::default()] };
     region.blocks[0].state.store(first, Ordering::Relaxed);
     region.blocks[1].state.store(second, Ordering::Relaxed);
     Arc::new(region)

@@ -12,9 +12,9 @@ use rustloader::sys::event::EventFd;
 use rustloader::sys::failpoint::{self, Effect};
 use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::{Mapping, page_size};
+use rustloader::sys::memfd;
 use rustloader::sys::pidfd::PidFd;
 use rustloader::sys::poll::{PollSet, WaitOutcome};
-use rustloader::sys::memfd;
 
 /// Failpoints are the process's: one test at a time.
 static ONE: Mutex<()> = Mutex::new(());

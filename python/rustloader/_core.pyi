@@ -203,10 +203,6 @@ class Port:
         """Waits for the next message without the GIL. Returns one of the codes `FETCH`, `RESUME`, `LEAVE` and
         `UNREADABLE`, the task's number, and the index or the exception that unpickling it raised."""
 
-    @property
-    def stopping(self) -> bool:
-        """True when the worker is to leave between two samples."""
-
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch; False, and nothing sent, when it has to be pickled: always where tensors and arrays
         are not ours to carry. MemoryError: no room."""
@@ -241,9 +237,6 @@ class Port:
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
         """default_collate of floats (float64) or ints (int64); None: torch's function is to do it."""
-
-    def warm_bytes(self) -> int:
-        """Bytes of this worker's region that have pages."""
 
 @final
 class StoppableIndices:

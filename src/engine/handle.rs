@@ -1,5 +1,5 @@
-//! What may be reached from any thread at any time, without the turn: the flags that stop an iterator, and its
-//! workers' processes.
+//! What any thread may use at any time, without exclusive access to the engine: the flags that stop an iterator, and the
+//! slots of its workers.
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicBool;
@@ -18,6 +18,21 @@ use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys;
 
+/// The place of one worker. Its process may end and be replaced; the worker's number stays.
+#[derive(Debug, Default)]
+struct WorkerSlot {
+    /// Processes that have been started in this slot: the number of the last one, counted from 1.
+    generation: u32,
+    /// The present process; `None` before the start of each generation.
+    liveness: Option<Arc<Process>>,
+}
+
+/// The token of a worker's pidfd in a poll set: worker and generation, so that an event of an earlier process is not taken for
+/// one of the present process.
+fn token(worker: u32, generation: u32) -> u64 {
+    u64::from(generation) << 32 | u64::from(worker)
+}
+
 /// The part of an iterator that stops it.
 #[derive(Debug)]
 pub struct Handle {
@@ -25,7 +40,8 @@ pub struct Handle {
     pub arena: Arc<Arena>,
     /// Rung by workers, and by whoever stops the iterator.
     pub doorbell: sys::event::EventFd,
-    processes: Box<[OnceLock<Process>]>,
+    /// Locked for moments only, and in a forked child not at all: another thread may have held a lock at the fork.
+    slots: Box<[Mutex<WorkerSlot>]>,
     /// The pin thread's, where there is one.
     pinning: OnceLock<Arc<Control>>,
     /// What is counted of the iterator.
@@ -42,11 +58,11 @@ impl Handle {
     /// A handle without workers yet.
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
-        let processes = (0..workers).map(|_| OnceLock::new()).collect();
+        let slots = (0..workers).map(|_| Mutex::default()).collect();
         Ok(Self {
             arena,
             doorbell: sys::event::EventFd::new()?,
-            processes,
+            slots,
             pinning: OnceLock::new(),
             meter: Arc::default(),
             closing: AtomicBool::new(false),
@@ -55,23 +71,55 @@ impl Handle {
         })
     }
 
-    /// Notes the process of a worker that has just been started.
+    /// Puts the process of a worker that has just been started into the worker's slot, as its next generation. Returns the
+    /// process and the token of its pidfd.
     ///
-    /// Errors: [`Error::Usage`] for a number that is this process, or none.
-    pub fn started(&self, worker: u32, pid: i32) -> Result<()> {
+    /// Errors: [`Error::Usage`] for a pid that is no other process, an unknown worker, or a slot that is taken.
+    pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!(
                 "worker {worker} has pid {pid}, which is not a separate process"
             )));
         }
-        let place = self.processes.get(worker as usize);
-        let place = place.ok_or_else(|| Error::usage(format!("no worker {worker}")))?;
-        place.set(Process::open(pid)).map_err(|_| Error::usage(format!("worker {worker} was started twice")))
+        let mut slot = self.slot(worker)?;
+        if slot.liveness.is_some() {
+            return Err(Error::usage(format!("worker {worker} was started twice")));
+        }
+        let process = Arc::new(Process::open(pid));
+        slot.generation += 1;
+        slot.liveness = Some(process.clone());
+        Ok((process, token(worker, slot.generation)))
     }
 
-    /// The process of a worker, if it has been started.
-    pub fn process(&self, worker: u32) -> Option<&Process> {
-        self.processes.get(worker as usize)?.get()
+    /// Empties the slot of a worker whose process has ended, so that another one can be started.
+    ///
+    /// Errors: [`Error::Usage`] while the process runs, or if there is none.
+    pub(super) fn vacate(&self, worker: u32) -> Result<()> {
+        let mut slot = self.slot(worker)?;
+        match slot.liveness.take_if(|process| process.has_exited()) {
+            Some(_) => Ok(()),
+            None => Err(Error::usage(format!("worker {worker} has no process that has ended"))),
+        }
+    }
+
+    fn slot(&self, worker: u32) -> Result<MutexGuard<'_, WorkerSlot>> {
+        self.check_ours()?;
+        let slot = self.slots.get(worker as usize);
+        let slot = slot.ok_or_else(|| Error::usage(format!("no worker {worker}")))?;
+        Ok(slot.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The present process of a worker. None before it has been started, and in a forked child.
+    pub fn process(&self, worker: u32) -> Option<Arc<Process>> {
+        self.slot(worker).ok()?.liveness.clone()
+    }
+
+    /// The worker and process that a token of [`Handle::started`] names; `None` if that is not the present process.
+    pub(super) fn named_by(&self, named: u64) -> Option<(u32, Arc<Process>)> {
+        let worker = named as u32;
+        let slot = self.slot(worker).ok()?;
+        let process = slot.liveness.clone()?;
+        (token(worker, slot.generation) == named).then_some((worker, process))
     }
 
     /// The control of the pin thread that is about to be started.
@@ -198,9 +246,10 @@ impl Handle {
         totals
     }
 
-    fn running(&self) -> impl Iterator<Item = (u32, &Process)> {
-        let all = self.processes.iter().enumerate();
-        all.filter_map(|(worker, place)| Some((worker as u32, place.get()?))).filter(|(_, p)| !p.has_exited())
+    fn running(&self) -> impl Iterator<Item = (u32, Arc<Process>)> {
+        let all = 0..self.arena.geometry().workers;
+        let processes = all.filter_map(|worker| Some((worker, self.process(worker)?)));
+        processes.filter(|(_, process)| !process.has_exited())
     }
 
     /// Number of workers that have not ended.
@@ -238,12 +287,15 @@ impl Handle {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Whether every worker left by its own will, so that the arena is as it should be.
+    /// Whether every worker left of its own accord, and none had been replaced, so that the arena has no damage and no lost
+    /// blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
-            // The end of the process comes after all that it has stored, and the kernel orders what tells of it.
+            let Ok(slot) = self.slot(worker) else { return false };
+            // The end of the process comes after all that it has stored, and the kernel orders what reports that end.
             let state = || self.arena.control(worker).status.state.load(Ordering::Relaxed);
-            self.process(worker).is_some_and(Process::has_exited) && state() == WorkerState::Left as u32
+            let ended = slot.liveness.as_ref().is_some_and(|process| process.has_exited());
+            slot.generation == 1 && ended && state() == WorkerState::Left as u32
         })
     }
 }
@@ -262,6 +314,47 @@ mod tests {
         }
         assert!(handle.process(0).is_none());
         handle.signal_all(libc::SIGKILL);
+    }
+
+    #[test]
+    fn a_slot_takes_one_process_after_the_other() {
+        let handle = Handle::new(Arena::create_sized(1 << 30, 2, 4).unwrap()).unwrap();
+        let spawn = || Command::new("sleep").arg("1000").spawn().unwrap();
+        let refused = |result: Result<()>| assert!(matches!(result, Err(Error::Usage { .. })), "{result:?}");
+        refused(handle.vacate(0));
+        refused(handle.started(2, i32::MAX).map(drop));
+        let mut tokens = Vec::new();
+        for generation in 1..4 {
+            let mut child = spawn();
+            let (process, token) = handle.started(0, child.id() as i32).unwrap();
+            assert!(!tokens.contains(&token));
+            tokens.push(token);
+            refused(handle.started(0, child.id() as i32).map(drop));
+            refused(handle.vacate(0));
+            let named: Vec<_> = tokens.iter().map(|token| handle.named_by(*token)).collect();
+            assert!(named[..generation - 1].iter().all(Option::is_none));
+            assert!(matches!(&named[generation - 1], Some((0, named)) if named.pid == process.pid));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            handle.vacate(0).unwrap();
+            assert!(handle.process(0).is_none() && process.has_exited());
+        }
+        assert!(handle.process(1).is_none());
+    }
+
+    #[test]
+    fn the_arena_of_a_worker_that_was_replaced_is_not_used_again() {
+        let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+        let handle = Handle::new(arena.clone()).unwrap();
+        for first in [true, false] {
+            assert!(!handle.all_left());
+            let mut child = Command::new("true").spawn().unwrap();
+            handle.started(0, child.id() as i32).unwrap();
+            child.wait().unwrap();
+            arena.control(0).status.state.store(WorkerState::Left as u32, Ordering::Relaxed);
+            assert_eq!(handle.all_left(), first);
+            handle.vacate(0).unwrap();
+        }
     }
 
     #[test]

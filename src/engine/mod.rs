@@ -10,6 +10,7 @@ mod intake;
 mod page;
 pub mod pin;
 mod process;
+mod restart;
 mod shutdown;
 pub mod stall;
 mod status;
@@ -43,7 +44,7 @@ use crate::shm::ring::Producer;
 use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
-/// The doorbell's token in the poll set; the workers' are their numbers.
+/// The doorbell's token in the poll set; those of the workers are made by [`Handle::started`].
 const DOORBELL: u64 = u64::MAX;
 
 /// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
@@ -191,9 +192,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// Takes note of a worker that has just been started.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
-        self.handle.started(worker, pid)?;
-        match self.handle.process(worker).and_then(|process| process.pidfd.as_ref()) {
-            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?,
+        let (process, token) = self.handle.started(worker, pid)?;
+        match &process.pidfd {
+            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), token)?,
             None => self.unwatched.push(worker),
         }
         Ok(())

@@ -73,6 +73,11 @@ impl Stalls {
         let watched = vec![Watched::default(); workers as usize].into();
         Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
     }
+
+    /// Forgets a worker's process: another one takes its place.
+    pub(super) fn forget(&mut self, worker: u32) {
+        self.watched[worker as usize] = Watched::default();
+    }
 }
 
 impl<T, B: Send + 'static> Engine<T, B> {
@@ -162,7 +167,7 @@ impl Handle {
         // Before the signal is sent: faulthandler writes to the number, whatever file that is by now.
         let file = sys::proc_fd::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
-        ask(process, file.as_fd(), patience)
+        ask(&process, file.as_fd(), patience)
     }
 }
 

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use super::intake::Intake;
-use super::process::Process;
 use super::{DOORBELL, Engine};
 use crate::config::{BLIND_SLICE, DEATH_CHECK, WAIT_SLICE, YIELD_FOR};
 use crate::error::Result;
@@ -99,9 +98,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
                     self.deaf = true;
                 }
             } else {
-                let worker = token as u32;
+                let Some((worker, process)) = self.handle.named_by(token) else { continue };
                 self.poll.remove(token)?;
-                if self.handle.process(worker).is_some_and(Process::has_exited) {
+                if process.has_exited() {
                     self.ended(worker)?;
                 } else {
                     // Somebody has closed the pidfd, and its number is another file's.
@@ -110,7 +109,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
             }
         }
         self.ready = ready;
-        let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(Process::has_exited);
+        let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(|it| it.has_exited());
         let gone: Vec<u32> = self.unwatched.extract_if(.., ended).collect();
         gone.into_iter().try_for_each(|worker| self.ended(worker))
     }

@@ -330,12 +330,6 @@ impl PyPort {
         Ok((code::FETCH, entry.task, Some(index)))
     }
 
-    /// True when the worker is to leave between two samples.
-    #[getter]
-    fn stopping(&self) -> bool {
-        self.port.stopping()
-    }
-
     /// Sends a batch that is a plain tree; False, and nothing sent, when it has to be pickled: always where users have
     /// reducers of their own for tensors or arrays.
     fn send(
@@ -416,11 +410,6 @@ impl PyPort {
     /// default_collate for plain floats or ints; None: torch's function is to do it.
     fn numbers(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         collate::numbers(py, Bridge::get(py)?, &batch)
-    }
-
-    /// Bytes of this worker's region that have pages.
-    fn warm_bytes(&self) -> u64 {
-        self.port.warm_bytes()
     }
 }
 

@@ -318,6 +318,11 @@ impl<T, R> Scheduler<T, R> {
         tasks
     }
 
+    /// Whether the worker's process has ended unexpectedly.
+    pub fn is_dead(&self, worker: WorkerId) -> bool {
+        self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Dead)
+    }
+
     /// Whether the worker takes tasks in this epoch (torch's `_workers_status`).
     pub fn is_active(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Active)

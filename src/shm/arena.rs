@@ -5,9 +5,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-use super::block::{self, CONSUMER, DELIVERED, Left, Parking, Remains};
-use super::layout::{Block, Control, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, Slot, VERSION};
-use super::ring::RingMemory;
+use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
+use super::layout::{
+    BlockEntry, ControlPage, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, RingSlot, VERSION,
+};
+use super::ring::{Consumer, Entry, RingMemory};
 use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -38,7 +40,7 @@ pub struct Usage {
 
 impl Usage {
     /// Adds the bytes of a block.
-    pub fn add_block(&mut self, entry: &Block) {
+    pub fn add_block(&mut self, entry: &BlockEntry) {
         let warm = entry.warm.load(Ordering::Relaxed);
         let state = entry.state.load(Ordering::Relaxed);
         self.warm = self.warm.saturating_add(warm);
@@ -219,20 +221,20 @@ impl Arena {
     }
 
     /// A worker's control page.
-    pub fn control(&self, worker: u32) -> &Control {
+    pub fn control(&self, worker: u32) -> &ControlPage {
         assert!(worker < self.geometry.workers);
         self.at(self.geometry.control(worker))
     }
 
     /// A worker's submission ring.
     pub fn task_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
-        let slots = self.slice::<Slot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
+        let slots = self.slice::<RingSlot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).tasks, slots)
     }
 
     /// A worker's completion ring.
     pub fn result_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
-        let slots = self.slice::<Slot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
+        let slots = self.slice::<RingSlot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).results, slots)
     }
 
@@ -244,7 +246,7 @@ impl Arena {
 
     /// A region's block table.
     #[inline]
-    pub fn table(&self, region: u32) -> &[Block] {
+    pub fn table(&self, region: u32) -> &[BlockEntry] {
         assert!(region < self.geometry.regions());
         self.slice(self.geometry.table(region), self.geometry.table_len)
     }
@@ -315,7 +317,7 @@ impl Arena {
 
     /// Reserves the page of a region's block table that entry `id` begins, if it begins one.
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
-        let (row, start) = (size_of::<Block>() as u64, self.geometry.table(region));
+        let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
         // Rows do not straddle pages: the table begins on one, and a page is a multiple of a row.
         if !begin.is_multiple_of(PAGE) {
@@ -370,7 +372,7 @@ impl Arena {
     }
 
     /// Gives the pages of a block back that nobody will use soon, however few they are. An error leaves them there.
-    fn punch_block(&self, region: u32, entry: &Block) {
+    fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
         if warm > 0 && self.punch_hole(region, offset, offset + warm).is_ok() {
@@ -395,28 +397,42 @@ impl Arena {
                 ring.head.0.store(0, Ordering::Relaxed);
             }
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
-            let status = &control.status;
-            status.state.store(0, Ordering::Relaxed);
-            status.pid.store(0, Ordering::Relaxed);
-            status.stack.store(0, Ordering::Relaxed);
-            status.terminated.store(0, Ordering::Relaxed);
-            for word in [
-                &status.since_ns,
-                &status.task,
-                &status.task_since_ns,
-                &status.tasks_done,
-                &status.sent,
-                &status.largest,
-                &status.promised,
-                &status.index_task,
-                &status.start_cpu_ns,
-                &status.start_queued_ns,
-            ] {
-                word.store(0, Ordering::Relaxed);
-            }
-            status.spent_ns.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+            control.status.reset();
         }
         // Whoever attaches is started after this, by fork or through a pipe; both order memory.
+    }
+
+    /// Makes a worker's rings, status page and region ready for its next process. The other workers, and the consumer's
+    /// blocks in this region, stay as they are. The worker's process has ended, wherever it was just then, and its results
+    /// have been taken in: so only this process acts on the region, in the place of its owner. `withdrawn` gets each task
+    /// that the worker had not taken. Blocks that belong to no result stay held until the arena is retired: those of a message
+    /// that was not yet published, and those that a child of the worker may look at.
+    ///
+    /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
+    pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
+        let control = self.control(worker);
+        let RingControl { tail, head } = &control.results;
+        if tail.0.load(Ordering::Relaxed) != head.0.load(Ordering::Relaxed) {
+            return Err(Error::usage(format!("results of worker {worker} have not been taken in")));
+        }
+        // The counters go on: the main process's ends of both rings stay valid.
+        let mut tasks = Consumer::new(self.task_ring(worker));
+        while let Some(entry) = tasks.pop()? {
+            withdrawn(entry);
+        }
+        control.sleeper.0.asleep.store(0, Ordering::Relaxed);
+        control.status.reset();
+        let table = &self.table(worker)[..self.block_count(worker) as usize];
+        let returned = &self.region_head(worker).returned;
+        block::take_returned(returned, table.len() as u32, |id| &table[id as usize], |_| {})?;
+        for entry in table {
+            block::release_owned(&entry.state, WORKER);
+            // It is on no stack if the owner ended while it took the stack over. Another thread may also be about to push it.
+            if entry.state.load(Ordering::Relaxed) == RETURNING {
+                self.punch_block(worker, entry);
+            }
+        }
+        Ok(())
     }
 
     /// For the time after the last worker has gone, by its own will, and all results have been let go of: takes back
@@ -514,14 +530,14 @@ pub struct ArenaRing {
     /// Keeps the memory mapped.
     _arena: Arc<Arena>,
     control: NonNull<RingControl>,
-    slots: NonNull<[Slot]>,
+    slots: NonNull<[RingSlot]>,
 }
 
 // SAFETY: the pointers lead to atomics in memory that `_arena` keeps mapped; `Arena` itself is Send and Sync.
 unsafe impl Send for ArenaRing {}
 
 impl ArenaRing {
-    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[Slot]) -> Self {
+    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[RingSlot]) -> Self {
         Self { control: NonNull::from(control), slots: NonNull::from(slots), _arena: arena }
     }
 }
@@ -534,7 +550,7 @@ impl RingMemory for ArenaRing {
     }
 
     #[inline]
-    fn slots(&self) -> &[Slot] {
+    fn slots(&self) -> &[RingSlot] {
         // SAFETY: points into the mapping that `_arena` keeps.
         unsafe { self.slots.as_ref() }
     }

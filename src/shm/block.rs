@@ -10,7 +10,7 @@
 //! block is on the stack at most once, and a new owner that scans the table never takes a block for free that
 //! somebody is about to push.
 
-use super::layout::Block;
+use super::layout::BlockEntry;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, fence};
 
@@ -104,7 +104,7 @@ impl Parking {
 
 /// Gives back a block whose last holder has let go by [`release`], after `punch` where the arena is parked.
 #[inline]
-pub fn give_back(parking: &Parking, head: &AtomicU32, block: &Block, id: u32, punch: impl FnOnce()) {
+pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u32, punch: impl FnOnce()) {
     // SYNC: parked-or-released (pairs with the fence in `Parking::begin`).
     fence(Ordering::SeqCst);
     if parking.0.load(Ordering::Relaxed) != 0 {
@@ -146,7 +146,7 @@ pub fn is_unseen(state: &AtomicU32) -> bool {
 /// Pushes a RETURNING block onto the return stack (Treiber's stack; since the owner takes it whole by a swap, the ABA
 /// problem cannot arise).
 #[inline]
-pub fn push_returned(head: &AtomicU32, block: &Block, id: u32) {
+pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     let mut first = head.load(Ordering::Relaxed);
     loop {
         block.next.store(first, Ordering::Relaxed);
@@ -163,7 +163,7 @@ pub fn push_returned(head: &AtomicU32, block: &Block, id: u32) {
 pub fn take_returned<'a>(
     head: &AtomicU32,
     blocks: u32,
-    block: impl Fn(u32) -> &'a Block,
+    block: impl Fn(u32) -> &'a BlockEntry,
     mut freed: impl FnMut(u32),
 ) -> Result<()> {
     if head.load(Ordering::Relaxed) == 0 {

@@ -22,7 +22,7 @@ type Key = (usize, u32, u32);
 
 /// What one fork (or the forks of one group) left marked.
 #[derive(Debug)]
-struct Generation {
+struct ForkMarks {
     /// The children; `None` where they cannot be watched: then the marks stay for ever.
     witness: Option<ForkWitness>,
     marked: HashSet<Key>,
@@ -39,8 +39,8 @@ struct Watched {
 #[derive(Debug, Default)]
 struct Table {
     arenas: HashMap<usize, Watched>,
-    generations: Vec<Generation>,
-    /// How many generations have marked a block.
+    marks: Vec<ForkMarks>,
+    /// How many forks have marked a block.
     counts: HashMap<Key, u32>,
 }
 
@@ -49,8 +49,8 @@ static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
     /// The forks that this thread makes now: what the children inherit, and what is marked.
-    static PENDING: RefCell<Option<(Option<WitnessMapping>, Generation)>> = const { RefCell::new(None) };
-    /// More than 0 while the workers of one iterator are started: they are one generation.
+    static PENDING: RefCell<Option<(Option<WitnessMapping>, ForkMarks)>> = const { RefCell::new(None) };
+    /// More than 0 while the workers of one iterator are started: they count as one fork.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
@@ -87,12 +87,12 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
-    while index < table.generations.len() {
-        if !table.generations[index].witness.as_ref().is_some_and(ForkWitness::all_ended) {
+    while index < table.marks.len() {
+        if !table.marks[index].witness.as_ref().is_some_and(ForkWitness::all_ended) {
             index += 1;
             continue;
         }
-        for key in table.generations.swap_remove(index).marked {
+        for key in table.marks.swap_remove(index).marked {
             let count = table.counts.entry(key).or_insert(1);
             *count -= 1;
             if *count > 0 {
@@ -108,7 +108,7 @@ pub fn reap() {
     }
 }
 
-/// From here to [`end_group`] the forks of this thread are one generation: the workers of one iterator.
+/// From here to [`end_group`] the forks of this thread count as one: the workers of one iterator.
 pub fn begin_group() {
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
@@ -123,13 +123,13 @@ pub fn end_group() {
 
 /// Files what this thread's forks have marked.
 fn finish() {
-    if let Some((_mapping, generation)) = PENDING.take() {
-        table().generations.push(generation);
+    if let Some((_mapping, marks)) = PENDING.take() {
+        table().marks.push(marks);
     }
 }
 
 /// Marks what is leased now, for the fork that follows.
-fn mark(pending: &mut Option<(Option<WitnessMapping>, Generation)>) {
+fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
         let Some(arena) = watched.arena.upgrade().filter(|arena| arena.is_ours()) else { continue };
@@ -143,12 +143,12 @@ fn mark(pending: &mut Option<(Option<WitnessMapping>, Generation)>) {
                 if !block::mark_if(&entry.state, holder, bit) {
                     continue;
                 }
-                let (_, generation) = pending.get_or_insert_with(|| {
+                let (_, marks) = pending.get_or_insert_with(|| {
                     let (witness, mapping) = ForkWitness::new().ok().unzip();
-                    (mapping, Generation { witness, marked: HashSet::new() })
+                    (mapping, ForkMarks { witness, marked: HashSet::new() })
                 });
                 let block = (key, region, id as u32);
-                if generation.marked.insert(block) {
+                if marks.marked.insert(block) {
                     *table.counts.entry(block).or_insert(0) += 1;
                 }
             }
@@ -182,8 +182,8 @@ extern "C" fn after_fork_in_child() {
         // SYNC: fork-table.
         TABLE.store(std::ptr::null_mut(), Ordering::Release);
         GROUP.with_borrow_mut(|depth| *depth = 0);
-        if let Some((mapping, generation)) = PENDING.take() {
-            drop(generation.witness);
+        if let Some((mapping, marks)) = PENDING.take() {
+            drop(marks.witness);
             std::mem::forget(mapping);
         }
     });
@@ -249,7 +249,7 @@ mod tests {
         first.end();
         assert!(forked());
         second.end();
-        assert!(forked(), "one of its generation is left");
+        assert!(forked(), "one child of that fork is left");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
         // Children that other tests fork meanwhile see it for a moment.

@@ -1,7 +1,7 @@
 //! What lies where in the arena: `#[repr(C)]` structs of atomics, and offsets, never pointers.
 //!
 //! ```text
-//! Header | bitmap | Control of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
+//! Header | bitmap | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
 //! ```
 //! Region `i < n` belongs to worker `i`, which alone allocates in it; region `n` belongs to the main process and
 //! carries index batches to the workers. Everything that is shared is an atomic: whatever a broken worker
@@ -35,13 +35,13 @@ pub unsafe trait Shared {}
 unsafe impl Shared for Header {}
 // SAFETY: as above.
 #[cfg(not(loom))]
-unsafe impl Shared for Control {}
+unsafe impl Shared for ControlPage {}
 // SAFETY: as above.
 #[cfg(not(loom))]
 unsafe impl Shared for RegionHead {}
 // SAFETY: as above.
 #[cfg(not(loom))]
-unsafe impl Shared for Block {}
+unsafe impl Shared for BlockEntry {}
 
 /// A value on a cache line of its own.
 #[repr(C, align(64))]
@@ -170,7 +170,7 @@ pub const SLOT_WORDS: usize = 8;
 /// One entry of a ring.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
-pub struct Slot(pub [AtomicU64; SLOT_WORDS]);
+pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
 
 /// What a worker says of itself: plain stores by the worker alone, read by errors, stall reports and statistics.
 #[repr(C, align(64))]
@@ -214,6 +214,28 @@ pub struct StatusPage {
     pub start_cpu_ns: AtomicU64,
     /// Nanoseconds that its main thread had waited for a core by then; 0 where the system does not say. Stored first.
     pub start_queued_ns: AtomicU64,
+}
+
+impl StatusPage {
+    /// Puts everything back to zero: no process has the page.
+    pub fn reset(&self) {
+        for word in [&self.state, &self.pid, &self.stack, &self.terminated] {
+            word.store(0, Ordering::Relaxed);
+        }
+        let words = [
+            &self.since_ns,
+            &self.task,
+            &self.task_since_ns,
+            &self.tasks_done,
+            &self.sent,
+            &self.largest,
+            &self.promised,
+            &self.index_task,
+            &self.start_cpu_ns,
+            &self.start_queued_ns,
+        ];
+        words.into_iter().chain(&self.spent_ns).for_each(|word| word.store(0, Ordering::Relaxed));
+    }
 }
 
 numbered_enum! {
@@ -302,7 +324,7 @@ impl WorkerState {
 /// The control page of one worker; its rings' slots follow it.
 #[repr(C)]
 #[derive(Debug, Default)]
-pub struct Control {
+pub struct ControlPage {
     /// What the worker does.
     pub status: StatusPage,
     /// The worker's side of its task ring: the main process rings it.
@@ -328,7 +350,7 @@ pub struct RegionHead {
 /// One entry of a block table.
 #[repr(C)]
 #[derive(Debug, Default)]
-pub struct Block {
+pub struct BlockEntry {
     /// The bits of `block.rs`.
     pub state: AtomicU32,
     /// The next block on the return stack plus one, 0 at its end.
@@ -449,22 +471,25 @@ impl Geometry {
     }
 
     fn control_len(&self) -> u64 {
-        round_up(size_of::<Control>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<Slot>() as u64, 128)
+        round_up(
+            size_of::<ControlPage>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<RingSlot>() as u64,
+            128,
+        )
     }
 
-    /// Offset of a worker's [`Control`].
+    /// Offset of a worker's [`ControlPage`].
     pub fn control(&self, worker: u32) -> u64 {
         self.controls() + u64::from(worker) * self.control_len()
     }
 
     /// Offset of a worker's task slots.
     pub fn task_slots(&self, worker: u32) -> u64 {
-        self.control(worker) + size_of::<Control>() as u64
+        self.control(worker) + size_of::<ControlPage>() as u64
     }
 
     /// Offset of a worker's result slots.
     pub fn result_slots(&self, worker: u32) -> u64 {
-        self.task_slots(worker) + u64::from(self.ring_slots) * size_of::<Slot>() as u64
+        self.task_slots(worker) + u64::from(self.ring_slots) * size_of::<RingSlot>() as u64
     }
 
     fn region_heads(&self) -> u64 {
@@ -482,7 +507,7 @@ impl Geometry {
 
     /// Offset of a region's block table.
     pub fn table(&self, region: u32) -> u64 {
-        self.tables() + u64::from(region) * u64::from(self.table_len) * size_of::<Block>() as u64
+        self.tables() + u64::from(region) * u64::from(self.table_len) * size_of::<BlockEntry>() as u64
     }
 
     fn data_start(&self) -> u64 {

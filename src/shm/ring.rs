@@ -4,7 +4,7 @@
 //! A ring's counters wrap at 2^32; its capacity is a power of two. An entry is published by one Release store of
 //! `tail` after its words have been written, so a producer that is killed half-way has published nothing.
 
-use super::layout::{RingControl, SLOT_WORDS, Slot};
+use super::layout::{RingControl, RingSlot, SLOT_WORDS};
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
 
@@ -16,7 +16,7 @@ pub trait RingMemory {
     /// The counters.
     fn control(&self) -> &RingControl;
     /// The slots; their number is a power of two and never changes.
-    fn slots(&self) -> &[Slot];
+    fn slots(&self) -> &[RingSlot];
 }
 
 /// The ring has no free slot.
@@ -115,18 +115,18 @@ impl<M: RingMemory> Consumer<M> {
 
 /// The heap twin of a ring in an arena, for tests, models and benches.
 pub mod heap {
-    use super::{Consumer, Producer, RingControl, RingMemory, Slot};
+    use super::{Consumer, Producer, RingControl, RingMemory, RingSlot};
     use std::sync::Arc;
 
     /// A ring on the heap.
     #[derive(Clone, Debug)]
-    pub struct HeapRing(Arc<(RingControl, Box<[Slot]>)>);
+    pub struct HeapRing(Arc<(RingControl, Box<[RingSlot]>)>);
 
     impl HeapRing {
         /// A ring of `slots` slots, a power of two.
         pub fn new(slots: usize) -> Self {
             assert!(slots.is_power_of_two());
-            Self(Arc::new((RingControl::default(), (0..slots).map(|_| Slot::default()).collect())))
+            Self(Arc::new((RingControl::default(), (0..slots).map(|_| RingSlot::default()).collect())))
         }
 
         /// Both ends.
@@ -140,7 +140,7 @@ pub mod heap {
             &self.0.0
         }
 
-        fn slots(&self) -> &[Slot] {
+        fn slots(&self) -> &[RingSlot] {
             &self.0.1
         }
     }

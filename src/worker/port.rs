@@ -1,21 +1,22 @@
 //! What a worker holds of its iterator: the ends of its two rings, the allocator of its region, the doorbell.
 
-use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::config::{HANDLER_CHECK_NS, IDLE_SLICE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
+use super::stack::StackOffer;
+use crate::config::{IDLE_SLICE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::{CONSUMER, WORKER, mark_if};
-use crate::shm::layout::{INDEX_BYTES, StackFile, StatusPage, WorkerState};
+use crate::shm::layout::{StatusPage, WorkerState};
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
-use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, Timings};
 
 /// What a worker finds when it asks for work.
 #[derive(Debug)]
@@ -55,10 +56,7 @@ pub struct Port {
     pub payload: Mutex<Vec<u8>>,
     /// Bytes of the largest batch: of the last few, and of the few before them. The loop alone writes it.
     largest: [AtomicU64; 2],
-    /// The handler that dumps the stack; 0 without one.
-    handler: AtomicUsize,
-    /// Monotonic nanoseconds of the last look whether it is in its place.
-    handler_seen: AtomicU64,
+    stack: StackOffer,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -91,8 +89,7 @@ impl Port {
             orphaned: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
-            handler: AtomicUsize::new(0),
-            handler_seen: AtomicU64::new(0),
+            stack: StackOffer::default(),
             arena,
         })
     }
@@ -118,92 +115,28 @@ impl Port {
         &self.arena.control(self.worker).status
     }
 
-    /// Says on the status page what the worker does from now on; returns the microseconds of what it did before.
+    /// Shows on the status page what the worker does from now on. Returns the microseconds in the state before.
     pub fn enter(&self, state: WorkerState) -> u32 {
         if !self.arena.is_ours() {
             return 0;
         }
         let now = sys::clock::monotonic_ns();
-        let spent = self.change(state, now);
+        let spent = self.status().change(state, now);
         if state == WorkerState::Idle {
-            self.look_after_handler(now);
+            self.stack.check_handler(self.status(), now);
         }
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// Says on the status page that a task is taken up, and that the worker is in the dataset from now on.
-    fn begin(&self, task: u64) {
-        let now = sys::clock::monotonic_ns();
-        let status = self.status();
-        // Before the state: who looks for stuck workers must not take the task before for this one.
-        status.task_since_ns.store(now, Ordering::Relaxed);
-        status.task.store(task, Ordering::Relaxed);
-        self.change(WorkerState::Fetch, now);
-        self.look_after_handler(now);
-    }
-
-    /// Notes a state that begins now; answers the nanoseconds in the state before.
-    fn change(&self, state: WorkerState, now: u64) -> u64 {
-        let status = self.status();
-        let before = WorkerState::from_u32(status.state.load(Ordering::Relaxed));
-        if before == WorkerState::Starting && status.start_cpu_ns.load(Ordering::Relaxed) == 0 {
-            status.start_queued_ns.store(sys::clock::queued_ns(), Ordering::Relaxed);
-            // SYNC: start-time (pairs with the Acquire in `WorkerTotals::of`).
-            status.start_cpu_ns.store(sys::clock::process_cpu_ns(), Ordering::Release);
-        }
-        let spent = now.saturating_sub(status.since_ns.load(Ordering::Relaxed));
-        // Before the sum: who finds this stretch in the sum must not find its begin as well, and count it twice.
-        status.since_ns.store(now, Ordering::Relaxed);
-        let sum = &status.spent_ns[before as usize];
-        // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
-        sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // Read for reports; that the worker has left counts only once its process has ended (`Handle::all_left`).
-        status.state.store(state as u32, Ordering::Relaxed);
-        spent
-    }
-
-    /// Makes the file for dumps of this process's stack; answers its descriptor. `None`: the status page says why. The file
-    /// stays open for as long as the process lives, because its number may be somebody else's file by the end.
+    /// Creates the file for dumps of this process's stack; see [`StackOffer::make_file`].
     pub fn make_stack_file(&self) -> Option<i32> {
-        let status = self.status();
-        let handler = sys::signal::handler_of(sys::signal::stack_signal());
-        if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
-            status.stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
-            return None;
-        }
-        let made = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
-        let place = made.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
-        let (Some(file), Some(identity)) = (made, place) else {
-            status.stack.store(StackFile::Refused.to_u32(), Ordering::Relaxed);
-            return None;
-        };
-        let (device, inode) = identity.place();
-        status.stack_device.store(device, Ordering::Relaxed);
-        status.stack_inode.store(inode, Ordering::Relaxed);
-        Some(file.into_raw_fd())
+        StackOffer::make_file(self.status())
     }
 
-    /// Tells the main process that the stack is dumped into the file of [`Port::make_stack_file`] from now on; or, with
-    /// `None`, that there is no handler which would.
+    /// Tells the main process that dumps of the stack go to the file of [`Port::make_stack_file`] from now on; `None`: there is
+    /// no handler that writes them.
     pub fn offer_stack(&self, fd: Option<i32>) {
-        let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
-        self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);
-        let file = fd.map_or(StackFile::Refused, StackFile::Descriptor);
-        // SYNC: stack-file
-        self.status().stack.store(file.to_u32(), Ordering::Release);
-    }
-
-    /// Takes the offer back if the user has put a handler of theirs in the place of ours: the signal would run it.
-    fn look_after_handler(&self, now: u64) {
-        let ours = self.handler.load(Ordering::Relaxed);
-        if ours == 0 || now - self.handler_seen.load(Ordering::Relaxed) < HANDLER_CHECK_NS {
-            return;
-        }
-        self.handler_seen.store(now, Ordering::Relaxed);
-        if sys::signal::handler_of(sys::signal::stack_signal()) != Some(ours) {
-            self.handler.store(0, Ordering::Relaxed);
-            self.status().stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
-        }
+        self.stack.offer(self.status(), fd);
     }
 
     /// True when the worker is to leave between two samples.
@@ -266,32 +199,19 @@ impl Port {
         }
         let Some(words) = lock(&self.ends).tasks.pop()? else { return Ok(None) };
         let entry = TaskEntry::from_words(&words)?;
-        self.begin(entry.task);
+        let (status, now) = (self.status(), sys::clock::monotonic_ns());
+        status.begin(entry.task, now);
+        self.stack.check_handler(status, now);
         if let Some(block) = entry.block {
             let region = self.arena.geometry().main_region();
             let mut payload = lock(&self.payload);
             self.arena.read_block(region, block, entry.len, &mut payload)?;
             self.arena.release(region, block, CONSUMER);
-            self.show_index(&entry, &payload);
+            status.show_index(&entry, &payload);
         } else {
-            self.show_index(&entry, &entry.inline[..entry.len as usize]);
+            status.show_index(&entry, &entry.inline[..entry.len as usize]);
         }
         Ok(Some(entry))
-    }
-
-    /// Puts the beginning of an index batch on the status page, for `rustloader top`. A pickle is not for others to open.
-    fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
-        let status = self.status();
-        let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
-        let mut head = [0; INDEX_BYTES];
-        let shown = payload.len().min(INDEX_BYTES);
-        head[..shown].copy_from_slice(&payload[..shown]);
-        for (word, bytes) in status.index.iter().zip(head.as_chunks().0) {
-            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
-        }
-        status.index_len.store(payload.len() as u64, Ordering::Relaxed);
-        // Read together with `task`: the two differ while the words are written.
-        status.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
     }
 
     /// A block of `len` bytes, held by this worker. Does not wait: see [`settle`].
@@ -323,11 +243,6 @@ impl Port {
         let whole = offset + len <= used && len >= used / 2;
         (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block))
             .then_some((block, offset))
-    }
-
-    /// Bytes of the region that have pages.
-    pub fn warm_bytes(&self) -> u64 {
-        lock(&self.allocator).warm_bytes()
     }
 
     /// Publishes an answer with a message. `leaves` are blocks that this worker holds; `kept` of them go on to be

@@ -1,0 +1,64 @@
+//! The offer to dump this worker's stack when the main process sends the signal for it.
+
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+
+use crate::config::HANDLER_CHECK_NS;
+use crate::shm::layout::{StackFile, StatusPage};
+use crate::sync::Ordering;
+use crate::sys;
+
+/// Nanoseconds between two checks that the handler that dumps the stack is still installed.
+
+/// The handler behind the offer.
+#[derive(Debug, Default)]
+pub(super) struct StackOffer {
+    /// The address of the handler that dumps the stack; 0 without one.
+    handler: AtomicUsize,
+    /// Monotonic nanoseconds of the last check that it is installed.
+    checked: AtomicU64,
+}
+
+impl StackOffer {
+    /// Creates the file for dumps of this process's stack and returns its descriptor. `None`: the status page says why. The file
+    /// stays open for the life of the process, because its number may be another file's by the end.
+    pub fn make_file(status: &StatusPage) -> Option<i32> {
+        let handler = sys::signal::handler_of(sys::signal::stack_signal());
+        if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
+            status.stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
+            return None;
+        }
+        let made = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
+        let place = made.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
+        let (Some(file), Some(identity)) = (made, place) else {
+            status.stack.store(StackFile::Refused.to_u32(), Ordering::Relaxed);
+            return None;
+        };
+        let (device, inode) = identity.place();
+        status.stack_device.store(device, Ordering::Relaxed);
+        status.stack_inode.store(inode, Ordering::Relaxed);
+        Some(file.into_raw_fd())
+    }
+
+    /// Offers dumps into the file `fd`, by the handler that is installed now; `None`: there is no such handler.
+    pub fn offer(&self, status: &StatusPage, fd: Option<i32>) {
+        let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
+        self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);
+        let file = fd.map_or(StackFile::Refused, StackFile::Descriptor);
+        // SYNC: stack-file
+        status.stack.store(file.to_u32(), Ordering::Release);
+    }
+
+    /// Withdraws the offer if the user has installed another handler: the signal would run that one.
+    pub fn check_handler(&self, status: &StatusPage, now: u64) {
+        let installed = self.handler.load(Ordering::Relaxed);
+        if installed == 0 || now - self.checked.load(Ordering::Relaxed) < HANDLER_CHECK_NS {
+            return;
+        }
+        self.checked.store(now, Ordering::Relaxed);
+        if sys::signal::handler_of(sys::signal::stack_signal()) != Some(installed) {
+            self.handler.store(0, Ordering::Relaxed);
+            status.stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
+        }
+    }
+}
