@@ -32,7 +32,7 @@ mod writer;
 
 pub use brief::brief;
 pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
-pub use writer::{Slot, Writer};
+pub use writer::{Placeholder, Writer};
 
 /// Leaves of fewer bytes travel inside the payload and are copied out on delivery.
 pub const INLINE_LIMIT: usize = 16 * 1024;

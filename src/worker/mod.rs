@@ -1,5 +1,7 @@
 //! The worker's end: its rings, its region, the watch over its parent, and SIGTERM.
 
+pub mod kept;
 pub mod port;
+pub mod stopwatch;
 pub mod terminate;
 pub mod watchdog;

@@ -15,7 +15,7 @@ from rustloader._core import Engine
 from rustloader.iterator import compat
 from rustloader.iterator.torch_side import TorchIter
 from rustloader.metrics import ledger
-from rustloader.workers import stalls
+from rustloader.workers import serialize, stalls
 
 __all__ = ["context_of", "fall_back", "make_engine", "process_class", "why_not"]
 
@@ -85,6 +85,9 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             bool(setting("persistent_workers")),
             float(setting("timeout")),
             stalls.limits(),
+            loads=serialize.loads,
+            dump_index=serialize.dump_index,
+            warn_stall=stalls.tell,
         )
     except (OSError, MemoryError) as error:
         return None, f"no shared memory can be had: {error}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rustloader._core import Counts
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
 
@@ -318,13 +319,17 @@ def check_interval(every: float) -> None:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def counted(figures: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ``Stats`` that an iterator's counters give. Counters of time are in nanoseconds."""
-    times = ("next", "first", "waited", "blocked", "sampler", "step")
+def counted(counts: Counts) -> dict[str, Any]:
+    """The fields of ``Stats`` that an iterator's counters give."""
     return {
-        "epochs": figures["epochs"],
-        "batches": figures["batches"],
-        "bytes": figures["bytes"],
-        **{f"{name}_seconds": figures[name] / 1e9 for name in times},
-        "copies": CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+        "epochs": counts.epochs,
+        "batches": counts.batches,
+        "bytes": counts.bytes,
+        "next_seconds": counts.next_seconds,
+        "first_seconds": counts.first_seconds,
+        "waited_seconds": counts.waited_seconds,
+        "blocked_seconds": counts.blocked_seconds,
+        "sampler_seconds": counts.sampler_seconds,
+        "step_seconds": counts.step_seconds,
+        "copies": CopyStats(counts.copies, counts.copied_bytes, counts.pickled),
     }

@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from rustloader import _core
-from rustloader._core import Meter
+from rustloader._core import Meter, Totals
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 
 __all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
@@ -104,8 +104,8 @@ class Ledger:
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
-    def figures(self) -> dict[str, Any]:
-        """What has been counted, see ``_core.figures``."""
+    def figures(self) -> Totals:
+        """What has been counted."""
         return _core.figures([self._ended, *self._meters])
 
 

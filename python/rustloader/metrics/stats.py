@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from rustloader._core import WorkerTotals
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
 from rustloader.limits import effective_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
@@ -92,6 +93,7 @@ def _cores() -> int:
 
 def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
     figures = ledger.figures()
+    counts = figures.counts
     # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
     times = ledger.processor_times()
 
@@ -99,33 +101,30 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
         num_workers=num_workers,
         cores=_cores(),
         iterators=ledger.iterators,
-        **counted(figures),
+        **counted(counts),
         workers=tuple(
             _worker(number, worker, times[number] if number < len(times) else NOTHING)
-            for number, worker in enumerate(figures["workers"])
+            for number, worker in enumerate(figures.workers)
         ),
-        slowest=tuple(
-            SlowBatch(task["index"], task["worker"], task["fetch"], task["collate"], task["pack"])
-            for task in figures["slowest"]
-        ),
-        arena=ArenaStats(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
-        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], figures["pinning"] / 1e9),
+        slowest=tuple(SlowBatch(it.index, it.worker, it.fetch, it.collate, it.pack) for it in figures.slowest),
+        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
+        pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         fallbacks=fallbacks,
     )
 
 
-def _worker(number: int, figures: dict[str, Any], time: WorkTime) -> WorkerStats:
+def _worker(number: int, totals: WorkerTotals, time: WorkTime) -> WorkerStats:
     return WorkerStats(
         id=number,
-        pid=figures["pid"],
-        alive=figures["alive"],
-        rss_bytes=_rss(figures["pid"]) if figures["alive"] else 0,
-        tasks=figures["tasks"],
-        starting_seconds=figures["starting"],
-        idle_seconds=figures["idle"],
-        fetch_seconds=figures["fetch"],
-        collate_seconds=figures["collate"],
-        pack_seconds=figures["pack"] + figures["publish"],
+        pid=totals.pid,
+        alive=totals.alive,
+        rss_bytes=_rss(totals.pid) if totals.alive else 0,
+        tasks=totals.tasks,
+        starting_seconds=totals.starting,
+        idle_seconds=totals.idle,
+        fetch_seconds=totals.fetch,
+        collate_seconds=totals.collate,
+        pack_seconds=totals.pack + totals.publish,
         cpu_seconds=time.cpu,
         queued_seconds=time.queued,
         unmeasured_seconds=time.unmeasured,
