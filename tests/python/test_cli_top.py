@@ -285,14 +285,15 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
 
 def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     def look(now, batches, **counts):
-        made = SimpleNamespace(**(vars(figures(1)) | {"now": now}))
-        made["counts"] = dict.fromkeys(COUNTS, 0) | {"epochs": 1, "batches": batches} | counts
+        zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
+        made = figures(1)
+        made.now, made.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
         return looks.Look((1, 2), made, (None,), (looks.NOTHING,))
 
     # All of the wait lies before the last seconds.
-    waited = {"waited": 10**12, "next": 10**12}
+    waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
     first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
-    now = look(910.5, 1100, step=10**10, **waited)
+    now = look(910.5, 1100, step_seconds=10.0, **waited)
     assert looks.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
     assert looks.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
     for earlier in (None, early):
@@ -683,13 +684,20 @@ def test_the_live_view_waits_for_loaders(tmp_path):
         os.close(writer)
 
 
+class Growing(SimpleNamespace):
+    """Figures with a difference, as `_core.Counts` and `_core.WorkerTotals` have it."""
+
+    def since(self, earlier):
+        return Growing(**{name: max(0, value - getattr(earlier, name)) for name, value in vars(self).items()})
+
+
 def figures(workers, stuck=()):
     """What `_core.observe` says of a loader, made up."""
 
     def worker(number):
         states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
         return SimpleNamespace(
-            totals=SimpleNamespace(pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, **states),
+            totals=Growing(pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, **states),
             state="fetch" if number in stuck else "idle",
             seconds_in_state=99.0 if number in stuck else 0.1,
             batch=number,
@@ -712,7 +720,7 @@ def figures(workers, stuck=()):
         persistent=True,
         pinning=True,
         epoch_batches=123456,
-        counts=SimpleNamespace(**dict.fromkeys(COUNTS, 10**9), **dict.fromkeys(TIMES, 1.0)),
+        counts=Growing(**dict.fromkeys(COUNTS, 10**9), **dict.fromkeys(TIMES, 1.0)),
         workers=[worker(number) for number in range(workers)],
         leased=1 << 40,
         warm=1 << 41,
