@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::shm::layout::VERSION;
-
 /// What went wrong, and what to do about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
@@ -25,6 +23,8 @@ pub enum Error {
     Layout {
         /// The version of its layout.
         found: u32,
+        /// The version that this library reads.
+        expected: u32,
     },
     /// The machine, or the memory cgroup, has no memory for a batch.
     NoMemory {
@@ -102,9 +102,9 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
-            Self::Layout { found } => write!(
+            Self::Layout { found, expected } => write!(
                 f,
-                "the shared memory has layout version {found}, and this rustloader ({}) reads version {VERSION}: use the \
+                "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use the \
                  rustloader of that process's environment",
                 env!("CARGO_PKG_VERSION")
             ),

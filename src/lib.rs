@@ -1,14 +1,19 @@
 //! The core of rustloader: a scheduler, a shared-memory arena and the engine that joins them.
 //!
-//! The layers, each of which knows only those below it:
+//! The layers. A module uses only what stands in the lines below its own; `tests/layers.rs` checks it against this table.
 //!
 //! ```text
-//! python (PyO3; the feature `python`)  ->  engine, worker  ->  metrics, scheduler, shm, wire  ->  error, id, sync
-//! python  ->  observe (an arena of another process)  ->  metrics, shm, tree, sys
-//!                                          engine, worker, metrics, shm  ->  sys (the only module with system calls)
-//! python  ->  tree (the bytes of a batch)  ->  copy (memory copies), error
+//! python                   Python classes over the rest (feature `python`)
+//! codec                    batches become bytes and leaves, and come back
+//! interop                  tensors, arrays, DLPack, calls of Python
+//! engine, observe, worker  main's end, a worker's end, an observer in another process
+//! metrics                  counters
+//! scheduler, tree, wire    who does what next; the bytes of a batch; the entries of the rings
+//! shm                      the arena: rings, blocks, leases
+//! copy, sys                memory copies; every system call
+//! error, id, numbered, sync
 //! ```
-//! ARCHITECTURE.md tells the way of a batch through them.
+//! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md describes the way of a batch.
 
 pub mod config;
 #[cfg(not(loom))]
@@ -21,7 +26,11 @@ pub mod shm;
 pub mod sync;
 
 #[cfg(not(loom))]
+pub mod codec;
+#[cfg(not(loom))]
 pub mod engine;
+#[cfg(not(loom))]
+pub mod interop;
 #[cfg(not(loom))]
 pub mod metrics;
 #[cfg(not(loom))]
@@ -35,9 +44,5 @@ pub mod wire;
 #[cfg(not(loom))]
 pub mod worker;
 
-#[cfg(all(feature = "python", not(loom)))]
-mod codec;
-#[cfg(all(feature = "python", not(loom)))]
-mod interop;
 #[cfg(all(feature = "python", not(loom)))]
 mod python;

@@ -90,7 +90,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     match version {
         0 => return Ok(None),
         VERSION => {}
-        found => return Err(Error::Layout { found }),
+        found => return Err(Error::Layout { found, expected: VERSION }),
     }
     let geometry = geometry_of(&header, file.len)?;
     let header = file.read_steady(0, |header: &Header| main_key(&header.main))?;

@@ -216,7 +216,7 @@ fn another_version_is_named() {
     let at = std::mem::offset_of!(Header, version);
     head[at..at + 4].copy_from_slice(&77u32.to_le_bytes());
     let error = observe(file_of(&head, arena.geometry().total).as_fd()).unwrap_err();
-    assert_eq!(error, Error::Layout { found: 77 });
+    assert_eq!(error, Error::Layout { found: 77, expected: VERSION });
     let text = error.to_string();
     assert!(
         text.contains("layout version 77") && text.contains(&format!("reads version {VERSION}")),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use rustloader::engine::completions::{Completions, Message};
-use rustloader::engine::pin::{self, Body, Parcel, Prepare};
+use rustloader::engine::pin::{self, Body, PinEvent, Prepare};
 use rustloader::engine::{Ending, Engine, Handle, Incoming, Step};
 use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
@@ -199,7 +199,7 @@ proptest! {
         let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, Body::run).unwrap();
         let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
         let take = |got: &mut Vec<Vec<u64>>| match link.parcels.recv_timeout(LIMIT).unwrap() {
-            Parcel::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
+            PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
             other => panic!("{other:?}"),
         };
         for &(worker, count, and_take) in &sends {
@@ -297,7 +297,7 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     assert_eq!((link.parcels.len(), prepared.load(SeqCst)), (most, most + 1));
     for expected in 0..40 {
         match link.parcels.recv_timeout(LIMIT).unwrap() {
-            Parcel::Result(_, Some(number)) => assert_eq!(number, expected),
+            PinEvent::Result(_, Some(number)) => assert_eq!(number, expected),
             other => panic!("{other:?}"),
         }
     }

@@ -1,7 +1,7 @@
 """The Rust extension. Only ``engine_batches`` is public; the rest is for the modules of this package."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final, type_check_only
 
 import torch
 
@@ -13,21 +13,26 @@ __all__ = [
     "DEAD",
     "END",
     "ERROR",
-    "FETCH",
     "INLINE_LIMIT",
     "LEAVE",
     "NO_PIN_THREAD",
     "RESUME",
     "TIMED_OUT",
     "UNREADABLE",
+    "Counts",
     "DeferredSignals",
     "Engine",
     "LeaseBuffer",
     "Meter",
+    "Observed",
+    "ObservedWorker",
     "Port",
+    "SlowTask",
     "StoppableIndices",
     "TimedCollate",
+    "Totals",
     "WorkerStopped",
+    "WorkerTotals",
     "__version__",
     "_collate",
     "_roundtrip",
@@ -63,10 +68,29 @@ TIMED_OUT: Final[int]
 NO_PIN_THREAD: Final[int]
 
 # What `Port.receive` answers.
-FETCH: Final[int]
 RESUME: Final[int]
 LEAVE: Final[int]
 UNREADABLE: Final[int]
+
+@type_check_only
+class StallWarning(Protocol):
+    """Names a stuck worker in the log.
+
+    ``index`` is the index batch that it is at, where that is known; ``why_not`` says why there is no ``stack``.
+    """
+
+    def __call__(
+        self,
+        worker: int,
+        pid: int,
+        starting: bool,
+        seconds: float,
+        state: str,
+        index: Any,
+        stack: str | None,
+        why_not: str | None,
+        /,
+    ) -> None: ...
 
 class WorkerStopped(BaseException):
     """Ends a fetch between two samples when the loader shuts down."""
@@ -83,7 +107,12 @@ class Engine:
         persistent: bool,
         timeout: float,
         stalls: StallLimits,
-    ) -> Engine: ...
+        loads: Callable[[bytes, list[Any]], Any],
+        dump_index: Callable[[Any], bytes],
+        warn_stall: StallWarning,
+    ) -> Engine:
+        """``loads`` unpickles a result with what stands beside it, ``dump_index`` pickles an index batch."""
+
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
 
@@ -109,8 +138,14 @@ class Engine:
         """Tasks sent in this epoch; tasks without a result; tasks not delivered, by worker; (number, worker) of each
         task that was not delivered. None while another thread is in ``next``. Any time."""
 
-    def start_pinning(self, pinner: Any) -> None:
-        """Starts the pin thread, after the workers. ``pinner`` is a ``_pin.Pinner``."""
+    def start_pinning(
+        self,
+        begin: Callable[[], None],
+        plain: Callable[[], tuple[Callable[[int], torch.Tensor], bool] | None],
+        pin: Callable[[Any], Any],
+        failure: Callable[[Exception], Any],
+    ) -> None:
+        """Starts the pin thread, after the workers. It calls the functions, see ``device.pinning.Pinner``."""
 
     def pinning(self) -> bool:
         """Whether a pin thread runs. Any time."""
@@ -169,6 +204,105 @@ class Engine:
         """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""
 
 @final
+class Counts:
+    """What the main process has counted."""
+
+    epochs: Final[int]
+    batches: Final[int]
+    bytes: Final[int]
+    copies: Final[int]
+    copied_bytes: Final[int]
+    pickled: Final[int]
+    next_seconds: Final[float]
+    waited_seconds: Final[float]
+    first_seconds: Final[float]
+    blocked_seconds: Final[float]
+    sampler_seconds: Final[float]
+    step_seconds: Final[float]
+    pinned: Final[int]
+    pinning_seconds: Final[float]
+    def since(self, earlier: Counts) -> Counts:
+        """What has been counted since an earlier moment."""
+
+@final
+class WorkerTotals:
+    """What a worker has done. Times are in seconds; the last seven are those of its states."""
+
+    pid: Final[int]
+    alive: Final[bool]
+    start_cpu: Final[float]
+    start_queued: Final[float]
+    tasks: Final[int]
+    starting: Final[float]
+    idle: Final[float]
+    fetch: Final[float]
+    collate: Final[float]
+    pack: Final[float]
+    publish: Final[float]
+    left: Final[float]
+    def since(self, earlier: WorkerTotals) -> WorkerTotals:
+        """What it has done since an earlier moment: tasks and the times of its states."""
+
+@final
+class SlowTask:
+    """One of the slowest tasks. Times are in seconds."""
+
+    index: Final[str]
+    worker: Final[int]
+    fetch: Final[float]
+    collate: Final[float]
+    pack: Final[float]
+
+@final
+class Totals:
+    """The figures of one or more iterators."""
+
+    counts: Final[Counts]
+    workers: Final[list[WorkerTotals]]
+    slowest: Final[list[SlowTask]]
+    leased: Final[int]
+    warm: Final[int]
+    blocks: Final[int]
+    high_water: Final[int]
+    pin_threads: Final[int]
+
+@final
+class ObservedWorker:
+    """A worker of another process's iterator at one moment. Times are in seconds."""
+
+    totals: Final[WorkerTotals]
+    state: Final[str]
+    seconds_in_state: Final[float]
+    batch: Final[int | None]
+    seconds_at_batch: Final[float]
+    index: Final[str | None]
+    queued: Final[int]
+    ready: Final[int]
+    warm: Final[int]
+
+@final
+class Observed:
+    """An iterator of another process at one moment. Times are in seconds."""
+
+    now: Final[float]
+    pid: Final[int]
+    state: Final[str]
+    seconds_in_state: Final[float]
+    started: Final[float]
+    stopping: Final[bool]
+    prefetch_factor: Final[int]
+    in_order: Final[bool]
+    persistent: Final[bool]
+    pinning: Final[bool]
+    epoch_batches: Final[int]
+    counts: Final[Counts]
+    workers: Final[list[ObservedWorker]]
+    leased: Final[int]
+    warm: Final[int]
+    high_water: Final[int]
+    blocks: Final[int]
+
+@final
 class Meter:
     """The counters of one iterator, which they outlive; or those of ended iterators."""
 
@@ -184,9 +318,18 @@ class Meter:
 class Port:
     """A worker's connection to the main process."""
 
-    def __new__(cls, memfd: int, doorbell: int, geometry: tuple[int, int, int], worker: int) -> Port: ...
+    def __new__(
+        cls,
+        memfd: int,
+        doorbell: int,
+        geometry: tuple[int, int, int],
+        worker: int,
+        load_index: Callable[[bytes], Any],
+    ) -> Port:
+        """``load_index`` unpickles an index batch."""
+
     @staticmethod
-    def inherit(engine: Engine, worker: int) -> Port:
+    def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
         """Opens the port in a forked child."""
 
     def watch(self, parent: tuple[int, int]) -> None:
@@ -200,8 +343,8 @@ class Port:
         """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""
 
     def receive(self) -> tuple[int, int, Any]:
-        """Waits for the next message without the GIL. Returns one of the codes `FETCH`, `RESUME`, `LEAVE` and
-        `UNREADABLE`, the task's number, and the index or the exception that unpickling it raised."""
+        """The next thing to do, waiting without the GIL: ``RESUME``, ``LEAVE``, ``UNREADABLE``, or another number for a
+        task to be fetched; the task's number; the index, or the exception that its unpickling has raised."""
 
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch; False, and nothing sent, when it has to be pickled: always where tensors and arrays
@@ -250,9 +393,9 @@ class TimedCollate:
 
 @final
 class DeferredSignals:
-    """A context in which signals are kept out: the process's handlers take a note, and this thread has them blocked.
-    What came meanwhile comes when it is left, to this thread. Entered once. Only SIGINT and SIGTERM, and only where
-    they have a handler, are kept from the process's other threads."""
+    """A context in which signals are deferred: the process's handlers take a note, and this thread has them blocked.
+    Signals that came meanwhile are raised in this thread when it is left. Entered once. Only SIGINT and SIGTERM, and
+    only where they have a handler, are deferred in the process's other threads."""
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
@@ -290,11 +433,10 @@ def observed() -> bool:
 def set_reporting(reporting: bool) -> None:
     """Has ``observed`` answer True while reports are in force."""
 
-def figures(meters: list[Meter]) -> dict[str, Any]:
-    """The figures of several iterators together, the latest last: counts by name (times in nanoseconds), and by
-    "workers" and "slowest" a dict for each (times in seconds)."""
+def figures(meters: list[Meter]) -> Totals:
+    """The figures of several iterators together, the latest last."""
 
-def inspect_arena(fd: int) -> dict[str, Any] | None:
+def inspect_arena(fd: int) -> Observed | None:
     """What the arena behind a descriptor shows of an iterator of another process; None while no iterator has it. Reads
     only. RuntimeError: it is no arena, or one of another version."""
 

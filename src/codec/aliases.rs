@@ -3,16 +3,25 @@
 
 use std::collections::HashMap;
 
-use pyo3::prelude::*;
-use pyo3::types::PyList;
-
-use super::encode::{Job, NotPlain, Plain};
-use super::seen::{Extent, Met, Seen};
+use super::draft::{NotPlain, PendingCopy, Plain};
+use super::seen::{Extent, Met, Object, Seen};
 use crate::config::{INLINE_LIMIT, OVERLAP_STEPS, STORAGE_WASTE};
-use crate::interop::tensor::{Bridge, TensorView};
+use crate::interop::view::TensorView;
 use crate::tree::layout::{Plan, Style};
 use crate::tree::overlap::{Lattice, any_shared, components};
-use crate::tree::{Kind, Slot, Writer};
+use crate::tree::{Kind, Placeholder, Writer};
+
+/// The tensors of a batch, as alias resolution asks for them.
+pub trait Tensors {
+    /// A tensor.
+    type Object: Object + Clone;
+
+    /// The memory of a tensor; `None` if it is plain no more.
+    fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
+
+    /// One object that keeps several tensors alive.
+    fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
+}
 
 /// What stands in the place of a stretch of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,31 +35,34 @@ enum Change {
 }
 
 /// Memory that is copied once.
-struct Shared<'py> {
+struct SharedMemory<O> {
     low: usize,
     len: usize,
     /// The tensors in it, which keep it alive.
-    tensors: Bound<'py, PyAny>,
+    tensors: O,
 }
 
-struct Aliases<'a, 'py> {
-    bridge: Option<&'a Bridge>,
-    leaves: &'a [Met<'py>],
+struct Aliases<'a, T: Tensors> {
+    tensors: &'a T,
+    leaves: &'a [Met<T::Object>],
     /// (where it begins, where what it replaces ends, what it is).
     changes: Vec<(usize, usize, Change)>,
-    storages: Vec<Shared<'py>>,
+    storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the part of the payload `out` from `from` on, and the slots of `jobs`.
-pub fn resolve<'py>(
-    bridge: Option<&Bridge>,
-    seen: &Seen<'py>,
+/// Rewrites the part of the payload `out` from `from` on, and the placeholders of `copies`.
+///
+/// # Errors
+/// The tensors share memory in a way that cannot be described.
+pub fn resolve<T: Tensors>(
+    tensors: &T,
+    seen: &Seen<T::Object>,
     extents: &[Extent],
     out: &mut Vec<u8>,
     from: usize,
-    jobs: Vec<Job<'py>>,
-) -> Result<Vec<Job<'py>>, NotPlain> {
-    let mut aliases = Aliases { bridge, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
+    copies: Vec<PendingCopy<T::Object>>,
+) -> Plain<Vec<PendingCopy<T::Object>>> {
+    let mut aliases = Aliases { tensors, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
     aliases
         .changes
         .extend(seen.again.iter().map(|again| (again.at, again.at + 1, Change::Back(again.first))));
@@ -67,10 +79,10 @@ pub fn resolve<'py>(
     );
     fits?;
     let old = out.split_off(from);
-    Ok(aliases.write(&old, out, from, jobs))
+    Ok(aliases.write(&old, out, from, copies))
 }
 
-impl<'py> Aliases<'_, 'py> {
+impl<T: Tensors> Aliases<'_, T> {
     /// Turns leaves that came before into references; the extents of those tensors that did not.
     fn repeated_leaves(&mut self, extents: &[Extent]) -> Vec<Extent> {
         let mut first: HashMap<usize, usize> = HashMap::new();
@@ -80,7 +92,7 @@ impl<'py> Aliases<'_, 'py> {
         let mut unique = Vec::new();
         for extent in ordered {
             let met = &self.leaves[extent.leaf];
-            let earlier = *first.entry(met.object.as_ptr() as usize).or_insert(extent.leaf);
+            let earlier = *first.entry(met.object.address()).or_insert(extent.leaf);
             if earlier != extent.leaf {
                 let first = self.leaves[earlier].written.0;
                 self.changes.push((met.written.0, met.written.1, Change::Back(first)));
@@ -99,9 +111,9 @@ impl<'py> Aliases<'_, 'py> {
         {
             return Ok(());
         }
-        let (leaves, bridge) = (self.leaves, self.bridge.ok_or(NotPlain)?);
+        let (leaves, tensors) = (self.leaves, self.tensors);
         let view = |extent: &Extent| {
-            let view = bridge.view(&leaves[extent.leaf].object).ok_or(NotPlain)?;
+            let view = tensors.view(&leaves[extent.leaf].object).ok_or(NotPlain)?;
             if view.ptr as usize == extent.start { Ok(view) } else { Err(NotPlain) }
         };
         let views = component.iter().map(view).collect::<Result<Vec<_>, _>>()?;
@@ -135,14 +147,19 @@ impl<'py> Aliases<'_, 'py> {
             self.changes.push((at, end, Change::Shared { leaf: extent.leaf, storage, low }));
         }
         let objects = extents.iter().map(|extent| &self.leaves[extent.leaf].object);
-        let py = self.leaves[extents[0].leaf].object.py();
-        let tensors = PyList::new(py, objects.collect::<Vec<_>>()).map_err(|_| NotPlain)?.into_any();
-        self.storages.push(Shared { low, len, tensors });
+        let tensors = self.tensors.together(objects.collect()).ok_or(NotPlain)?;
+        self.storages.push(SharedMemory { low, len, tensors });
         Ok(())
     }
 
     /// Writes the payload anew: the storages, then what was written before with the changes.
-    fn write(mut self, old: &[u8], out: &mut Vec<u8>, from: usize, jobs: Vec<Job<'py>>) -> Vec<Job<'py>> {
+    fn write(
+        mut self,
+        old: &[u8],
+        out: &mut Vec<u8>,
+        from: usize,
+        copies: Vec<PendingCopy<T::Object>>,
+    ) -> Vec<PendingCopy<T::Object>> {
         let mut marks: Vec<usize> = Vec::new();
         marks.extend(self.changes.iter().filter_map(|(_, _, change)| match change {
             Change::Back(first) => Some(*first),
@@ -156,18 +173,18 @@ impl<'py> Aliases<'_, 'py> {
 
         let mut writer = Writer::new(out);
         let mut made = self.write_storages(&mut writer);
-        let mut jobs = jobs.into_iter().peekable();
+        let mut copies = copies.into_iter().peekable();
         let mut copied = from;
         let end = (from + old.len(), from + old.len(), None);
         for (at, behind, change) in self.changes.iter().map(|&(a, b, c)| (a, b, Some(c))).chain([end]) {
             let moved = writer.len();
-            while let Some(mut job) = jobs.next_if(|job| job.slot.at() < at) {
-                job.slot = Slot::moved(job.slot.at() - copied + moved);
-                made.push(job);
+            while let Some(mut copy) = copies.next_if(|copy| copy.place.at() < at) {
+                copy.place = Placeholder::moved(copy.place.at() - copied + moved);
+                made.push(copy);
             }
             writer.raw(&old[copied - from..at - from]);
             // What is replaced needs no copy of its own.
-            while jobs.next_if(|job| job.slot.at() < behind).is_some() {}
+            while copies.next_if(|copy| copy.place.at() < behind).is_some() {}
             copied = behind;
             match change {
                 Some(Change::Mark) => writer.mark(),
@@ -181,24 +198,24 @@ impl<'py> Aliases<'_, 'py> {
         made
     }
 
-    fn write_storages(&self, writer: &mut Writer<'_>) -> Vec<Job<'py>> {
-        let mut jobs = Vec::new();
-        for Shared { low, len, tensors } in &self.storages {
+    fn write_storages(&self, writer: &mut Writer<'_>) -> Vec<PendingCopy<T::Object>> {
+        let mut copies = Vec::new();
+        for SharedMemory { low, len, tensors } in &self.storages {
             let (first, len) = (*low as *const u8, *len);
             if len < INLINE_LIMIT {
                 // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes: their storages
                 // hold all of it. The GIL is held, as while any tensor's memory is read.
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
-                let slot = writer.storage_outside(len);
-                jobs.push(Job::of_bytes(tensors.clone(), slot, first, len));
+                let place = writer.storage_outside(len);
+                copies.push(PendingCopy::of_bytes(tensors.clone(), place, first, len));
             }
         }
-        jobs
+        copies
     }
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
-        let view = self.bridge.and_then(|bridge| bridge.view(&self.leaves[leaf].object));
+        let view = self.tensors.view(&self.leaves[leaf].object);
         // It was there for `share` a moment ago; were it not, the payload would be refused by the reader.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);

@@ -5,11 +5,12 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 
-use super::Source;
-use super::pinned::{Copies, Pinned};
+use super::pinned::Pinned;
+use super::pinning::Copies;
+use super::{Source, within};
 use crate::config::DETACH_FROM;
 use crate::error::Error;
-use crate::interop::dlpack::{Heap, Lease};
+use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::{Bridge, SharedStorage};
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
@@ -37,9 +38,9 @@ pub fn decode_pinned<'py, S: Source>(
     bridge: &Bridge,
     payload: &[u8],
     source: &mut S,
-    pinned: Pinned<'py, S::Lease>,
+    pinned: Pinned<'py, S::Memory>,
     py: Python<'py>,
-) -> PyResult<(Py<PyAny>, Copies<S::Lease>)> {
+) -> PyResult<(Py<PyAny>, Copies<S::Memory>)> {
     let mut decoder = Decoder::new(py, Some(bridge), source);
     decoder.pinned = Some(pinned);
     walk(payload, &mut decoder)?;
@@ -66,7 +67,7 @@ pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
 struct Nothing;
 
 impl Source for Nothing {
-    type Lease = Heap;
+    type Memory = Heap;
 
     fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
         Err(Error::corrupt(format!("an index batch asks for leaf {index}")))
@@ -82,7 +83,7 @@ struct Decoder<'a, 'py, S: Source> {
     kept: Vec<Option<Bound<'py, PyAny>>>,
     storages: Vec<SharedStorage>,
     /// Where tensors go, if not into ordinary memory.
-    pinned: Option<Pinned<'py, S::Lease>>,
+    pinned: Option<Pinned<'py, S::Memory>>,
 }
 
 impl<S: Source> Build for Decoder<'_, '_, S> {
@@ -169,16 +170,6 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
         self.storages.push(made);
         Ok(())
     }
-}
-
-/// The offset of `len` bytes in a leaf, checked.
-fn within<L: Lease>(lease: &L, leaf: u32, offset: u64, len: usize, align: usize) -> PyResult<usize> {
-    let offset = usize::try_from(offset).ok().filter(|offset| {
-        offset.checked_add(len).is_some_and(|end| end <= lease.len())
-            && (lease.ptr() as usize).wrapping_add(*offset).is_multiple_of(align)
-    });
-    let beyond = || format!("a view of {len} bytes reaches beyond leaf {leaf} of {} bytes", lease.len());
-    Ok(offset.ok_or_else(|| Error::corrupt(beyond()))?)
 }
 
 #[inline]

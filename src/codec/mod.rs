@@ -5,56 +5,57 @@
 //! whole. A batch that comes back has the identities of its containers, tensors and arrays, and tensors that
 //! shared an element share it again. The first pass writes as if nothing came twice; only where something
 //! did, `aliases` resolves them.
+//!
+//! What needs no interpreter compiles without the feature `python`: the first pass (`draft`, `seen`), alias resolution, the
+//! sides of shared memory (`leaves`).
 
-mod aliases;
+pub mod aliases;
+pub mod draft;
+mod leaves;
+pub mod pinning;
+pub mod seen;
+#[cfg(test)]
+mod tests;
+
+#[cfg(feature = "python")]
 mod decode;
+#[cfg(feature = "python")]
 mod encode;
+#[cfg(feature = "python")]
+mod pickle;
+#[cfg(feature = "python")]
 mod pinned;
-pub mod roundtrip;
-mod seen;
+#[cfg(feature = "python")]
+pub(crate) mod prepare;
+#[cfg(feature = "python")]
+pub(crate) mod roundtrip;
 
-use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use crate::config::BUFFER_KEPT;
+use crate::error::{Error, Result};
+use crate::interop::memory::Memory;
 
-use crate::config::{BUFFER_KEPT, INLINE_LIMIT};
-use crate::error::Error;
-use crate::interop::dlpack::Lease;
-use crate::wire;
+#[cfg(feature = "python")]
+pub(crate) use decode::{decode, decode_indices, decode_pinned};
+#[cfg(feature = "python")]
+pub(crate) use encode::{encode, encode_indices};
+pub use leaves::Outgoing;
+#[cfg(feature = "python")]
+pub(crate) use pickle::{pickle_of, pickle_sum};
+#[cfg(feature = "python")]
+pub(crate) use pinned::Pinned;
 
-pub use decode::{decode, decode_indices, decode_pinned};
-pub use encode::{encode, encode_indices};
-pub use pinned::{Copies, Pinned};
-
-/// Gives back a buffer that one large message has blown up.
+/// Frees a buffer that one large message has blown up.
 pub fn shrink(buffer: &mut Vec<u8>) {
     if buffer.capacity() > BUFFER_KEPT {
         *buffer = Vec::new();
     }
 }
 
-/// The checksum of a pickle that travels in a leaf: a message's own one covers its payload alone.
-pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
-    let bytes = pickle.as_bytes();
-    if bytes.len() < INLINE_LIMIT {
-        return 0;
-    }
-    pickle.py().detach(|| wire::checksum(bytes)) as i64
-}
-
-/// A pickle and what travels beside it, out of a decoded payload; the checksum is checked.
-pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
-    let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
-    if pickle_sum(&pickle) != sum {
-        return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
-    }
-    Ok((pickle, objects))
-}
-
 /// Where an encoder puts what does not fit into the payload. Leaves are numbered from 0 in the order in which
-/// they are had.
+/// they are taken.
 pub trait Sink {
     /// Memory for a leaf of its own, page aligned: its number and where it lies.
-    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error>;
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
     /// Bytes that lie in memory which may travel as it is: the number of the leaf, and their offset in it.
     /// Asked only for leaves of at least [`INLINE_LIMIT`] bytes.
@@ -63,9 +64,23 @@ pub trait Sink {
 
 /// Where a decoder finds the leaves.
 pub trait Source {
-    /// The hold on a leaf.
-    type Lease: Lease;
+    /// A leaf's memory.
+    type Memory: Memory;
 
     /// Takes a leaf. A damaged payload may ask for one that is not there, or twice: that is an error.
-    fn leaf(&mut self, index: u32) -> Result<Self::Lease, Error>;
+    fn leaf(&mut self, index: u32) -> Result<Self::Memory>;
+}
+
+/// The offset of `len` bytes in a leaf, checked.
+///
+/// # Errors
+/// [`Error::Corrupt`]: they reach beyond the leaf, or their address is no multiple of `align`.
+#[inline]
+pub fn within<M: Memory>(memory: &M, leaf: u32, offset: u64, len: usize, align: usize) -> Result<usize> {
+    let offset = usize::try_from(offset).ok().filter(|offset| {
+        offset.checked_add(len).is_some_and(|end| end <= memory.len())
+            && (memory.ptr() as usize).wrapping_add(*offset).is_multiple_of(align)
+    });
+    let beyond = || format!("a view of {len} bytes reaches beyond leaf {leaf} of {} bytes", memory.len());
+    offset.ok_or_else(|| Error::corrupt(beyond()))
 }

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 
 use super::{Sink, Source, decode, decode_indices, encode, encode_indices};
 use crate::error::Error;
-use crate::interop::dlpack::{Heap, Lease};
+use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
 
 type Made = Option<Py<PyAny>>;
@@ -36,7 +36,7 @@ impl Sink for HeapLeaves {
 }
 
 impl Source for HeapLeaves {
-    type Lease = Heap;
+    type Memory = Heap;
 
     fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
         let leaf = self.leaves.get_mut(index as usize).and_then(Option::take);

@@ -2,17 +2,22 @@
 
 use std::collections::HashMap;
 
-use pyo3::prelude::*;
-
 use crate::tree::Kind;
 
 /// Objects searched one by one before they are hashed.
 const FEW: usize = 16;
 
+/// An object of a batch, or a reference to it.
+pub trait Object {
+    /// What tells it from all other objects while the batch lives.
+    fn address(&self) -> usize;
+}
+
 /// A leaf with memory, in the order of the payload.
-pub struct Met<'py> {
+#[derive(Debug)]
+pub struct Met<O> {
     /// The tensor or array.
-    pub object: Bound<'py, PyAny>,
+    pub object: O,
     /// Which of both.
     pub kind: Kind,
     /// Whether its elements share memory, so that there is only a gap for it.
@@ -45,8 +50,9 @@ pub struct Again {
     pub first: usize,
 }
 
-/// Notes objects and memory, and says whether something came twice. The batch keeps all of it alive.
-pub struct Seen<'py> {
+/// Notes objects and memory, and tells whether something came twice. The batch keeps all of it alive.
+#[derive(Debug)]
+pub struct Seen<O> {
     /// Addresses of objects, and where their encodings begin.
     few: [(usize, usize); FEW],
     count: usize,
@@ -54,14 +60,20 @@ pub struct Seen<'py> {
     /// Objects that came again.
     pub again: Vec<Again>,
     /// Leaves with memory.
-    pub leaves: Vec<Met<'py>>,
+    pub leaves: Vec<Met<O>>,
     /// Whether each began behind the end of the one before.
     ascending: bool,
     /// Whether one of them is a window.
     pub windows: bool,
 }
 
-impl<'py> Seen<'py> {
+impl<O> Default for Seen<O> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<O> Seen<O> {
     /// Nothing seen.
     pub fn new() -> Self {
         Self {
@@ -99,7 +111,7 @@ impl<'py> Seen<'py> {
 
     /// Notes a leaf with memory.
     #[inline]
-    pub fn leaf(&mut self, met: Met<'py>) {
+    pub fn leaf(&mut self, met: Met<O>) {
         self.ascending &= self.leaves.last().is_none_or(|last| last.end <= met.start);
         self.leaves.push(met);
     }
@@ -111,9 +123,51 @@ impl<'py> Seen<'py> {
         if self.ascending && !certain {
             return None;
         }
-        let extent = |(leaf, met): (usize, &Met<'_>)| Extent { start: met.start, end: met.end, leaf };
+        let extent = |(leaf, met): (usize, &Met<O>)| Extent { start: met.start, end: met.end, leaf };
         let mut extents: Vec<Extent> = self.leaves.iter().enumerate().map(extent).collect();
         extents.sort_unstable();
         (certain || extents.windows(2).any(|pair| pair[0].end > pair[1].start)).then_some(extents)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn an_object_is_found_again_where_it_stood_first(addresses in proptest::collection::vec(1usize..40, 0..120)) {
+            let (mut seen, mut first) = (Seen::<()>::new(), HashMap::new());
+            for (at, address) in addresses.into_iter().enumerate() {
+                prop_assert_eq!(seen.object(address, at), first.get(&address).copied());
+                first.entry(address).or_insert(at);
+            }
+        }
+
+        #[test]
+        fn leaves_are_tangled_where_two_extents_overlap(
+            extents in proptest::collection::vec((0usize..60, 1usize..9), 0..12),
+            windows: bool,
+        ) {
+            let mut seen = Seen::new();
+            seen.windows = windows;
+            for &(start, len) in &extents {
+                let (kind, written) = (Kind::Tensor, (0, 0));
+                seen.leaf(Met { object: (), kind, window: false, written, start, end: start + len });
+            }
+            let overlap = |(a, b): (&(usize, usize), &(usize, usize))| a.0 < b.0 + b.1 && b.0 < a.0 + a.1;
+            let pairs = extents.iter().enumerate().flat_map(|(i, a)| extents[i + 1..].iter().map(move |b| (a, b)));
+            let want = windows || pairs.into_iter().any(overlap);
+            let found = seen.tangled();
+            prop_assert_eq!(found.is_some(), want);
+            if let Some(found) = found {
+                prop_assert!(found.is_sorted());
+                let starts = found.iter().map(|it| (extents[it.leaf].0, it.end - it.start));
+                prop_assert!(starts.eq(found.iter().map(|it| (it.start, extents[it.leaf].1))));
+                prop_assert_eq!(found.len(), extents.len());
+            }
+        }
     }
 }

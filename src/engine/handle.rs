@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::page;
-use super::pin::Control;
+use super::pin::PinControl;
 use super::process::Process;
 use super::status::Status;
 use crate::config::{EXIT_CHECK, WAIT_SLICE};
@@ -43,7 +43,7 @@ pub struct Handle {
     /// Locked for moments only, and in a forked child not at all: another thread may have held a lock at the fork.
     slots: Box<[Mutex<WorkerSlot>]>,
     /// The pin thread's, where there is one.
-    pinning: OnceLock<Arc<Control>>,
+    pinning: OnceLock<Arc<PinControl>>,
     /// What is counted of the iterator.
     pub meter: Arc<Meter>,
     closing: AtomicBool,
@@ -123,15 +123,15 @@ impl Handle {
     }
 
     /// The control of the pin thread that is about to be started.
-    pub(super) fn control_of_pinning(&self) -> Result<Arc<Control>> {
-        let control = Arc::new(Control::new()?);
+    pub(super) fn control_of_pinning(&self) -> Result<Arc<PinControl>> {
+        let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
         placed.map_err(|_| Error::usage("an iterator has one pin thread"))?;
         Ok(control)
     }
 
     /// The pin thread's control, where there is such a thread.
-    pub fn pinning(&self) -> Option<&Control> {
+    pub fn pinning(&self) -> Option<&PinControl> {
         self.pinning.get().map(Arc::as_ref)
     }
 
@@ -242,7 +242,7 @@ impl Handle {
                 |worker| self.process(worker).map_or((0, false), |it| (it.pid as u32, !it.has_exited()));
             totals.add_arena(&self.arena, now);
         }
-        totals.pin_threads = u32::from(self.pinning().is_some_and(Control::is_alive));
+        totals.pin_threads = u32::from(self.pinning().is_some_and(PinControl::is_alive));
         totals
     }
 

@@ -60,12 +60,12 @@ impl<T, B: Send + 'static> Engine<T, B> {
         Ok(())
     }
 
-    fn unpack(&mut self, parcel: pin::Parcel<B>) -> Result<()> {
+    fn unpack(&mut self, parcel: pin::PinEvent<B>) -> Result<()> {
         match parcel {
-            pin::Parcel::Result(incoming, ready) => self.completed(incoming, ready),
-            pin::Parcel::Drained(worker) => self.died(worker),
-            pin::Parcel::Broken(error) => Err(error),
-            pin::Parcel::Gone(cause) => {
+            pin::PinEvent::Result(incoming, ready) => self.completed(incoming, ready),
+            pin::PinEvent::Drained(worker) => self.died(worker),
+            pin::PinEvent::Broken(error) => Err(error),
+            pin::PinEvent::Gone(cause) => {
                 self.pin_thread_gone = Some(cause);
                 Ok(())
             }

@@ -5,6 +5,7 @@
 //! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
 
 pub mod completions;
+pub mod gate;
 pub mod handle;
 mod intake;
 mod page;

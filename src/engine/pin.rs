@@ -9,9 +9,9 @@
 //! The thread owns the consumer's ends of the rings ([`Completions`]). A batch that waits in the channel is outstanding for the scheduler,
 //! so the channel never holds more than `max_tasks` of them and a few words beside.
 //! A worker's end is reported to the scheduler only after the thread has drained that worker's ring, which
-//! [`Parcel::Drained`] says in the same channel: so whatever the worker had published comes first.
+//! [`PinEvent::Drained`] says in the same channel: so whatever the worker had published comes first.
 //!
-//! A fork may copy a lock of the channel or of [`Control`] while the thread holds it. In the child nobody asks for one:
+//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. In the child nobody asks for one:
 //! the engine forgets the link, receiver and all, and callers look first whether the process is theirs.
 
 use std::any::Any;
@@ -51,7 +51,7 @@ pub trait Prepare: Send + 'static {
 
 /// What the thread hands on.
 #[derive(Debug)]
-pub enum Parcel<B> {
+pub enum PinEvent<B> {
     /// A result; a batch has been made ready, the rest is as it came.
     Result(Incoming, Option<B>),
     /// The ring of a worker that has ended is empty.
@@ -64,7 +64,7 @@ pub enum Parcel<B> {
 
 /// What stops and wakes the thread, and says whether it still runs. Used from any thread, without the turn.
 #[derive(Debug)]
-pub struct Control {
+pub struct PinControl {
     stop: AtomicBool,
     life: Arc<Life>,
     /// The thread, once it runs.
@@ -89,7 +89,7 @@ impl Life {
     }
 }
 
-impl Control {
+impl PinControl {
     /// For a thread that has not been started.
     pub fn new() -> Result<Self> {
         Ok(Self {
@@ -129,11 +129,11 @@ impl Control {
 #[derive(Debug)]
 pub struct Link<B> {
     /// What the thread hands on.
-    pub parcels: Receiver<Parcel<B>>,
+    pub parcels: Receiver<PinEvent<B>>,
     /// Workers whose rings the thread is to drain.
     pub drain: Sender<u32>,
     /// The thread's control.
-    pub control: Arc<Control>,
+    pub control: Arc<PinControl>,
 }
 
 /// The thread's side.
@@ -142,8 +142,8 @@ pub struct Body<P: Prepare> {
     completions: Completions,
     arena: Arc<Arena>,
     handle: Arc<Handle>,
-    control: Arc<Control>,
-    parcels: Sender<Parcel<P::Ready>>,
+    control: Arc<PinControl>,
+    parcels: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
 }
 
@@ -186,7 +186,7 @@ pub fn start<P: Prepare>(
             Err(panic) => Some(format!("it panicked: {}", text_of(panic.as_ref()))),
         };
         if let Some(cause) = cause {
-            hand_on(&last_word, Parcel::Gone(cause), &last_control, &last_hands);
+            hand_on(&last_word, PinEvent::Gone(cause), &last_control, &last_hands);
         }
         // Descriptors and mappings hang on these: who has waited for the end finds them gone.
         drop((last_word, last_control, last_hands));
@@ -202,11 +202,11 @@ pub fn start<P: Prepare>(
 
 /// Puts a parcel into the channel and wakes `next`; gives back one that nobody will ask for any more.
 fn hand_on<B>(
-    to: &Sender<Parcel<B>>,
-    parcel: Parcel<B>,
-    control: &Control,
+    to: &Sender<PinEvent<B>>,
+    parcel: PinEvent<B>,
+    control: &PinControl,
     handle: &Handle,
-) -> Option<Parcel<B>> {
+) -> Option<PinEvent<B>> {
     let mut parcel = parcel;
     loop {
         match to.send_timeout(parcel, WAIT_SLICE) {
@@ -214,7 +214,7 @@ fn hand_on<B>(
             Err(SendTimeoutError::Disconnected(back)) => return Some(back),
             Err(SendTimeoutError::Timeout(back)) => parcel = back,
         }
-        // SYNC: pin-stop (pairs with the Release in `Control::stop`).
+        // SYNC: pin-stop (pairs with the Release in `PinControl::stop`).
         if control.stop.load(Ordering::Acquire) || handle.closing() {
             return Some(parcel);
         }
@@ -247,7 +247,7 @@ impl<P: Prepare> Body<P> {
         poll.add(doorbell, DOORBELL).map_err(|error| error.to_string())?;
         while !self.stopped() {
             if let Err(error) = self.take_in()? {
-                self.hand_on(Parcel::Broken(error));
+                self.hand_on(PinEvent::Broken(error));
                 return Ok(());
             }
             self.sleep(&mut poll)?;
@@ -256,13 +256,13 @@ impl<P: Prepare> Body<P> {
     }
 
     fn stopped(&self) -> bool {
-        // SYNC: pin-stop (pairs with the Release in `Control::stop`).
+        // SYNC: pin-stop (pairs with the Release in `PinControl::stop`).
         self.control.stop.load(Ordering::Acquire) || self.handle.closing()
     }
 
-    fn hand_on(&self, parcel: Parcel<P::Ready>) {
+    fn hand_on(&self, parcel: PinEvent<P::Ready>) {
         let back = hand_on(&self.parcels, parcel, &self.control, &self.handle);
-        if let Some(Parcel::Result(incoming, None)) = back {
+        if let Some(PinEvent::Result(incoming, None)) = back {
             completions::discard(&self.arena, &incoming);
         }
     }
@@ -280,7 +280,7 @@ impl<P: Prepare> Body<P> {
                             Err(error) => return Ok(Err(error)),
                         }
                     }
-                    self.hand_on(Parcel::Drained(worker));
+                    self.hand_on(PinEvent::Drained(worker));
                 }
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => {
                     match self.completions.next(&self.arena) {
@@ -311,7 +311,7 @@ impl<P: Prepare> Body<P> {
             }
             false => None,
         };
-        self.hand_on(Parcel::Result(incoming, ready));
+        self.hand_on(PinEvent::Result(incoming, ready));
         Ok(())
     }
 

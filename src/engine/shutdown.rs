@@ -48,12 +48,12 @@ impl<T, B: Send + 'static> Engine<T, B> {
             completions::discard(&arena, &incoming);
         }
         // The thread itself is asked: it has the consumer's ends of the rings for as long as it runs.
-        if self.handle.pinning().is_some_and(pin::Control::is_alive) {
+        if self.handle.pinning().is_some_and(pin::PinControl::is_alive) {
             return Ending::Retire(arena);
         }
         if let Some(Intake::Thread(link)) = &self.intake {
             while let Ok(parcel) = link.parcels.try_recv() {
-                if let pin::Parcel::Result(incoming, None) = parcel {
+                if let pin::PinEvent::Result(incoming, None) = parcel {
                     completions::discard(&arena, &incoming);
                 }
             }

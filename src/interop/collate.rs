@@ -3,21 +3,22 @@
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::dlpack::{Heap, Lease};
-use super::tensor::{Bridge, TensorView, items};
+use super::memory::{Heap, Memory};
+use super::tensor::{Bridge, items};
+use super::view::{StackPlan, TensorView};
 use crate::config::{INLINE_LIMIT, STREAM_FROM};
 use crate::copy::copy;
 use crate::tree::dtype::Dtype;
-use crate::tree::layout::{Dims, is_contiguous};
+use crate::tree::layout::is_contiguous;
 
 /// `torch.stack` of a list or tuple of plain tensors of one dtype and shape: a contiguous tensor of shape
 /// `(len(batch), *shape)`. Its memory comes from `alloc` from [`INLINE_LIMIT`] bytes on (ordinary memory where
 /// that gives none).
-pub fn stack<L: Lease>(
+pub fn stack<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
-    alloc: &mut dyn FnMut(usize) -> PyResult<Option<L>>,
+    alloc: &mut dyn FnMut(usize) -> PyResult<Option<M>>,
 ) -> PyResult<Option<Py<PyAny>>> {
     // The items are held: other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
@@ -25,13 +26,8 @@ pub fn stack<L: Lease>(
     if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {
         return Ok(None);
     }
-    let Some(shape) = Dims::new(&[&[items.len() as i64], &*first.shape].concat()) else { return Ok(None) };
-    let Some(strides) = Dims::contiguous(&shape) else { return Ok(None) };
-    let elements = first.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(usize::try_from(size).ok()?));
-    let each = elements.and_then(|n| n.checked_mul(first.dtype.itemsize()));
-    let Some((each, total)) = each.and_then(|each| Some((each, each.checked_mul(items.len())?))) else {
-        return Ok(None);
-    };
+    let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
+    let StackPlan { shape, strides, each, total } = plan;
     // To look at every item costs more than torch needs for all of a small batch.
     let sources = if total < STREAM_FROM {
         None

@@ -27,8 +27,6 @@ codes! {
 
     // What `Port.receive` answers.
 
-    /// A task to be fetched.
-    FETCH = 0;
     /// A new epoch begins.
     RESUME = 1;
     /// The worker is to leave.
@@ -36,3 +34,6 @@ codes! {
     /// A task whose index cannot be loaded.
     UNREADABLE = 3;
 }
+
+/// As the others of `Port.receive`: a task to be fetched. Python treats every other number so.
+pub const FETCH: u8 = 0;

@@ -1,21 +1,17 @@
-//! The bindings: thin classes over the engine and the worker's port. Only this folder names pyo3.
+//! The bindings: thin classes over the engine and the worker's port.
 
+mod callbacks;
 mod code;
 mod engine;
-mod errors;
 #[cfg(feature = "failpoints")]
 mod failpoints;
-mod indices;
-mod leaves;
+mod figures;
+mod gate;
 mod limits;
-mod meter;
-mod observe;
 mod pin;
 mod port;
 mod profiler;
-mod runtime;
 mod signals;
-mod turn;
 
 use pyo3::prelude::*;
 
@@ -26,15 +22,13 @@ mod _core {
     #[pymodule_export]
     use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
-    use super::indices::{StoppableIndices, WorkerStopped};
+    use super::figures::{
+        Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, observe_arena,
+    };
     #[pymodule_export]
     use super::limits::{cpu_quota, memory_limits};
     #[pymodule_export]
-    use super::meter::{PyMeter, figures};
-    #[pymodule_export]
-    use super::observe::observe_arena;
-    #[pymodule_export]
-    use super::port::{PyPort, TimedCollate};
+    use super::port::PyPort;
     #[pymodule_export]
     use super::profiler::{observed, set_reporting};
     #[pymodule_export]
@@ -42,7 +36,9 @@ mod _core {
     #[pymodule_export]
     use crate::codec::roundtrip::{_collate, _roundtrip};
     #[pymodule_export]
-    use crate::interop::dlpack::{LeaseBuffer, heap_storage};
+    use crate::interop::dlpack::buffer::{LeaseBuffer, heap_storage};
+    #[pymodule_export]
+    use crate::interop::fetcher::{StoppableIndices, TimedCollate, WorkerStopped};
     #[pymodule_export]
     use crate::interop::tensor::is_plain_leaf;
 

@@ -1,7 +1,6 @@
 //! The worker's side: one `Port` a worker process.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::exceptions::{PyException, PyValueError};
@@ -10,165 +9,60 @@ use pyo3::types::{PyBytes, PyList};
 
 use super::code;
 use super::engine::PyEngine;
-use super::indices::StoppableIndices;
-use super::runtime::Runtime;
-use crate::codec::{self, Sink};
-use crate::config::{COLLECT_BATCHES, COLLECT_FROM, INLINE_LIMIT, RETAINED_MAX};
+use crate::codec::{self, Outgoing};
+use crate::config::INLINE_LIMIT;
 use crate::error::Error;
 use crate::interop::collate;
-use crate::interop::dlpack::{Lease, LeaseBuffer};
+use crate::interop::dlpack::buffer::LeaseBuffer;
+use crate::interop::fetcher::{StoppableIndices, TimedCollate};
 use crate::interop::tensor::Bridge;
-use crate::shm::alloc::settle;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys::signal::{self, stack_signal};
-use crate::wire::{Leaf, ResultKind, TaskEntry, TaskKind, Timings};
-use crate::worker::port::{Keep, Port, Received};
+use crate::wire::{ResultKind, TaskEntry, TaskKind};
+use crate::worker::kept::{Kept, WorkerLease};
+use crate::worker::port::{Port, Received};
+use crate::worker::stopwatch::Stopwatch;
 use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
-
-/// What objects of the worker hold.
-#[derive(Default)]
-struct Held {
-    /// Bytes of blocks.
-    bytes: AtomicU64,
-    /// Bytes of the largest batch so far.
-    largest: AtomicU64,
-    /// At so many bytes the collector is called next.
-    collect_at: AtomicU64,
-}
-
-/// A worker's own hold on a block, for tensors that it makes in the arena.
-pub struct WorkerLease {
-    port: Arc<Port>,
-    held: Arc<Held>,
-    block: u32,
-    memory: *mut u8,
-    len: usize,
-}
-
-// SAFETY: a raw pointer into a shared mapping; giving the block back takes the allocator's lock.
-unsafe impl Send for WorkerLease {}
-
-impl WorkerLease {
-    /// `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory. When the machine or
-    /// the memory cgroup has none that is an error: ordinary memory would bring the OOM killer.
-    fn new(py: Python<'_>, port: &PyPort, len: usize) -> PyResult<Option<Self>> {
-        if port.collect_garbage(py, len as u64).is_none() {
-            return Ok(None);
-        }
-        let pause = |time| py.detach(|| std::thread::sleep(time));
-        let (block, memory) = match settle(|| port.port.allocate(len as u64), pause) {
-            Ok(allocated) => allocated,
-            Err(error @ Error::NoMemory { .. }) => return Err(error.into()),
-            Err(_) => return Ok(None),
-        };
-        port.held.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Ok(Some(Self { port: port.port.clone(), held: port.held.clone(), block, memory, len }))
-    }
-}
-
-impl Lease for WorkerLease {
-    fn ptr(&self) -> *mut u8 {
-        self.memory
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-}
-
-impl Drop for WorkerLease {
-    fn drop(&mut self) {
-        self.held.bytes.fetch_sub(self.len as u64, Ordering::Relaxed);
-        self.port.release(self.block);
-    }
-}
-
-/// The blocks of a message in the making. What has not been sent is given back.
-struct Outgoing<'a> {
-    port: &'a Port,
-    leaves: Vec<(Leaf, Keep)>,
-}
-
-impl Sink for Outgoing<'_> {
-    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
-        // With the GIL: the batch that is being read must not change meanwhile.
-        let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
-        self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
-        Ok((self.leaves.len() as u32 - 1, memory))
-    }
-
-    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
-        let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
-        if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
-            return None;
-        }
-        self.leaves.push((Leaf { block, len: offset + len as u64 }, Keep::Yes));
-        Some((self.leaves.len() as u32 - 1, offset))
-    }
-}
-
-impl Outgoing<'_> {
-    fn send(&mut self, task: u64, kind: ResultKind, payload: &[u8], timings: Timings) -> Result<(), Error> {
-        self.port.send(task, kind, &self.leaves, payload, timings)?;
-        self.leaves.clear();
-        Ok(())
-    }
-}
-
-impl Drop for Outgoing<'_> {
-    fn drop(&mut self) {
-        for (leaf, keep) in &self.leaves {
-            if *keep == Keep::No {
-                self.port.release(leaf.block);
-            }
-        }
-    }
-}
 
 /// A worker's connection to the main process.
 #[pyclass(frozen, name = "Port", module = "rustloader._core")]
 pub struct PyPort {
     port: Arc<Port>,
-    runtime: Arc<Runtime>,
+    /// `load_index(payload)`: unpickles an index batch.
+    load_index: Py<PyAny>,
     /// Reused for each batch.
     payload: Mutex<Vec<u8>>,
-    held: Arc<Held>,
-    fetch_us: AtomicU32,
-    collate_us: AtomicU32,
+    kept: Arc<Kept>,
+    stopwatch: Arc<Stopwatch>,
     /// The main process, where no watchdog looks after it.
     unguarded: OnceLock<Parent>,
 }
 
 impl PyPort {
-    /// Calls Python's collector where garbage may be what holds the arena's blocks. `None`: the worker keeps so much that
-    /// `len` bytes more had better be ordinary memory.
-    fn collect_garbage(&self, py: Python<'_>, len: u64) -> Option<()> {
-        let held = &self.held;
-        let limit = COLLECT_FROM.max(COLLECT_BATCHES * held.largest.load(Ordering::Relaxed));
-        let limit = limit.max(held.collect_at.load(Ordering::Relaxed));
-        if held.bytes.load(Ordering::Relaxed) + len <= limit {
-            return Some(());
-        }
+    /// Memory in the arena for `len` bytes; `None` where ordinary memory is the better choice. Calls Python's collector first if
+    /// garbage may be what holds the arena's blocks.
+    fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // An error of a finalizer has been reported by Python already.
-        let _ = py.import("gc").and_then(|gc| gc.call_method0("collect"));
-        let kept = held.bytes.load(Ordering::Relaxed);
-        held.collect_at.store(2 * (kept + len), Ordering::Relaxed);
-        (kept + len <= RETAINED_MAX.max(limit)).then_some(())
+        let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
+        if !self.kept.has_room(len as u64, collect) {
+            return Ok(None);
+        }
+        let pause = |time| py.detach(|| std::thread::sleep(time));
+        Ok(WorkerLease::new(&self.port, &self.kept, len, pause)?)
     }
 
     /// Publishes a message and notes its size.
     fn publish(
         &self,
-        outgoing: &mut Outgoing<'_>,
+        outgoing: Outgoing<'_>,
         task: u64,
         kind: ResultKind,
         payload: &[u8],
     ) -> Result<(), Error> {
-        let bytes = outgoing.leaves.iter().map(|(leaf, _)| leaf.len).sum();
-        self.held.largest.fetch_max(bytes, Ordering::Relaxed);
-        outgoing.send(task, kind, payload, self.timings())
+        self.kept.note_batch(outgoing.bytes());
+        outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))
     }
 
     /// Sends what is a plain tree; false, and nothing sent, for everything else.
@@ -180,10 +74,10 @@ impl PyPort {
         value: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
         let mut payload = self.payload();
-        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
+        let mut outgoing = Outgoing::new(&self.port);
         let plain = codec::encode(py, Bridge::get(py)?, value, &mut payload, &mut outgoing)?;
         if plain {
-            self.publish(&mut outgoing, task, kind, &payload)?;
+            self.publish(outgoing, task, kind, &payload)?;
         }
         codec::shrink(&mut payload);
         Ok(plain)
@@ -206,36 +100,21 @@ impl PyPort {
         }
     }
 
-    fn over(py: Python<'_>, arena: Arc<Arena>, doorbell: OwnedFd, worker: u32) -> PyResult<Self> {
+    fn over(arena: Arc<Arena>, doorbell: OwnedFd, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
         Ok(Self {
             port: Arc::new(Port::open(arena, worker, doorbell)?),
-            runtime: Runtime::get(py)?,
-            payload: Mutex::new(Vec::new()),
-            held: Arc::default(),
-            fetch_us: AtomicU32::new(0),
-            collate_us: AtomicU32::new(0),
+            load_index,
+            payload: Mutex::default(),
+            kept: Arc::default(),
+            stopwatch: Arc::default(),
             unguarded: OnceLock::new(),
         })
-    }
-
-    fn timings(&self) -> Timings {
-        Timings {
-            fetch_us: self.fetch_us.swap(0, Ordering::Relaxed),
-            collate_us: self.collate_us.swap(0, Ordering::Relaxed),
-            pack_us: self.port.enter(WorkerState::Publish),
-        }
     }
 
     fn payload(&self) -> MutexGuard<'_, Vec<u8>> {
         let mut payload = self.payload.lock().unwrap_or_else(PoisonError::into_inner);
         payload.clear();
         payload
-    }
-
-    /// Ends a stretch of time in the dataset.
-    fn after_fetch(&self, next: WorkerState) {
-        let us = self.port.enter(next);
-        self.fetch_us.fetch_add(us, Ordering::Relaxed);
     }
 }
 
@@ -244,11 +123,11 @@ impl PyPort {
     /// Opens worker `worker`'s port. The descriptors are the caller's to give away.
     #[new]
     fn new(
-        py: Python<'_>,
         memfd: i32,
         doorbell: i32,
         geometry: (u64, u32, u32),
         worker: u32,
+        load_index: Py<PyAny>,
     ) -> PyResult<Self> {
         // SAFETY: the caller gives both descriptors away; they are open.
         let (memfd, doorbell) = unsafe { (OwnedFd::from_raw_fd(memfd), OwnedFd::from_raw_fd(doorbell)) };
@@ -257,16 +136,16 @@ impl PyPort {
         if worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }
-        Self::over(py, Arena::attach(memfd, geometry)?, doorbell, worker)
+        Self::over(Arena::attach(memfd, geometry)?, doorbell, worker, load_index)
     }
 
     /// Opens worker `worker`'s port in a forked child, over what it has inherited of the main process's engine.
     #[staticmethod]
-    fn inherit(py: Python<'_>, engine: &PyEngine, worker: u32) -> PyResult<Self> {
+    fn inherit(engine: &PyEngine, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
         // In a child the engine lets its descriptors be.
         // SAFETY: the number is the doorbell's, and nobody else in this process closes it.
         let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
-        Self::over(py, engine.handle.arena.inherited(), doorbell, worker)
+        Self::over(engine.handle.arena.inherited(), doorbell, worker, load_index)
     }
 
     /// Starts the thread that ends this process after the main process `(pid, start time)` has ended. Where no thread can be
@@ -306,12 +185,12 @@ impl PyPort {
                 None => return Ok((code::LEAVE, 0, None)),
             },
         };
-        let held = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
-        let bytes = held.as_deref().map_or(&entry.inline[..], |payload| payload);
+        let in_block = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
+        let bytes = in_block.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {
             TaskKind::Plain => codec::decode_indices(py, bytes)?,
-            TaskKind::Pickle => match self.runtime.load_index.bind(py).call1((PyBytes::new(py, bytes),)) {
+            TaskKind::Pickle => match self.load_index.bind(py).call1((PyBytes::new(py, bytes),)) {
                 Ok(index) => index.unbind(),
                 Err(error) if error.is_instance_of::<PyException>(py) => {
                     return Ok((code::UNREADABLE, entry.task, Some(error.into_value(py).into_any())));
@@ -324,7 +203,7 @@ impl PyPort {
             }
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
-        if let Some(mut payload) = held {
+        if let Some(mut payload) = in_block {
             codec::shrink(&mut payload);
         }
         Ok((code::FETCH, entry.task, Some(index)))
@@ -339,7 +218,7 @@ impl PyPort {
         batch: Bound<'_, PyAny>,
         leaves_are_ours: bool,
     ) -> PyResult<bool> {
-        self.after_fetch(WorkerState::Pack);
+        self.stopwatch.end_fetch(&self.port, WorkerState::Pack);
         Ok(leaves_are_ours && self.encode(py, task, ResultKind::Plain, &batch)?)
     }
 
@@ -360,8 +239,7 @@ impl PyPort {
 
     /// Sends an error as a pickle.
     fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {
-        let mut outgoing = Outgoing { port: &self.port, leaves: Vec::new() };
-        Ok(self.publish(&mut outgoing, task, ResultKind::Error, pickle.as_bytes())?)
+        Ok(self.publish(Outgoing::new(&self.port), task, ResultKind::Error, pickle.as_bytes())?)
     }
 
     /// Says that the iterable dataset is at its end.
@@ -389,8 +267,8 @@ impl PyPort {
     }
 
     /// `collate_fn`, timed.
-    fn timed(slf: Bound<'_, Self>, collate_fn: Bound<'_, PyAny>) -> TimedCollate {
-        TimedCollate { port: slf.unbind(), collate_fn: collate_fn.unbind() }
+    fn timed(&self, collate_fn: Bound<'_, PyAny>) -> TimedCollate {
+        TimedCollate::new(self.port.clone(), self.stopwatch.clone(), collate_fn.unbind())
     }
 
     /// An `UntypedStorage` of `nbytes` bytes in the arena; None where ordinary memory is the better choice.
@@ -398,40 +276,17 @@ impl PyPort {
         if nbytes < INLINE_LIMIT {
             return Ok(None);
         }
-        let Some(lease) = WorkerLease::new(py, self, nbytes)? else { return Ok(None) };
+        let Some(lease) = self.lease(py, nbytes)? else { return Ok(None) };
         LeaseBuffer::new(lease).storage(py).map(Some)
     }
 
     /// default_collate for plain tensors of one dtype and shape; None: torch's function is to do it.
     fn stack(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
-        collate::stack(py, Bridge::get(py)?, &batch, &mut |len| WorkerLease::new(py, self, len))
+        collate::stack(py, Bridge::get(py)?, &batch, &mut |len| self.lease(py, len))
     }
 
     /// default_collate for plain floats or ints; None: torch's function is to do it.
     fn numbers(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         collate::numbers(py, Bridge::get(py)?, &batch)
-    }
-}
-
-/// A collate function, on its way into torch's fetcher, that says on the status page when it runs.
-#[pyclass(frozen, module = "rustloader._core")]
-pub struct TimedCollate {
-    port: Py<PyPort>,
-    collate_fn: Py<PyAny>,
-}
-
-#[pymethods]
-impl TimedCollate {
-    fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let port = self.port.get();
-        port.after_fetch(WorkerState::Collate);
-        let collated = self.collate_fn.bind(py).call1((batch,));
-        let us = port.port.enter(WorkerState::Fetch);
-        port.collate_us.fetch_add(us, Ordering::Relaxed);
-        collated.map(Bound::unbind)
-    }
-
-    fn __getattr__(&self, py: Python<'_>, name: &str) -> PyResult<Py<PyAny>> {
-        self.collate_fn.bind(py).getattr(name).map(Bound::unbind)
     }
 }

@@ -32,7 +32,7 @@ mod writer;
 
 pub use brief::brief;
 pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
-pub use writer::{Slot, Writer};
+pub use writer::{Placeholder, Writer};
 
 /// Containers of the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

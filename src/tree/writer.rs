@@ -11,15 +11,15 @@ pub struct Writer<'a> {
 
 /// Where a leaf's number and offset will be written when they are known.
 #[derive(Clone, Copy, Debug)]
-pub struct Slot(usize);
+pub struct Placeholder(usize);
 
-impl Slot {
+impl Placeholder {
     /// Its position in the payload.
     pub fn at(self) -> usize {
         self.0
     }
 
-    /// The same slot after its bytes were moved to where `at` is now its position.
+    /// The same placeholder after its bytes were moved to where `at` is now its position.
     pub fn moved(at: usize) -> Self {
         Self(at)
     }
@@ -98,7 +98,7 @@ impl<'a> Writer<'a> {
     }
 
     /// A bytes object of `len` bytes that lie elsewhere; [`Self::fill`] says where.
-    pub fn bytes_outside(&mut self, len: usize) -> Slot {
+    pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
         self.slot()
@@ -161,13 +161,13 @@ impl<'a> Writer<'a> {
     }
 
     /// A leaf that lies elsewhere; [`Self::fill`] says where.
-    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Slot {
+    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
     }
 
-    fn slot(&mut self) -> Slot {
-        let slot = Slot(self.out.len());
+    fn slot(&mut self) -> Placeholder {
+        let slot = Placeholder(self.out.len());
         self.out.extend_from_slice(&[0; 12]);
         slot
     }
@@ -196,7 +196,7 @@ impl<'a> Writer<'a> {
     }
 
     /// A storage that lies elsewhere; [`Self::fill`] says where.
-    pub fn storage_outside(&mut self, len: usize) -> Slot {
+    pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);
         self.slot()
@@ -222,7 +222,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes the place of a leaf.
-    pub fn fill(&mut self, slot: Slot, leaf: u32, offset: u64) {
+    pub fn fill(&mut self, slot: Placeholder, leaf: u32, offset: u64) {
         self.out[slot.0..slot.0 + 4].copy_from_slice(&leaf.to_le_bytes());
         self.out[slot.0 + 4..slot.0 + 12].copy_from_slice(&offset.to_le_bytes());
     }

@@ -1,7 +1,9 @@
 //! The worker's end: its rings, its region, the watch over its parent, and SIGTERM.
 
+pub mod kept;
 pub mod port;
 mod stack;
 mod status;
+pub mod stopwatch;
 pub mod terminate;
 pub mod watchdog;

@@ -8,8 +8,6 @@ use crate::shm::layout::{StackFile, StatusPage};
 use crate::sync::Ordering;
 use crate::sys;
 
-/// Nanoseconds between two checks that the handler that dumps the stack is still installed.
-
 /// The handler behind the offer.
 #[derive(Debug, Default)]
 pub(super) struct StackOffer {

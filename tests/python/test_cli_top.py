@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 from pinning_support import pinning
@@ -261,7 +262,7 @@ def test_pinning_is_shown():
         for _ in range(8):
             next(iterator)
         (look,) = model.take(os.getpid())
-        assert look.figures["pinning"] and look.figures["counts"]["pinned"] >= 7
+        assert look.figures.pinning and look.figures.counts.pinned >= 7
         shown = model.Loader(os.getpid(), None, look)
         assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
         assert any("pinned" in text for line in view.frame(1, "", [shown], 100) for text, _ in line)
@@ -286,14 +287,15 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
 
 def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     def look(now, batches, **counts):
-        made = figures(1) | {"now": now}
-        made["counts"] = dict.fromkeys(COUNTS, 0) | {"epochs": 1, "batches": batches} | counts
+        zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
+        made = figures(1)
+        made.now, made.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
         return model.Look((1, 2), made, (None,), (model.NOTHING,))
 
     # All of the wait lies before the last seconds.
-    waited = {"waited": 10**12, "next": 10**12}
+    waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
     first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
-    now = look(910.5, 1100, step=10**10, **waited)
+    now = look(910.5, 1100, step_seconds=10.0, **waited)
     assert model.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
     assert model.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
     for earlier in (None, early):
@@ -686,51 +688,53 @@ def test_the_live_view_waits_for_loaders(tmp_path):
         os.close(writer)
 
 
+class Growing(SimpleNamespace):
+    """Figures with a difference, as `_core.Counts` and `_core.WorkerTotals` have it."""
+
+    def since(self, earlier):
+        return Growing(**{name: max(0, value - getattr(earlier, name)) for name, value in vars(self).items()})
+
+
 def figures(workers, stuck=()):
     """What `_core.inspect_arena` says of a loader, made up."""
 
     def worker(number):
-        seconds = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
-        return {
-            "pid": 0,
-            "state": "fetch" if number in stuck else "idle",
-            "seconds_in_state": 99.0 if number in stuck else 0.1,
-            "tasks": 100,
-            "batch": number,
-            "seconds_at_batch": 99.0,
-            "index": "[10000, 10001, 10002, 10003, 10004, 10005, 10006, ... 256 in all]",
-            "queued": 0,
-            "ready": 0,
-            "warm": 1 << 20,
-            "start_cpu": 0.5,
-            "start_queued": 0.0,
-            "seconds": seconds,
-        }
+        states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
+        return SimpleNamespace(
+            totals=Growing(pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, **states),
+            state="fetch" if number in stuck else "idle",
+            seconds_in_state=99.0 if number in stuck else 0.1,
+            batch=number,
+            seconds_at_batch=99.0,
+            index="[10000, 10001, 10002, 10003, 10004, 10005, 10006, ... 256 in all]",
+            queued=0,
+            ready=0,
+            warm=1 << 20,
+        )
 
-    return {
-        "now": 1000.0,
-        "started": 100.0,
-        "pid": os.getpid(),
-        "state": "waiting",
-        "seconds_in_state": 98.7,
-        "stopping": False,
-        "prefetch_factor": 2,
-        "in_order": False,
-        "persistent": True,
-        "pinning": True,
-        "epoch_batches": 123456,
-        "counts": dict.fromkeys(COUNTS, 10**9),
-        "workers": [worker(number) for number in range(workers)],
-        "leased": 1 << 40,
-        "warm": 1 << 41,
-        "high_water": 1 << 42,
-        "blocks": 1000,
-    }
+    return SimpleNamespace(
+        now=1000.0,
+        started=100.0,
+        pid=os.getpid(),
+        state="waiting",
+        seconds_in_state=98.7,
+        stopping=False,
+        prefetch_factor=2,
+        in_order=False,
+        persistent=True,
+        pinning=True,
+        epoch_batches=123456,
+        counts=Growing(**dict.fromkeys(COUNTS, 10**9), **dict.fromkeys(TIMES, 1.0)),
+        workers=[worker(number) for number in range(workers)],
+        leased=1 << 40,
+        warm=1 << 41,
+        high_water=1 << 42,
+        blocks=1000,
+    )
 
 
-COUNTS = (
-    "epochs batches bytes copies copied_bytes pickled next waited first blocked sampler step pinned pinning"
-).split()
+COUNTS = "epochs batches bytes copies copied_bytes pickled pinned".split()
+TIMES = [f"{name}_seconds" for name in "next waited first blocked sampler step pinning".split()]
 
 
 def made_up(workers, stuck=()):

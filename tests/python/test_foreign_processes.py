@@ -32,7 +32,7 @@ if not TORCH_MODE:
     from rustloader import _core, cleanup, report
     from rustloader.config import StallLimits
     from rustloader.iterator import fallback
-    from rustloader.workers import group
+    from rustloader.workers import group, serialize, stalls
     from rustloader.workers import process as worker_process
 
 FORK = multiprocessing.get_context("fork")
@@ -282,7 +282,10 @@ def test_what_descends_from_this_process():
 def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
         from rustloader import _core
-        engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0))
+        from rustloader.config import StallLimits
+        from rustloader.workers import serialize, stalls
+        callbacks = serialize.loads, serialize.dump_index, stalls.tell
+        engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
         try:
             engine.started(0, {pid})
         except RuntimeError as error:
@@ -298,7 +301,8 @@ def test_the_engine_takes_no_such_pid(pid):
 @pytest.mark.ours
 def test_s9_a_stranger_is_watched_and_not_signalled():
     """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
-    engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0))
+    callbacks = serialize.loads, serialize.dump_index, stalls.tell
+    engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
     read, write = os.pipe()
     if os.fork() == 0:
         stranger = os.fork()

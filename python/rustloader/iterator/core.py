@@ -139,7 +139,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             group.start(self._context, self._dataset, job)
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
-                core.start_pinning(pinning.Pinner(self._pin_memory_device))
+                pinner = pinning.Pinner(self._pin_memory_device)
+                core.start_pinning(begin=pinner.begin, plain=pinner.plain, pin=pinner.pin, failure=pinner.failure)
                 self._pin_memory_thread = pinning.Thread(core)  # type: ignore[assignment]
                 self._pin_memory_thread_done_event = pinning.DoneEvent(core)  # type: ignore[assignment]
         except BaseException as error:

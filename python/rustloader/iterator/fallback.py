@@ -16,6 +16,7 @@ from rustloader._core import Engine
 from rustloader.config import stall_limits
 from rustloader.metrics import ledger
 from rustloader.torch_side import TorchIter, is_torchs
+from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
 
 __all__ = ["context_of", "fall_back", "make_engine", "why_not"]
@@ -109,6 +110,9 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             bool(setting("persistent_workers")),
             float(setting("timeout")),
             stall_limits(),
+            loads=serialize.loads,
+            dump_index=serialize.dump_index,
+            warn_stall=stalls.tell,
         )
     except (OSError, MemoryError) as error:
         return None, f"cannot create the engine: {error}"

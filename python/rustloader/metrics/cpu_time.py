@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rustloader._core import Meter
+from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
 from rustloader.procfs import read, stat
 
@@ -76,20 +76,19 @@ def started(pid: int) -> str | None:
     return fields[_STARTED] if len(fields) > _STARTED else None
 
 
-def of_work(time: ProcessorTime | None, figures: dict[str, Any]) -> WorkTime:
+def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
     """What of a process's time is work on batches: all since its first task.
 
     Args:
         time: all of its time; None where it is unknown.
-        figures: a worker's, of ``_core.observe`` or of ``_core.figures`` for one iterator.
+        figures: a worker's, of one iterator.
     """
-    if not figures["start_cpu"]:
+    if not figures.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
-        seconds = figures.get("seconds", figures)
-        return WorkTime(unmeasured=sum(seconds[part] for part in ("fetch", "collate", "pack", "publish")))
-    queued = None if time.queued is None else max(0.0, time.queued - figures["start_queued"])
-    return WorkTime(max(0.0, time.cpu - figures["start_cpu"]), queued)
+        return WorkTime(unmeasured=figures.fetch + figures.collate + figures.pack + figures.publish)
+    queued = None if time.queued is None else max(0.0, time.queued - figures.start_queued)
+    return WorkTime(max(0.0, time.cpu - figures.start_cpu), queued)
 
 
 def _queued(pid: int) -> float | None:
@@ -120,7 +119,7 @@ class Workers:
         """By the worker's number."""
         if self._ended is not None:
             return self._ended
-        workers = figures_of([self._meter])["workers"]
+        workers = figures_of([self._meter]).workers
         times = [of_process(pid, start) for pid, start in self._processes]
         # In a forked child there may be no figures.
         found = [of_work(time, figures) for time, figures in zip(times, workers, strict=False)]

@@ -1,10 +1,11 @@
 """What ``rustloader.stats()`` gives."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rustloader._core import Counts, WorkerTotals
 from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.parts import (
     ArenaStats,
@@ -132,33 +133,37 @@ def check_interval(every: float) -> None:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def counted(figures: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ``Stats`` that an iterator's counters give. Counters of time are in nanoseconds."""
-    times = ("next", "first", "waited", "blocked", "sampler", "step")
+def counted(counts: Counts) -> dict[str, Any]:
+    """The fields of ``Stats`` that an iterator's counters give."""
     return {
-        "epochs": figures["epochs"],
-        "batches": figures["batches"],
-        "bytes": figures["bytes"],
-        **{f"{name}_seconds": figures[name] / 1e9 for name in times},
-        "copies": CopyStats(figures["copies"], figures["copied_bytes"], figures["pickled"]),
+        "epochs": counts.epochs,
+        "batches": counts.batches,
+        "bytes": counts.bytes,
+        "next_seconds": counts.next_seconds,
+        "first_seconds": counts.first_seconds,
+        "waited_seconds": counts.waited_seconds,
+        "blocked_seconds": counts.blocked_seconds,
+        "sampler_seconds": counts.sampler_seconds,
+        "step_seconds": counts.step_seconds,
+        "copies": CopyStats(counts.copies, counts.copied_bytes, counts.pickled),
     }
 
 
 def worker_stats(
-    number: int, pid: int, alive: bool, rss_bytes: int, tasks: int, seconds: Mapping[str, float], time: WorkTime
+    number: int, pid: int, alive: bool, rss_bytes: int, totals: WorkerTotals, time: WorkTime
 ) -> WorkerStats:
-    """What a worker's figures, its seconds by part and its processor time give."""
+    """What a worker's counters and its processor time give."""
     return WorkerStats(
         id=number,
         pid=pid,
         alive=alive,
         rss_bytes=rss_bytes,
-        tasks=tasks,
-        starting_seconds=seconds["starting"],
-        idle_seconds=seconds["idle"],
-        fetch_seconds=seconds["fetch"],
-        collate_seconds=seconds["collate"],
-        pack_seconds=seconds["pack"] + seconds["publish"],
+        tasks=totals.tasks,
+        starting_seconds=totals.starting,
+        idle_seconds=totals.idle,
+        fetch_seconds=totals.fetch,
+        collate_seconds=totals.collate,
+        pack_seconds=totals.pack + totals.publish,
         cpu_seconds=time.cpu,
         queued_seconds=time.queued,
         unmeasured_seconds=time.unmeasured,

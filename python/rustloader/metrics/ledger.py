@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any
 
-from rustloader._core import Meter
+from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 
@@ -104,8 +104,8 @@ class Ledger:
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
-    def figures(self) -> dict[str, Any]:
-        """What has been counted, see ``_core.figures``."""
+    def figures(self) -> Totals:
+        """What has been counted."""
         return figures_of([self._ended, *self._meters])
 
 

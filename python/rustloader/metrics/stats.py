@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from rustloader._core import WorkerTotals
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import (
@@ -84,6 +85,7 @@ def _has_figures(source: Any) -> bool:
 
 def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
     figures = ledger.figures()
+    counts = figures.counts
     # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
     times = ledger.processor_times()
 
@@ -91,21 +93,18 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
-        **counted(figures),
+        **counted(counts),
         workers=tuple(
             _worker(number, worker, times[number] if number < len(times) else NOTHING)
-            for number, worker in enumerate(figures["workers"])
+            for number, worker in enumerate(figures.workers)
         ),
-        slowest=tuple(
-            SlowBatch(task["index"], task["worker"], task["fetch"], task["collate"], task["pack"])
-            for task in figures["slowest"]
-        ),
-        arena=ArenaStats(figures["leased"], figures["warm"], figures["high_water"], figures["blocks"]),
-        pinning=PinningStats(figures["pin_threads"] > 0, figures["pinned"], figures["pinning"] / 1e9),
+        slowest=tuple(SlowBatch(it.index, it.worker, it.fetch, it.collate, it.pack) for it in figures.slowest),
+        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
+        pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         fallbacks=fallbacks,
     )
 
 
-def _worker(number: int, figures: dict[str, Any], time: WorkTime) -> WorkerStats:
-    pid, alive = figures["pid"], figures["alive"]
-    return worker_stats(number, pid, alive, (resident(pid) or 0) if alive else 0, figures["tasks"], figures, time)
+def _worker(number: int, totals: WorkerTotals, time: WorkTime) -> WorkerStats:
+    rss = (resident(totals.pid) or 0) if totals.alive else 0
+    return worker_stats(number, totals.pid, totals.alive, rss, totals, time)

@@ -84,7 +84,7 @@ def _main_process(pid: int, waits: bool) -> int:
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner = processes.inner_pid(pid)
-    if any(it.figures["pid"] == inner for it in found):
+    if any(it.figures.pid == inner for it in found):
         return pid
     if found:
         return _parent_of(pid, inner, found[-1])
@@ -103,10 +103,10 @@ def _main_process(pid: int, waits: bool) -> int:
 
 def _parent_of(pid: int, inner: int, seen: processes.Seen) -> int:
     outer = processes.outer_pids(pid)
-    main = seen.figures["pid"] if outer is None else outer.get(seen.figures["pid"])
+    main = seen.figures.pid if outer is None else outer.get(seen.figures.pid)
     if main is None or procfs.has_ended(main):
         raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
-    numbers = [number for number, worker in enumerate(seen.figures["workers"]) if worker["pid"] == inner]
+    numbers = [number for number, worker in enumerate(seen.figures.workers) if worker.totals.pid == inner]
     what = f"worker {numbers[0]} of a loader" if numbers else "a child"
     print(f"Process {pid} is {what} of process {main}, which is shown.", file=sys.stderr)
     return int(main)
@@ -141,7 +141,7 @@ class _Watch:
 
 
 def _age(look: dict[Any, Look], now: float) -> float:
-    return max((now - seen.figures["now"] for seen in look.values()), default=0.0)
+    return max((now - seen.figures.now for seen in look.values()), default=0.0)
 
 
 def _once(pid: int, options: Any) -> int:

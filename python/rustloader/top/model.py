@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import rustloader.procfs as procfs
+from rustloader._core import Observed, ObservedWorker
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted, worker_stats
@@ -38,14 +39,14 @@ class Look:
     """
 
     file: tuple[int, int]
-    figures: dict[str, Any]
+    figures: Observed
     pids: tuple[int | None, ...]
     times: tuple[WorkTime, ...]
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
         """Which iterator it is: a later one may have the same arena."""
-        return self.file, self.figures["started"]
+        return self.file, self.figures.started
 
 
 def take(pid: int) -> list[Look]:
@@ -58,14 +59,15 @@ def take(pid: int) -> list[Look]:
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_look(it, outer) for it in found if it.figures["pid"] == inner]
+    return [_look(it, outer) for it in found if it.figures.pid == inner]
 
 
 def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
-    inner = [worker["pid"] for worker in seen.figures["workers"]]
+    totals = [worker.totals for worker in seen.figures.workers]
+    inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
     times = (None if pid is None else of_process(pid) for pid in pids)
-    work = tuple(of_work(time, worker) for time, worker in zip(times, seen.figures["workers"], strict=True))
+    work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
     return Look(seen.file, seen.figures, pids, work)
 
 
@@ -129,15 +131,12 @@ class Loader:
     @cached_property
     def seconds(self) -> float:
         """The length of the interval."""
-        return max(1e-9, float(self.figures["now"] - self._begin("now", self.figures["started"])))
+        return max(1e-9, self.figures.now - (self._before.figures.now if self._before else self.figures.started))
 
     @property
     def age_seconds(self) -> float:
         """Seconds since the iterator was made."""
-        return max(1e-9, float(self.figures["now"] - self.figures["started"]))
-
-    def _begin(self, name: str, otherwise: float) -> float:
-        return float(self._before.figures[name]) if self._before else otherwise
+        return max(1e-9, self.figures.now - self.figures.started)
 
     @cached_property
     def total(self) -> Stats:
@@ -152,7 +151,7 @@ class Loader:
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
         """The verdict, and of how many of the last seconds; None: since the start."""
-        seconds = 0.0 if self._earlier is None else self.figures["now"] - self._earlier.figures["now"]
+        seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED:
             verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
             if verdict.kind not in ("too_few", "unknown"):
@@ -177,37 +176,44 @@ class Loader:
     @cached_property
     def workers(self) -> tuple[WorkerView, ...]:
         """By their numbers."""
-        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures["workers"]))
+        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures.workers))
 
-    def _worker(self, number: int, now: dict[str, Any]) -> WorkerView:
-        before = self._before.figures["workers"][number]["seconds"] if self._before else {}
-        spent = {state: max(0.0, seconds - before.get(state, 0.0)) for state, seconds in now["seconds"].items()}
-        whole = max(sum(spent.values()), self.seconds)
-        spent["pack"] += spent.pop("publish")
+    def _worker(self, number: int, now: ObservedWorker) -> WorkerView:
+        totals = now.totals
+        spent = totals.since(self._before.figures.workers[number].totals) if self._before else totals
+        states = {
+            "fetch": spent.fetch,
+            "collate": spent.collate,
+            "pack": spent.pack + spent.publish,
+            "idle": spent.idle,
+            "starting": spent.starting,
+        }
+        whole = max(sum(states.values()) + spent.left, self.seconds)
         pid = self._now.pids[number]
-        state = _BUSY.get(now["state"], now["state"])
+        at_batch = now.state in _BUSY
+        state = _BUSY.get(now.state, now.state)
         if state != "left" and pid and procfs.has_ended(pid):
             state = "ended"
         elif pid and procfs.is_stopped(pid):
             state = "stopped"
-        busy = sum(now["seconds"][part] for part in _BUSY)
+        busy = totals.fetch + totals.collate + totals.pack + totals.publish
         # The batch that it is at is no measure of itself.
-        busy -= now["seconds_at_batch"] if now["state"] in _BUSY else 0.0
+        busy -= now.seconds_at_batch if at_batch else 0.0
         return WorkerView(
             id=number,
             pid=pid,
             state=state,
-            batch=now["batch"] if now["state"] in _BUSY else None,
-            seconds=now["seconds_at_batch"] if now["state"] in _BUSY else now["seconds_in_state"],
-            index=now["index"] if now["state"] in _BUSY else None,
-            shares={name: spent[name] / whole for name in ("fetch", "collate", "pack", "idle", "starting")},
-            queued=now["queued"],
-            ready=now["ready"],
+            batch=now.batch if at_batch else None,
+            seconds=now.seconds_at_batch if at_batch else now.seconds_in_state,
+            index=now.index if at_batch else None,
+            shares={name: seconds / whole for name, seconds in states.items()},
+            queued=now.queued,
+            ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,
             pss_bytes=procfs.proportional(pid) if pid else None,
-            shared_bytes=now["warm"],
-            tasks=now["tasks"],
-            usual_seconds=max(0.0, busy) / now["tasks"] if now["tasks"] else None,
+            shared_bytes=now.warm,
+            tasks=totals.tasks,
+            usual_seconds=max(0.0, busy) / totals.tasks if totals.tasks else None,
         )
 
     @property
@@ -220,7 +226,7 @@ class Loader:
         """What the main process does."""
         if procfs.is_stopped(self.pid):
             return "stopped"
-        return "stopping" if self.figures["stopping"] else str(self.figures["state"])
+        return "stopping" if self.figures.stopping else self.figures.state
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -229,14 +235,14 @@ class Loader:
         settings = ("prefetch_factor", "in_order", "persistent", "pinning")
         return {
             "num_workers": len(self.workers),
-            **{name: figures[name] for name in settings},
+            **{name: getattr(figures, name) for name in settings},
             "age_seconds": self.age_seconds,
             "interval_seconds": self.seconds,
-            "main": {"state": self.state, "seconds": figures["seconds_in_state"], "shares": self.main_shares},
+            "main": {"state": self.state, "seconds": figures.seconds_in_state, "shares": self.main_shares},
             "batches_per_second": self.batches_per_second,
             "bytes_per_second": self.recent.bytes / self.seconds,
             "batches_per_second_since_start": self.total.batches / self.age_seconds,
-            "epoch_batches": figures["epoch_batches"],
+            "epoch_batches": figures.epoch_batches,
             "workers": [worker.as_dict() for worker in self.workers],
             "stats": self.total.as_dict(),
             "verdict": asdict(verdict) | {"seconds": seconds},
@@ -245,30 +251,26 @@ class Loader:
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
     """The statistics of an iterator between two looks, or since it was made."""
-    counts = now.figures["counts"]
-    earlier = since.figures["counts"] if since else {}
-    figures = {name: max(0, count - earlier.get(name, 0)) for name, count in counts.items()}
-
+    figures = now.figures
+    counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        **counted(figures),
+        **counted(counts),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
-        arena=ArenaStats(*(now.figures[name] for name in ("leased", "warm", "high_water", "blocks"))),
-        pinning=PinningStats(now.figures["pinning"], figures["pinned"], figures["pinning"] / 1e9),
+        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
+        pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
     )
 
 
 def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
-    figures = now.figures["workers"][view.id]
-    earlier: dict[str, Any] = {"tasks": 0, "seconds": {}}
-    time = now.times[view.id]
+    spent, time = now.figures.workers[view.id].totals, now.times[view.id]
     if since:
-        earlier, time = since.figures["workers"][view.id], _between(time, since.times[view.id])
-    spent = {name: max(0.0, value - earlier["seconds"].get(name, 0.0)) for name, value in figures["seconds"].items()}
-    tasks, alive = max(0, figures["tasks"] - earlier["tasks"]), view.state not in ("left", "ended")
-    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, tasks, spent, time)
+        spent = spent.since(since.figures.workers[view.id].totals)
+        time = _between(time, since.times[view.id])
+    alive = view.state not in ("left", "ended")
+    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time)
 
 
 def _between(now: WorkTime, before: WorkTime) -> WorkTime:

@@ -7,9 +7,8 @@ import os
 import pwd
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from rustloader._core import inspect_arena
+from rustloader._core import Observed, inspect_arena
 from rustloader.procfs import pids, read
 
 __all__ = [
@@ -43,7 +42,7 @@ class Seen:
     """
 
     file: tuple[int, int]
-    figures: dict[str, Any]
+    figures: Observed
 
 
 def loaders(pid: int) -> list[Seen]:
@@ -59,7 +58,7 @@ def loaders(pid: int) -> list[Seen]:
     except OSError:
         raise NothingToSee(f"there is no process {pid}") from None
     seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
-    return sorted(seen, key=lambda it: it.figures["started"])
+    return sorted(seen, key=lambda it: it.figures.started)
 
 
 def mains() -> dict[int, list[Seen]]:
@@ -68,13 +67,13 @@ def mains() -> dict[int, list[Seen]]:
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
             if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
-                own = [it for it in loaders(pid) if it.figures["pid"] == inner_pid(pid)]
+                own = [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]
                 if own:
                     found[pid] = own
     return found
 
 
-def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
+def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         # The process may close it meanwhile, and end.
@@ -83,7 +82,7 @@ def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] | N
                 yield _observe(pid, f"{folder}/{name}")
 
 
-def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
+def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
     """The arenas of a process that has closed their descriptors. Only root may open them."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
@@ -91,7 +90,7 @@ def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], dict[str, Any] |
                 yield _observe(pid, f"/proc/{pid}/map_files/{line.split()[0]}")
 
 
-def _observe(pid: int, path: str) -> tuple[tuple[int, int], dict[str, Any] | None]:
+def _observe(pid: int, path: str) -> tuple[tuple[int, int], Observed | None]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

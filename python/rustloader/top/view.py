@@ -79,10 +79,10 @@ def _left(summaries: list[list[Line]], height: int) -> int:
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
     """What stands above a loader's table; with less text where the terminal is too low for the table."""
     figures, total = loader.figures, loader.total
-    settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures['prefetch_factor']}"]
-    settings += [] if figures["in_order"] else ["in_order=False"]
-    settings += ["persistent_workers"] if figures["persistent"] else []
-    settings += ["pinned"] if figures["pinning"] else []
+    settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
+    settings += [] if figures.in_order else ["in_order=False"]
+    settings += ["persistent_workers"] if figures.persistent else []
+    settings += ["pinned"] if figures.pinning else []
     title = f"{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
     yield [(f"{f'loader {number}':<{_INDENT}}", "bold"), (_cut(title, width - _INDENT), "")]
     yield _line("main", _main(loader), width, "bold yellow" if _waits(loader) else "")
@@ -90,9 +90,9 @@ def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator
     names = [name for name in _SHARES if name != "between" or shares[name] >= 0.01]
     parts = ", ".join(f"{_percent(shares[name])} {_SHARES[name]}" for name in names)
     yield _line(f"last {_time(loader.seconds)}", parts, width)
-    epoch = f"epoch {total.epochs}, " if figures["persistent"] else ""
+    epoch = f"epoch {total.epochs}, " if figures.persistent else ""
     rates = f"{_rate(loader.batches_per_second)} ({size(loader.recent.bytes / loader.seconds)}/s), since the start "
-    rates += f"{_rate(total.batches / loader.age_seconds)}; {epoch}{count_of(figures['epoch_batches'], 'batch')}"
+    rates += f"{_rate(total.batches / loader.age_seconds)}; {epoch}{count_of(figures.epoch_batches, 'batch')}"
     yield _line("batches", rates, width)
     if not compact:
         yield _line("memory", _memory(loader), width)
@@ -112,7 +112,7 @@ _SHARES = {
 def _memory(loader: Loader) -> str:
     figures, rss = loader.figures, _shows_rss(loader)
     workers = [used for worker in loader.workers if (used := _used(worker, rss)) is not None]
-    shared = f"shared {size(figures['warm'])}, {size(figures['leased'])} of it in tensors of main; workers "
+    shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in tensors of main; workers "
     return shared + (size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
 
 
@@ -135,17 +135,17 @@ def _verdict(loader: Loader) -> str:
 
 
 def _waits(loader: Loader) -> bool:
-    return loader.figures["state"] in ("first", "waiting")
+    return loader.figures.state in ("first", "waiting")
 
 
 def _main(loader: Loader) -> str:
     figures = loader.figures
-    time = _time(figures["seconds_in_state"])
+    time = _time(figures.seconds_in_state)
     if loader.state == "stopped":
         return "stopped by a signal or a debugger"
     if loader.state == "stopping":
         return "shutting down the workers"
-    batch = figures["epoch_batches"]
+    batch = figures.epoch_batches
     words = {
         "starting": f"starting workers or an epoch for {time}",
         "next": f"in next() for {time}, at work",
@@ -156,7 +156,7 @@ def _main(loader: Loader) -> str:
         else f"in the training step for {time}",
         "between": f"between two epochs for {time}",
     }
-    return words[figures["state"]]
+    return words[figures.state]
 
 
 def _alarm(worker: WorkerView) -> str:

@@ -10,6 +10,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from rustloader._core import Engine, Port
+from rustloader.workers import serialize
 
 __all__ = ["Connection", "Job", "Parcel"]
 
@@ -39,13 +40,13 @@ class Connection:
         memfd, doorbell = (fd.detach() for fd in descriptors)
         for fd in (memfd, doorbell):
             os.set_inheritable(fd, False)
-        self._port = _guarded(Port(memfd, doorbell, geometry, worker_id), parent)
+        self._port = _guarded(Port(memfd, doorbell, geometry, worker_id, serialize.load_index), parent)
 
     def open(self) -> Port:
         """The port, in the worker."""
         if self._port is None:
             *_, parent = self._shipment
-            self._port = _guarded(Port.inherit(self._engine, self._worker_id), parent)
+            self._port = _guarded(Port.inherit(self._engine, self._worker_id, serialize.load_index), parent)
         return self._port
 
 

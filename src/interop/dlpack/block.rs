@@ -6,23 +6,25 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use super::{
-    CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor, Lease,
+use super::abi::{
+    CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
 };
+use crate::interop::memory::Memory;
 use crate::tree::dtype::Dtype;
 
-/// A block in the making: it is freed on drop unless [`Self::hand_over`] gave it to a tensor.
-pub struct Block<L: Lease>(NonNull<Header<L>>);
+/// A block in the making, which is freed on drop unless [`Self::hand_over`] gave it to a tensor.
+#[derive(Debug)]
+pub struct Block<M: Memory>(NonNull<Header<M>>);
 
 /// The head of the allocation; sizes, strides and, for small tensors, the data follow.
-struct Header<L> {
+struct Header<M> {
     versioned: DLManagedTensorVersioned,
     /// The same for older versions of torch.
     legacy: DLManagedTensor,
     /// One of the three below.
     state: AtomicU8,
     layout: Layout,
-    lease: Option<L>,
+    lease: Option<M>,
 }
 
 /// The block is ours. The deleter frees nothing then: an import that fails may call it or not.
@@ -42,13 +44,13 @@ const EMPTY: DLTensor = DLTensor {
     byte_offset: 0,
 };
 
-impl<L: Lease> Block<L> {
+impl<M: Memory> Block<M> {
     /// A block over leased memory, whose first element lies at `byte_offset`. `None`: no memory, or a dtype
     /// that DLPack cannot name.
     ///
     /// The caller has checked that the view stays inside the lease.
     pub fn leased(
-        lease: L,
+        lease: M,
         byte_offset: usize,
         dtype: Dtype,
         shape: &[i64],
@@ -73,7 +75,7 @@ impl<L: Lease> Block<L> {
     }
 
     fn allocate(
-        lease: Option<L>,
+        lease: Option<M>,
         dtype: Dtype,
         shape: &[i64],
         strides: &[i64],
@@ -83,11 +85,11 @@ impl<L: Lease> Block<L> {
         // torch aligns to 64 bytes; for little data that costs the allocator more than it gives.
         let data_align = if data_len < 1024 { 16 } else { 64 };
         let (layout, dims_at) =
-            Layout::new::<Header<L>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
+            Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
         let (layout, data_at) = layout.extend(Layout::from_size_align(data_len, data_align).ok()?).ok()?;
         // SAFETY: the layout holds a header, so its size is not 0.
         let memory = NonNull::new(unsafe { alloc(layout) })?;
-        let header = memory.cast::<Header<L>>();
+        let header = memory.cast::<Header<M>>();
         // SAFETY: `extend` gave these offsets inside the allocation, aligned for their types.
         let (dims, data) =
             unsafe { (memory.as_ptr().add(dims_at).cast::<i64>(), memory.as_ptr().add(data_at)) };
@@ -103,14 +105,14 @@ impl<L: Lease> Block<L> {
             versioned: DLManagedTensorVersioned {
                 version: DLPackVersion { major: 1, minor: 0 },
                 manager_ctx: context,
-                deleter: Some(delete_versioned::<L>),
+                deleter: Some(delete_versioned::<M>),
                 flags: 0,
                 dl_tensor: tensor(),
             },
             legacy: DLManagedTensor {
                 dl_tensor: tensor(),
                 manager_ctx: context,
-                deleter: Some(delete_legacy::<L>),
+                deleter: Some(delete_legacy::<M>),
             },
             state: AtomicU8::new(OURS),
             layout,
@@ -153,14 +155,14 @@ impl<L: Lease> Block<L> {
     }
 }
 
-impl<L: Lease> Drop for Block<L> {
+impl<M: Memory> Drop for Block<M> {
     fn drop(&mut self) {
         // SAFETY: not handed over, so nobody else frees it.
         unsafe { free(self.0) }
     }
 }
 
-impl<L> Header<L> {
+impl<M> Header<M> {
     fn set_data(&mut self, data: *mut u8) {
         self.versioned.dl_tensor.data = data.cast();
         self.legacy.dl_tensor.data = data.cast();
@@ -169,7 +171,7 @@ impl<L> Header<L> {
 
 /// # Safety
 /// `header` was made by [`Block::allocate`] and is used by nobody any more.
-unsafe fn free<L: Lease>(header: NonNull<Header<L>>) {
+unsafe fn free<M: Memory>(header: NonNull<Header<M>>) {
     // SAFETY: the header is read out once, and its memory freed with the layout that it was allocated with.
     let lease = unsafe {
         let Header { layout, lease, .. } = header.read();
@@ -182,8 +184,8 @@ unsafe fn free<L: Lease>(header: NonNull<Header<L>>) {
 
 /// # Safety
 /// `context` is the `manager_ctx` of a block of `L`.
-unsafe fn delete<L: Lease>(context: *mut std::ffi::c_void) {
-    let Some(header) = NonNull::new(context.cast::<Header<L>>()) else { return };
+unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
+    let Some(header) = NonNull::new(context.cast::<Header<M>>()) else { return };
     // SAFETY: a deleter is called once, and the header lives until then; a block of ours is not freed here.
     unsafe {
         // SYNC: handed-over (pairs with the Release in `hand_over`).
@@ -193,12 +195,114 @@ unsafe fn delete<L: Lease>(context: *mut std::ffi::c_void) {
     }
 }
 
-unsafe extern "C" fn delete_versioned<L: Lease>(managed: *mut DLManagedTensorVersioned) {
+unsafe extern "C" fn delete_versioned<M: Memory>(managed: *mut DLManagedTensorVersioned) {
     // SAFETY: torch calls it with the structure that it was given.
-    unsafe { delete::<L>((*managed).manager_ctx) }
+    unsafe { delete::<M>((*managed).manager_ctx) }
 }
 
-unsafe extern "C" fn delete_legacy<L: Lease>(managed: *mut DLManagedTensor) {
+unsafe extern "C" fn delete_legacy<M: Memory>(managed: *mut DLManagedTensor) {
     // SAFETY: torch calls it with the structure that it was given.
-    unsafe { delete::<L>((*managed).manager_ctx) }
+    unsafe { delete::<M>((*managed).manager_ctx) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::interop::memory::Heap;
+
+    /// Memory that counts how often it is given back.
+    struct Counted(Heap, Arc<AtomicU8>);
+
+    impl Memory for Counted {
+        fn ptr(&self) -> *mut u8 {
+            self.0.ptr()
+        }
+
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn counted() -> (Block<Counted>, *mut u8, Arc<AtomicU8>) {
+        let given_back = Arc::default();
+        let memory = Counted(Heap::new(64).unwrap(), Arc::clone(&given_back));
+        let ptr = memory.ptr();
+        (Block::leased(memory, 8, Dtype::INT64, &[2, 3], &[3, 1]).unwrap(), ptr, given_back)
+    }
+
+    fn given_back(count: &AtomicU8) -> u8 {
+        count.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn both_structures_describe_the_view() {
+        let (block, ptr, _) = counted();
+        // SAFETY: the block lives.
+        let (versioned, legacy) = unsafe { (&*block.versioned(), &*block.legacy()) };
+        assert_eq!((versioned.version.major, versioned.flags), (1, 0));
+        for tensor in [&versioned.dl_tensor, &legacy.dl_tensor] {
+            assert_eq!(tensor.data.cast::<u8>(), ptr.wrapping_add(8));
+            assert_eq!((tensor.ndim, tensor.byte_offset, tensor.device.device_type), (2, 0, CPU));
+            assert_eq!((tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes), (0, 64, 1));
+            // SAFETY: two sizes and two strides stand in the block.
+            let (shape, strides) = unsafe {
+                (std::slice::from_raw_parts(tensor.shape, 2), std::slice::from_raw_parts(tensor.strides, 2))
+            };
+            assert_eq!((shape, strides), (&[2, 3][..], &[3, 1][..]));
+        }
+    }
+
+    #[test]
+    fn a_copied_block_holds_aligned_bytes_of_its_own() {
+        for len in [0, 5, 4096] {
+            let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
+            let block = Block::<Heap>::copied(&bytes, Dtype::UINT8, &[len as i64], &[1]).unwrap();
+            // SAFETY: the block lives, and holds a copy of the bytes.
+            let (data, copy) = unsafe {
+                let data = (*block.versioned()).dl_tensor.data.cast::<u8>();
+                (data, std::slice::from_raw_parts(data, len))
+            };
+            assert_eq!(copy, bytes);
+            assert!((data as usize).is_multiple_of(if len < 1024 { 16 } else { 64 }));
+        }
+    }
+
+    #[test]
+    fn memory_is_given_back_once_whoever_frees_the_block() {
+        // Never imported.
+        let (block, _, count) = counted();
+        drop(block);
+        assert_eq!(given_back(&count), 1);
+        // The import failed, and called the deleter first.
+        let (block, _, count) = counted();
+        // SAFETY: a deleter, called with its own structure.
+        unsafe { (*block.versioned()).deleter.unwrap()(block.versioned()) };
+        assert_eq!(given_back(&count), 0);
+        drop(block);
+        assert_eq!(given_back(&count), 1);
+        // A tensor owned it, and was dropped before or after the import returned.
+        for early in [true, false] {
+            let (block, _, count) = counted();
+            let legacy = block.legacy();
+            // SAFETY: as above; the structure lives until the deleter has run on a block that was handed over.
+            let delete = || unsafe { (*legacy).deleter.unwrap()(legacy) };
+            if early {
+                delete();
+            }
+            block.hand_over();
+            if !early {
+                assert_eq!(given_back(&count), 0);
+                delete();
+            }
+            assert_eq!(given_back(&count), 1);
+        }
+    }
 }

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::Lease;
+use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
 use crate::tree::dtype::Dtype;
 
@@ -17,23 +17,23 @@ use crate::tree::dtype::Dtype;
 /// NumPy keeps the object but holds no export of it, so the lease lives as long as the object does.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct LeaseBuffer {
-    shared: Shared,
+    shared: SharedMemory,
 }
 
 /// A lease that several owners hold: the buffer and the storage made of it.
-struct Shared {
+struct SharedMemory {
     /// Only held. The lock makes it `Sync`; nobody ever takes it.
-    _lease: Arc<Mutex<dyn Lease>>,
+    _lease: Arc<Mutex<dyn Memory>>,
     memory: *mut u8,
     len: usize,
 }
 
 // SAFETY: `memory` belongs to the lease, which is `Send` and lies behind a lock.
-unsafe impl Send for Shared {}
+unsafe impl Send for SharedMemory {}
 // SAFETY: as above; what is shared is a pointer that never changes.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedMemory {}
 
-impl Lease for Shared {
+impl Memory for SharedMemory {
     fn ptr(&self) -> *mut u8 {
         self.memory
     }
@@ -45,9 +45,9 @@ impl Lease for Shared {
 
 impl LeaseBuffer {
     /// A buffer over `lease`.
-    pub fn new<L: Lease>(lease: L) -> Self {
+    pub fn new<M: Memory>(lease: M) -> Self {
         let (memory, len) = (lease.ptr(), lease.len());
-        Self { shared: Shared { _lease: Arc::new(Mutex::new(lease)), memory, len } }
+        Self { shared: SharedMemory { _lease: Arc::new(Mutex::new(lease)), memory, len } }
     }
 }
 
@@ -56,8 +56,8 @@ impl LeaseBuffer {
     /// A `torch.UntypedStorage` of just these bytes. It shares the memory with the buffer, and both keep it
     /// alive.
     pub fn storage(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        let Shared { _lease: lease, memory, len } = &self.shared;
-        let lease = Shared { _lease: lease.clone(), memory: *memory, len: *len };
+        let SharedMemory { _lease: lease, memory, len } = &self.shared;
+        let lease = SharedMemory { _lease: lease.clone(), memory: *memory, len: *len };
         let tensor = Bridge::get(py)?.tensor(py, lease, 0, Dtype::UINT8, &[*len as i64], &[1])?;
         Ok(tensor.bind(py).call_method0("untyped_storage")?.unbind())
     }
@@ -72,7 +72,7 @@ impl LeaseBuffer {
         if view.is_null() {
             return Err(PyBufferError::new_err("no buffer structure was given"));
         }
-        let Shared { memory, len, .. } = slf.get().shared;
+        let SharedMemory { memory, len, .. } = slf.get().shared;
         // SAFETY: the structure is Python's; the memory stays while `slf`, which the export holds, lives.
         match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.cast(), len as isize, 0, flags) } {
             0 => Ok(()),
@@ -84,5 +84,5 @@ impl LeaseBuffer {
 /// An `UntypedStorage` of `nbytes` bytes of ordinary memory that, like a shared one, cannot be resized.
 #[pyfunction]
 pub fn heap_storage(py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
-    LeaseBuffer::new(super::Heap::new(nbytes)?).storage(py)
+    LeaseBuffer::new(Heap::new(nbytes)?).storage(py)
 }

@@ -6,8 +6,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::{Bridge, check_view};
-use crate::interop::dlpack::{Heap, Lease, LeaseBuffer};
+use super::Bridge;
+use crate::interop::dlpack::buffer::LeaseBuffer;
+use crate::interop::memory::{Heap, Memory};
+use crate::interop::view::{Order, check_view};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, is_contiguous};
 
@@ -122,16 +124,16 @@ impl Bridge {
 
     /// An array over leased memory, writeable. Sizes and strides count elements; the first one lies at
     /// `byte_offset`.
-    pub fn ndarray<L: Lease>(
+    pub fn ndarray<M: Memory>(
         &self,
         py: Python<'_>,
-        lease: L,
+        lease: M,
         byte_offset: usize,
         dtype: Dtype,
         shape: &[i64],
         strides: &[i64],
     ) -> PyResult<Py<PyAny>> {
-        check_view(&lease, byte_offset, dtype, shape, strides)?;
+        check_view(&lease, byte_offset, dtype, shape, strides).map_err(PyValueError::new_err)?;
         let (numpy, own) = self.numpy(dtype)?;
         let buffer = Py::new(py, LeaseBuffer::new(lease))?;
         let shape_tuple = PyTuple::new(py, shape)?;
@@ -156,10 +158,9 @@ impl Bridge {
         if extent(shape, strides, dtype.itemsize()) != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of an array do not fit its sizes and strides"));
         }
-        let reversed = |dims: &[i64]| dims.iter().rev().copied().collect::<Vec<_>>();
-        let fortran = !is_contiguous(shape, strides);
-        if fortran && !is_contiguous(&reversed(shape), &reversed(strides)) {
-            // Other orders of dimensions: NumPy makes such arrays only over memory of somebody else.
+        let order = Order::of(shape, strides);
+        if order == Order::Other {
+            // NumPy makes such arrays only over memory that it does not own.
             let heap = Heap::new(bytes.len())?;
             // SAFETY: just as many bytes were allocated, and nobody else knows them.
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
@@ -167,9 +168,9 @@ impl Bridge {
         }
         let (numpy, own) = self.numpy(dtype)?;
         let (ndarray, shape) = (numpy.ndarray.bind(py), PyTuple::new(py, shape)?);
-        let array = match fortran {
-            false => ndarray.call1((shape, own))?,
-            true => ndarray.call1((shape, own, py.None(), 0, py.None(), "F"))?,
+        let array = match order {
+            Order::C => ndarray.call1((shape, own))?,
+            _ => ndarray.call1((shape, own, py.None(), 0, py.None(), "F"))?,
         };
         let export = Export::of(&array, ffi::PyBUF_STRIDES | ffi::PyBUF_WRITABLE)?;
         if export.0.len != bytes.len() as isize {

@@ -3,15 +3,17 @@
 pub mod array;
 mod storage;
 
-use std::marker::PhantomData;
-
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyBool, PyList, PyTuple};
 
-use super::dlpack::{Block, CPU, Exchange, Heap, Importer, Lease};
+use super::dlpack::Block;
+use super::dlpack::abi::CPU;
+use super::dlpack::exchange::{Exchange, Importer};
+use super::memory::{Heap, Memory};
+use super::view::{TensorView, check_view};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, numel};
 use array::Numpy;
@@ -35,19 +37,6 @@ pub struct Bridge {
     /// torch's own: how many function modes and dispatch modes there are, the default device.
     defaults: [Py<PyAny>; 3],
     numpy: Option<Numpy>,
-}
-
-/// A plain CPU tensor, as memory. The pointer holds as long as the tensor lives and is not resized.
-pub struct TensorView<'a> {
-    /// The first element.
-    pub ptr: *const u8,
-    /// The element type.
-    pub dtype: Dtype,
-    /// The sizes.
-    pub shape: Dims,
-    /// The strides, in elements.
-    pub strides: Dims,
-    tensor: PhantomData<&'a ()>,
 }
 
 impl Bridge {
@@ -177,13 +166,7 @@ impl Bridge {
             n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
         };
         let ptr = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);
-        Some(TensorView {
-            ptr,
-            dtype,
-            shape: dims(tensor.shape)?,
-            strides: dims(tensor.strides)?,
-            tensor: PhantomData,
-        })
+        Some(TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?))
     }
 
     /// The same for a torch without C functions.
@@ -200,7 +183,7 @@ impl Bridge {
             |name| -> Option<Dims> { Dims::new(&obj.call_method0(name).ok()?.extract::<Vec<i64>>().ok()?) };
         let (shape, strides) = (dims(intern!(py, "size"))?, dims(intern!(py, "stride"))?);
         let ptr = obj.call_method0(intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()? as *const u8;
-        Some(TensorView { ptr, dtype, shape, strides, tensor: PhantomData })
+        Some(TensorView::new(ptr, dtype, shape, strides))
     }
 
     fn dtype_of(&self, dtype: &Bound<'_, PyAny>) -> Option<Dtype> {
@@ -213,16 +196,16 @@ impl Bridge {
     ///
     /// # Errors
     /// ValueError when the view does not fit into the lease or torch has no such dtype.
-    pub fn tensor<L: Lease>(
+    pub fn tensor<M: Memory>(
         &self,
         py: Python<'_>,
-        lease: L,
+        lease: M,
         byte_offset: usize,
         dtype: Dtype,
         shape: &[i64],
         strides: &[i64],
     ) -> PyResult<Py<PyAny>> {
-        check_view(&lease, byte_offset, dtype, shape, strides)?;
+        check_view(&lease, byte_offset, dtype, shape, strides).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, byte_offset, dtype, shape, strides);
         self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
     }
@@ -277,23 +260,6 @@ pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     } else {
         batch.cast_exact::<PyTuple>().ok().map(|tuple| tuple.iter().collect())
     }
-}
-
-fn check_view<L: Lease>(
-    lease: &L,
-    offset: usize,
-    dtype: Dtype,
-    shape: &[i64],
-    strides: &[i64],
-) -> PyResult<()> {
-    let end = extent(shape, strides, dtype.itemsize()).and_then(|bytes| bytes.checked_add(offset));
-    if end.is_none_or(|end| end > lease.len()) {
-        return Err(PyValueError::new_err("a tensor's sizes and strides reach beyond its memory"));
-    }
-    if !(lease.ptr() as usize).wrapping_add(offset).is_multiple_of(dtype.align()) {
-        return Err(PyValueError::new_err("a tensor's memory is not aligned to its dtype"));
-    }
-    Ok(())
 }
 
 #[cold]

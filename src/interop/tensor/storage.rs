@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::Bridge;
-use crate::interop::dlpack::Lease;
+use crate::interop::memory::Memory;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::extent;
 
@@ -24,10 +24,10 @@ impl Bridge {
     ///
     /// # Errors
     /// ValueError when the bytes do not lie in the lease.
-    pub fn storage<L: Lease>(
+    pub fn storage<M: Memory>(
         &self,
         py: Python<'_>,
-        lease: L,
+        lease: M,
         offset: usize,
         len: usize,
     ) -> PyResult<SharedStorage> {

@@ -10,14 +10,14 @@ use super::PyEngine;
 use super::read::give;
 use super::state::State;
 use super::submit::hold_back;
+use crate::codec::prepare::Ready;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Engine, Incoming, Step};
 use crate::interop::exit_guard::call;
+use crate::interop::text::short_text;
 use crate::metrics::{Count, SlowTask};
 use crate::python::code;
-use crate::python::meter::short_text;
-use crate::python::pin::Ready;
-use crate::python::turn::closed;
+use crate::python::gate::closed;
 use crate::wire::ResultKind;
 
 impl PyEngine {
@@ -201,7 +201,7 @@ impl PyEngine {
         let Stall { worker, pid, phase, state, time, .. } = *stall;
         let arguments =
             (worker, pid, phase == Phase::Start, time.as_secs_f64(), state.name(), index, stack, why_not);
-        call(self.runtime.tell_stall.bind(py), arguments.into_pyobject(py)?)?;
+        call(self.callbacks.warn_stall.bind(py), arguments.into_pyobject(py)?)?;
         Ok(())
     }
 }

@@ -16,14 +16,17 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use self::state::{InTurn, State};
-use super::pin::{self, Pinner};
-use super::runtime::Runtime;
-use super::turn::{Turn, stay};
+use super::callbacks::Callbacks;
+use super::gate::park_at_exit;
+use super::pin;
+use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
-use crate::engine::pin::Control;
+use crate::engine::gate::{Attempt, Gate};
+use crate::engine::pin::PinControl;
 use crate::engine::{Engine, Handle};
+use crate::interop::detached::DetachedObject;
 use crate::metrics::Count;
-use crate::python::meter::PyMeter;
+use crate::python::figures::PyMeter;
 use crate::scheduler::Settings;
 use crate::shm::forks;
 use crate::sys::pidfd::{ExitStatus, signal_name};
@@ -39,12 +42,12 @@ type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
 #[pyclass(frozen, name = "Engine", module = "rustloader._core")]
 pub struct PyEngine {
     state: Mutex<State>,
-    turn: Turn,
+    gate: Gate,
     /// The workers have ended, and whoever has the turn is to finish.
     finish_wanted: AtomicBool,
     /// What may be used without the turn.
     pub handle: Arc<Handle>,
-    runtime: Arc<Runtime>,
+    callbacks: Callbacks,
 }
 
 /// A number of seconds that a user has set; nothing for what is not greater than 0 (NaN is neither), and for what no clock can
@@ -64,6 +67,7 @@ struct StallLimits {
 #[pymethods]
 impl PyEngine {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -72,6 +76,9 @@ impl PyEngine {
         persistent: bool,
         timeout: f64,
         stalls: StallLimits,
+        loads: Py<PyAny>,
+        dump_index: Py<PyAny>,
+        warn_stall: Py<PyAny>,
     ) -> PyResult<Self> {
         let settings = Settings::torch(workers, prefetch_factor, in_order);
         let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
@@ -81,10 +88,10 @@ impl PyEngine {
         let handle = engine.handle().clone();
         Ok(Self {
             state: Mutex::new(State::new(engine)),
-            turn: Turn::default(),
+            gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             handle,
-            runtime: Runtime::get(py)?,
+            callbacks: Callbacks { loads, dump_index, warn_stall },
         })
     }
 
@@ -130,15 +137,24 @@ impl PyEngine {
         self.next_answer(py, answer, next_index)
     }
 
-    /// Starts the pin thread, after the workers. `pinner` is a `_pin.Pinner`.
-    fn start_pinning(&self, py: Python<'_>, pinner: Py<PyAny>) -> PyResult<()> {
-        let pinner = Pinner::new(py, pinner)?;
-        Ok(self.enter(py)?.state().engine.start_pinning(pinner, pin::run)?)
+    /// Starts the pin thread, after the workers. It calls the functions: `begin` once, `plain`, `pin` and `failure` for batches.
+    fn start_pinning(
+        &self,
+        py: Python<'_>,
+        begin: Py<PyAny>,
+        plain: Py<PyAny>,
+        pin: Py<PyAny>,
+        failure: Py<PyAny>,
+    ) -> PyResult<()> {
+        let [begin, plain, pin, failure, loads] =
+            [begin, plain, pin, failure, self.callbacks.loads.clone_ref(py)].map(DetachedObject::new);
+        let decoder = PinnedDecoder::new(PinCallbacks { begin, plain, pin, failure, loads });
+        Ok(self.enter(py)?.state().engine.start_pinning(decoder, pin::run)?)
     }
 
     /// Whether a pin thread runs. Without the turn.
     fn pinning(&self) -> bool {
-        self.handle.is_ours() && self.handle.pinning().is_some_and(Control::is_alive)
+        self.handle.is_ours() && self.handle.pinning().is_some_and(PinControl::is_alive)
     }
 
     /// Tells the pin thread to end. Without the turn.
@@ -195,7 +211,7 @@ impl PyEngine {
 
     /// Returns, but not to a daemon thread once the interpreter exits: for it the epoch has not come to its end. Without the turn.
     fn stay(&self, py: Python<'_>) {
-        stay(py, &self.handle);
+        park_at_exit(py, &self.handle);
     }
 
     /// True once `close` was called. Without the turn.
@@ -254,7 +270,7 @@ impl PyEngine {
         }
         // SYNC: finish-wanted (pairs with the Acquire of whoever gives the turn back).
         self.finish_wanted.store(true, Ordering::Release);
-        if self.turn.try_take() {
+        if self.gate.try_enter() == Attempt::Entered {
             drop(InTurn { engine: self, state: self.state.try_lock().ok() });
         }
     }

@@ -9,13 +9,14 @@ use pyo3::types::{PyBytes, PyList};
 use super::state::State;
 use super::{BATCHES, PyEngine};
 use crate::codec;
+use crate::codec::prepare::Ready;
 use crate::engine::Incoming;
 use crate::engine::completions::Message;
+use crate::interop::detached::DetachedObject;
 use crate::interop::exit_guard::call;
 use crate::interop::tensor::Bridge;
 use crate::metrics::Count;
 use crate::python::code;
-use crate::python::pin::{Held, Ready};
 use crate::wire::ResultKind;
 
 /// So often an unpickling that has failed is tried again.
@@ -109,7 +110,7 @@ impl PyEngine {
             Err(error) => Err(error),
         };
         state.engine.opened(match opened {
-            Ok(batch) => Ready::Batch(Held::new(batch)),
+            Ok(batch) => Ready::Batch(DetachedObject::new(batch)),
             Err(error) => Ready::Raised(error),
         })?;
         interrupt
@@ -117,7 +118,7 @@ impl PyEngine {
 
     fn load(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
         let arguments = (&pickle.payload, &pickle.objects).into_pyobject(py)?;
-        call(self.runtime.loads.bind(py), arguments).map(Bound::unbind)
+        call(self.callbacks.loads.bind(py), arguments).map(Bound::unbind)
     }
 
     /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but

@@ -7,9 +7,10 @@ use std::sync::{MutexGuard, TryLockError};
 use pyo3::prelude::*;
 
 use super::PyEngine;
+use crate::codec::prepare::Ready;
 use crate::engine::{Ending, Engine};
 use crate::error::Error;
-use crate::python::pin::Ready;
+use crate::python::gate;
 
 /// The engine, and what is kept beside it between two calls.
 pub(super) struct State {
@@ -71,7 +72,7 @@ impl Drop for InTurn<'_> {
         self.state = None;
         // A fork within `next` (in the sampler, say) may have copied the turn's lock while a thread had it.
         if self.engine.handle.is_ours() {
-            self.engine.turn.give_back();
+            self.engine.gate.leave();
         }
         if !matches!(ending, Ending::Nothing) {
             Python::attach(|py| py.detach(|| ending.carry_out()));
@@ -82,14 +83,14 @@ impl Drop for InTurn<'_> {
 impl PyEngine {
     /// Takes the turn; waits for it without the GIL.
     pub(super) fn enter(&self, py: Python<'_>) -> PyResult<InTurn<'_>> {
-        self.turn.take(py, &self.handle)?;
+        gate::enter(py, &self.gate, &self.handle)?;
         match self.state.try_lock() {
             Ok(state) => Ok(InTurn { engine: self, state: Some(state) }),
             Err(TryLockError::Poisoned(poisoned)) => {
                 Ok(InTurn { engine: self, state: Some(poisoned.into_inner()) })
             }
             Err(TryLockError::WouldBlock) => {
-                self.turn.give_back();
+                self.gate.leave();
                 Err(Error::usage("the engine was used without the turn").into())
             }
         }

@@ -64,7 +64,7 @@ impl PyEngine {
         let sent = if codec::encode_indices(py, &index, payload) {
             send(TaskKind::Plain, payload)
         } else {
-            let pickle = call(self.runtime.dump_index.bind(py), (&index,).into_pyobject(py)?)?;
+            let pickle = call(self.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?)?;
             let pickle = pickle.cast::<PyBytes>()?;
             send(TaskKind::Pickle, pickle.as_bytes())
         };

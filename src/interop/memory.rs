@@ -1,14 +1,17 @@
-//! Memory that delivered objects lie in.
+//! Memory that tensors and arrays are built over.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 
 use crate::error::Error;
+use crate::shm::lease::Lease;
+use crate::worker::kept::WorkerLease;
 
 /// Memory that a delivered tensor or array lies in. Dropping it gives it back, which must work on any thread
 /// and without the GIL.
-pub trait Lease: Send + 'static {
-    /// Where the bytes lie; they stay there as long as the lease lives. Not null, even for no bytes.
+#[expect(clippy::len_without_is_empty, reason = "what has no bytes is no case of its own")]
+pub trait Memory: Send + 'static {
+    /// Where the bytes lie; they stay there as long as the value lives. Not null, even for no bytes.
     fn ptr(&self) -> *mut u8;
 
     /// Number of bytes.
@@ -16,6 +19,7 @@ pub trait Lease: Send + 'static {
 }
 
 /// Ordinary memory, aligned to 64 bytes, as torch's own is.
+#[derive(Debug)]
 pub struct Heap {
     memory: NonNull<u8>,
     len: usize,
@@ -49,7 +53,7 @@ impl Heap {
     }
 }
 
-impl Lease for Heap {
+impl Memory for Heap {
     fn ptr(&self) -> *mut u8 {
         self.memory.as_ptr()
     }
@@ -63,5 +67,25 @@ impl Drop for Heap {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with the same layout.
         unsafe { dealloc(self.memory.as_ptr(), Self::layout(self.len)) }
+    }
+}
+
+impl Memory for Lease {
+    fn ptr(&self) -> *mut u8 {
+        Lease::ptr(self)
+    }
+
+    fn len(&self) -> usize {
+        Lease::len(self)
+    }
+}
+
+impl Memory for WorkerLease {
+    fn ptr(&self) -> *mut u8 {
+        WorkerLease::ptr(self)
+    }
+
+    fn len(&self) -> usize {
+        WorkerLease::len(self)
     }
 }

@@ -1,11 +1,13 @@
-//! Index batches whose iteration looks at the stop flag.
+//! What torch's fetcher gets in the place of an index batch and of `collate_fn`.
 
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
+use crate::shm::layout::WorkerState;
 use crate::worker::port::Port;
+use crate::worker::stopwatch::Stopwatch;
 
 pyo3::create_exception!(
     rustloader._core,
@@ -57,5 +59,34 @@ impl StoppableIterator {
             return Err(WorkerStopped::new_err(()));
         }
         self.items.bind(py).clone().next().transpose().map(|item| item.map(Bound::unbind))
+    }
+}
+
+/// A collate function, on its way into torch's fetcher, that says on the status page when it runs.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct TimedCollate {
+    port: Arc<Port>,
+    stopwatch: Arc<Stopwatch>,
+    collate_fn: Py<PyAny>,
+}
+
+impl TimedCollate {
+    /// Around any function.
+    pub fn new(port: Arc<Port>, stopwatch: Arc<Stopwatch>, collate_fn: Py<PyAny>) -> Self {
+        Self { port, stopwatch, collate_fn }
+    }
+}
+
+#[pymethods]
+impl TimedCollate {
+    fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.stopwatch.end_fetch(&self.port, WorkerState::Collate);
+        let collated = self.collate_fn.bind(py).call1((batch,));
+        self.stopwatch.end_collate(&self.port);
+        collated.map(Bound::unbind)
+    }
+
+    fn __getattr__(&self, py: Python<'_>, name: &str) -> PyResult<Py<PyAny>> {
+        self.collate_fn.bind(py).getattr(name).map(Bound::unbind)
     }
 }

@@ -1,0 +1,26 @@
+//! Pickles that travel beside a plain tree.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::config::INLINE_LIMIT;
+use crate::error::Error;
+use crate::wire;
+
+/// The checksum of a pickle that travels in a leaf: a message's own one covers its payload alone.
+pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
+    let bytes = pickle.as_bytes();
+    if bytes.len() < INLINE_LIMIT {
+        return 0;
+    }
+    pickle.py().detach(|| wire::checksum(bytes)) as i64
+}
+
+/// A pickle and what travels beside it, out of a decoded payload; the checksum is checked.
+pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
+    let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
+    if pickle_sum(&pickle) != sum {
+        return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+    }
+    Ok((pickle, objects))
+}

@@ -1,0 +1,190 @@
+//! What decoding into pinned memory needs without Python: which payloads it is for, and the copies behind it.
+
+use crate::config::STREAM_FROM;
+use crate::copy::copy;
+use crate::error::Error;
+use crate::interop::memory::Memory;
+use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
+
+/// Small tensors lie one behind the other in one storage, each at a multiple of this, as torch's allocators align.
+pub const ALIGN: usize = 64;
+
+/// Bytes of a lease that have to be copied before the batch is handed out.
+#[derive(Debug)]
+struct LeasedCopy<M> {
+    from: M,
+    offset: usize,
+    len: usize,
+    to: *mut u8,
+}
+
+// SAFETY: the target is memory of a tensor that no other thread has yet and that outlives the copy (`Copies::run`); the lease
+// is `Send`.
+unsafe impl<M: Memory> Send for LeasedCopy<M> {}
+
+/// The copies of one batch.
+#[derive(Debug)]
+pub struct Copies<M>(Vec<LeasedCopy<M>>);
+
+impl<M: Memory> Copies<M> {
+    /// No copy.
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Adds the copy of `len` bytes at `offset` of a lease.
+    ///
+    /// # Safety
+    /// The lease has these bytes. `to` has room for them until [`Self::run`] has returned, and nothing else uses it until then.
+    pub unsafe fn push(&mut self, from: M, offset: usize, len: usize, to: *mut u8) {
+        self.0.push(LeasedCopy { from, offset, len, to });
+    }
+
+    /// Makes them, and gives the leases back. To be called without the GIL, while the batch is held.
+    pub fn run(self) {
+        for LeasedCopy { from, offset, len, to } in self.0 {
+            // SAFETY: the caller of `push` vouched for both ranges.
+            unsafe { copy(from.ptr().add(offset), to, len, len >= STREAM_FROM) };
+        }
+    }
+}
+
+impl<M: Memory> Default for Copies<M> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Bytes that the small tensors of a payload need in pinned memory. `None` for a payload that torch's function has to see: it
+/// copies twice what came twice, and leaves the keys of dicts alone.
+///
+/// # Errors
+/// [`Error::Corrupt`] for a damaged payload.
+pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
+    let mut scan = Scan { tuples_become_lists, ..Scan::default() };
+    walk(payload, &mut scan)?;
+    Ok((!scan.odd).then_some(scan.slab_len))
+}
+
+/// What is known of a payload before it is decoded.
+#[derive(Default)]
+struct Scan {
+    tuples_become_lists: bool,
+    /// Bytes that the small tensors need.
+    slab_len: usize,
+    /// Something came twice, or lies in the key of a dict and would change there.
+    odd: bool,
+    /// For each value of the stack, whether pinning changes it.
+    changes: Vec<bool>,
+}
+
+impl Build for Scan {
+    type Error = Error;
+
+    fn atom(&mut self, atom: Atom<'_>) -> Result<(), Error> {
+        self.changes.push(match atom {
+            Atom::Leaf(leaf) if leaf.kind == Kind::Tensor => {
+                if let Place::Inline(bytes) = leaf.place {
+                    self.slab_len += bytes.len().next_multiple_of(ALIGN);
+                }
+                true
+            }
+            Atom::Ints(Group::Tuple, _) => self.tuples_become_lists,
+            _ => false,
+        });
+        Ok(())
+    }
+
+    fn close(&mut self, group: Group, count: usize) -> Result<(), Error> {
+        let values = if group == Group::Dict { count * 2 } else { count };
+        let start = self.changes.len().checked_sub(values);
+        let start = start.ok_or_else(|| Error::corrupt("an unbalanced batch"))?;
+        let inside = &self.changes[start..];
+        self.odd |= group == Group::Dict && inside.iter().step_by(2).any(|&key| key);
+        let changes = inside.iter().any(|&it| it) || group == Group::Tuple && self.tuples_become_lists;
+        self.changes.truncate(start);
+        self.changes.push(changes);
+        Ok(())
+    }
+
+    fn keep(&mut self, _: usize) -> Result<(), Error> {
+        self.odd = true;
+        Ok(())
+    }
+
+    fn storage(&mut self, _: &Storage<'_>) -> Result<(), Error> {
+        self.odd = true;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interop::memory::Heap;
+    use crate::tree::Writer;
+    use crate::tree::dtype::Dtype;
+    use crate::tree::layout::{Plan, Style};
+
+    fn tensor(writer: &mut Writer<'_>, bytes: &[u8]) {
+        let shape = [bytes.len() as i64];
+        let plan = Plan::new(&shape, &[1], 1, Style::Tensor).unwrap();
+        // SAFETY: the view is of these bytes.
+        unsafe { writer.inline(Kind::Tensor, Dtype::UINT8, &shape, &plan, bytes.as_ptr()) };
+    }
+
+    fn scanned(lists: bool, write: impl FnOnce(&mut Writer<'_>)) -> Option<usize> {
+        let mut payload = Vec::new();
+        write(&mut Writer::new(&mut payload));
+        small_bytes(&payload, lists).unwrap()
+    }
+
+    #[test]
+    fn small_tensors_lie_one_behind_the_other() {
+        let sum = scanned(false, |writer| {
+            writer.open(Group::List, 4);
+            tensor(writer, &[1; 64]);
+            tensor(writer, &[1; 65]);
+            tensor(writer, &[]);
+            writer.int(5);
+        });
+        assert_eq!(sum, Some(64 + 128));
+        assert_eq!(scanned(false, |writer| writer.int(5)), Some(0));
+    }
+
+    #[test]
+    fn torchs_function_sees_marks_and_keys_that_pinning_changes() {
+        let keyed = |writer: &mut Writer<'_>| {
+            writer.open(Group::Dict, 1);
+            writer.open_ints(Group::Tuple, 1);
+            writer.next_int(5);
+            writer.int(6);
+        };
+        assert_eq!((scanned(false, keyed), scanned(true, keyed)), (Some(0), None));
+        let tensor_key = scanned(false, |writer| {
+            writer.open(Group::Dict, 1);
+            tensor(writer, &[1]);
+            writer.none();
+        });
+        let marked = scanned(false, |writer| {
+            writer.mark();
+            writer.open(Group::List, 0);
+        });
+        assert_eq!((tensor_key, marked), (None, None));
+        assert!(small_bytes(&[255], false).is_err());
+    }
+
+    #[test]
+    fn copies_fill_their_targets() {
+        let (from, mut to) = (Heap::new(100).unwrap(), [0u8; 8]);
+        // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end.
+        let copies = unsafe {
+            from.ptr().write_bytes(7, 100);
+            let mut copies = Copies::default();
+            copies.push(from, 95, 5, to.as_mut_ptr().add(1));
+            copies
+        };
+        copies.run();
+        assert_eq!(to, [0, 7, 7, 7, 7, 7, 0, 0]);
+    }
+}

@@ -1,0 +1,122 @@
+//! Exclusive access to an iterator: one user thread at a time is in `next`.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+/// A lock that is waited for in slices, between which the caller looks for signals, and that a thread cannot take twice: a
+/// signal handler that calls `next` gets an error instead of a deadlock.
+#[derive(Debug, Default)]
+pub struct Gate {
+    queue: Mutex<Queue>,
+    freed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    owner: Option<ThreadId>,
+    /// Threads that wait for `freed`. To notify is a system call, also when no thread waits.
+    waiting: usize,
+}
+
+/// What an attempt to enter finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attempt {
+    /// The caller has exclusive access, until it calls [`Gate::leave`].
+    Entered,
+    /// The caller has it already.
+    Reentered,
+    /// Another thread has it.
+    Busy,
+}
+
+impl Gate {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters if no thread is in.
+    #[inline]
+    pub fn try_enter(&self) -> Attempt {
+        let (mut queue, me) = (self.queue(), thread::current().id());
+        match queue.owner {
+            None => {
+                queue.owner = Some(me);
+                Attempt::Entered
+            }
+            Some(owner) if owner == me => Attempt::Reentered,
+            Some(_) => Attempt::Busy,
+        }
+    }
+
+    /// Waits until no thread is in, at most `limit`.
+    pub fn wait(&self, limit: Duration) {
+        let mut queue = self.queue();
+        if queue.owner.is_some() {
+            queue.waiting += 1;
+            (queue, _) = self.freed.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner);
+            queue.waiting -= 1;
+        }
+    }
+
+    /// Ends the caller's exclusive access.
+    #[inline]
+    pub fn leave(&self) {
+        let mut queue = self.queue();
+        queue.owner = None;
+        if queue.waiting > 0 {
+            self.freed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn a_thread_cannot_enter_twice_nor_while_another_is_in() {
+        let gate = Arc::new(Gate::default());
+        assert_eq!(gate.try_enter(), Attempt::Entered);
+        assert_eq!(gate.try_enter(), Attempt::Reentered);
+        let other = Arc::clone(&gate);
+        assert_eq!(thread::spawn(move || other.try_enter()).join().unwrap(), Attempt::Busy);
+        gate.leave();
+        let other = Arc::clone(&gate);
+        assert_eq!(thread::spawn(move || other.try_enter()).join().unwrap(), Attempt::Entered);
+    }
+
+    #[test]
+    fn one_thread_at_a_time_is_in_and_each_gets_in() {
+        let (gate, inside) = (Arc::new(Gate::default()), Arc::new(AtomicUsize::new(0)));
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                let (gate, inside) = (Arc::clone(&gate), Arc::clone(&inside));
+                thread::spawn(move || {
+                    for _ in 0..200 {
+                        while gate.try_enter() != Attempt::Entered {
+                            gate.wait(Duration::from_secs(10));
+                        }
+                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                        gate.leave();
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(gate.queue().waiting, 0);
+    }
+
+    #[test]
+    fn a_wait_ends_after_its_slice() {
+        let gate = Gate::default();
+        gate.wait(Duration::from_secs(600));
+        assert_eq!(gate.try_enter(), Attempt::Entered);
+        gate.wait(Duration::from_millis(1));
+        assert_eq!(gate.queue().waiting, 0);
+    }
+}

@@ -1,0 +1,171 @@
+//! The C structures of `dlpack.h`, version 1.3 (<https://github.com/dmlc/dlpack>).
+
+use std::ffi::{c_int, c_void};
+
+/// `DLDeviceType`: ordinary memory.
+pub const CPU: i32 = 1;
+
+/// `DLDevice`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLDevice {
+    /// The kind of device; [`CPU`].
+    pub device_type: i32,
+    /// Which device of that kind.
+    pub device_id: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLDataType {
+    /// The kind of number.
+    pub code: u8,
+    /// Bits of a lane.
+    pub bits: u8,
+    /// Lanes of an element.
+    pub lanes: u16,
+}
+
+/// `DLTensor`; strides count elements.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLTensor {
+    /// The memory.
+    pub data: *mut c_void,
+    /// Where the memory is.
+    pub device: DLDevice,
+    /// Number of dimensions.
+    pub ndim: i32,
+    /// The element type.
+    pub dtype: DLDataType,
+    /// The sizes.
+    pub shape: *mut i64,
+    /// The strides.
+    pub strides: *mut i64,
+    /// Bytes from `data` to the first element.
+    pub byte_offset: u64,
+}
+
+/// `DLManagedTensor`, what a capsule named "dltensor" holds.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLManagedTensor {
+    /// The tensor.
+    pub dl_tensor: DLTensor,
+    /// What the deleter needs.
+    pub manager_ctx: *mut c_void,
+    /// Called once by the tensor's owner, with this structure.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+/// `DLPackVersion`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLPackVersion {
+    /// Another one means another layout.
+    pub major: u32,
+    /// Another one means additions.
+    pub minor: u32,
+}
+
+/// `DLManagedTensorVersioned`, what the exchange API takes.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLManagedTensorVersioned {
+    /// The version of this structure.
+    pub version: DLPackVersion,
+    /// What the deleter needs.
+    pub manager_ctx: *mut c_void,
+    /// Called once by the tensor's owner, with this structure.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    /// Bits for read-only and copied memory.
+    pub flags: u64,
+    /// The tensor.
+    pub dl_tensor: DLTensor,
+}
+
+/// Fills a structure with the description of a tensor object; 0 for success.
+pub type ReadTensor = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int;
+/// Makes a tensor object, which owns the structure on success (0).
+pub type MakeTensor = unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int;
+
+/// `DLPackExchangeAPIHeader`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ExchangeHeader {
+    version: DLPackVersion,
+    prev_api: *const ExchangeHeader,
+}
+
+/// `DLPackExchangeAPI`, major version 1.
+#[repr(C)]
+#[derive(Debug)]
+struct ExchangeTable {
+    header: ExchangeHeader,
+    managed_tensor_allocator: *const c_void,
+    managed_tensor_from_py_object_no_sync: *const c_void,
+    managed_tensor_to_py_object_no_sync: Option<MakeTensor>,
+    dltensor_from_py_object_no_sync: Option<ReadTensor>,
+    current_work_stream: *const c_void,
+}
+
+/// The functions of an exchange table: of the first one in the chain whose major version is 1. `None` if there is none, or it
+/// lacks one of the two.
+///
+/// # Safety
+/// `header` is null, or the begin of a table of its version; so is the older one that it points to.
+pub unsafe fn exchange_functions(mut header: *const ExchangeHeader) -> Option<(ReadTensor, MakeTensor)> {
+    while !header.is_null() {
+        // SAFETY: the caller says so; every version begins with this header.
+        let ExchangeHeader { version, prev_api } = unsafe { &*header };
+        if version.major == 1 {
+            // SAFETY: major version 1 lays the table out as `ExchangeTable`.
+            let table = unsafe { &*header.cast::<ExchangeTable>() };
+            return table.dltensor_from_py_object_no_sync.zip(table.managed_tensor_to_py_object_no_sync);
+        }
+        header = *prev_api;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" fn read(_: *mut c_void, _: *mut DLTensor) -> c_int {
+        1
+    }
+
+    unsafe extern "C" fn make(_: *mut DLManagedTensorVersioned, _: *mut *mut c_void) -> c_int {
+        2
+    }
+
+    fn table(major: u32, prev_api: *const ExchangeHeader, make: Option<MakeTensor>) -> ExchangeTable {
+        ExchangeTable {
+            header: ExchangeHeader { version: DLPackVersion { major, minor: 3 }, prev_api },
+            managed_tensor_allocator: std::ptr::null(),
+            managed_tensor_from_py_object_no_sync: std::ptr::null(),
+            managed_tensor_to_py_object_no_sync: make,
+            dltensor_from_py_object_no_sync: Some(read),
+            current_work_stream: std::ptr::null(),
+        }
+    }
+
+    #[test]
+    fn the_table_of_major_version_1_is_found() {
+        // SAFETY: null, or a table on this stack that begins with its header.
+        let found = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
+        let first = table(1, std::ptr::null(), Some(make));
+        let newer = table(2, &first.header, None);
+        for header in [&raw const first, &raw const newer] {
+            let (_, make) = found(header.cast()).unwrap();
+            // SAFETY: the function of this test, which looks at nothing.
+            assert_eq!(unsafe { make(std::ptr::null_mut(), std::ptr::null_mut()) }, 2);
+        }
+        assert!(found(std::ptr::null()).is_none());
+        let (other, half) = (table(0, std::ptr::null(), Some(make)), table(1, std::ptr::null(), None));
+        assert!(found((&raw const other).cast()).is_none());
+        assert!(found((&raw const half).cast()).is_none());
+    }
+}

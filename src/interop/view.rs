@@ -1,0 +1,153 @@
+//! Views of memory: what a tensor shows, and whether a view fits its memory.
+
+use std::marker::PhantomData;
+
+use super::memory::Memory;
+use crate::tree::dtype::Dtype;
+use crate::tree::layout::{Dims, extent, is_contiguous};
+
+/// A plain CPU tensor, as memory. The pointer is valid as long as the tensor lives and is not resized.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    /// The first element.
+    pub ptr: *const u8,
+    /// The element type.
+    pub dtype: Dtype,
+    /// The sizes.
+    pub shape: Dims,
+    /// The strides, in elements.
+    pub strides: Dims,
+    tensor: PhantomData<&'a ()>,
+}
+
+impl TensorView<'_> {
+    /// A view of a tensor that lives as long as `'a`.
+    #[inline]
+    pub fn new(ptr: *const u8, dtype: Dtype, shape: Dims, strides: Dims) -> Self {
+        Self { ptr, dtype, shape, strides, tensor: PhantomData }
+    }
+}
+
+/// Checks that a view, whose first element lies at byte `offset`, stays inside its memory and is aligned. The error is a
+/// sentence.
+#[inline]
+pub fn check_view<M: Memory>(
+    memory: &M,
+    offset: usize,
+    dtype: Dtype,
+    shape: &[i64],
+    strides: &[i64],
+) -> Result<(), &'static str> {
+    let end = extent(shape, strides, dtype.itemsize()).and_then(|bytes| bytes.checked_add(offset));
+    if end.is_none_or(|end| end > memory.len()) {
+        return Err("a tensor's sizes and strides reach beyond its memory");
+    }
+    if !(memory.ptr() as usize).wrapping_add(offset).is_multiple_of(dtype.align()) {
+        return Err("a tensor's memory is not aligned to its dtype");
+    }
+    Ok(())
+}
+
+/// The order of a view's elements in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The last index varies fastest.
+    C,
+    /// The first index varies fastest.
+    Fortran,
+    /// Any other.
+    Other,
+}
+
+impl Order {
+    /// Of a view with strides in elements. A view that is both is [`Order::C`].
+    pub fn of(shape: &[i64], strides: &[i64]) -> Self {
+        let reversed = |dims: &[i64]| dims.iter().rev().copied().collect::<Vec<_>>();
+        if is_contiguous(shape, strides) {
+            Self::C
+        } else if is_contiguous(&reversed(shape), &reversed(strides)) {
+            Self::Fortran
+        } else {
+            Self::Other
+        }
+    }
+}
+
+/// The result of `torch.stack` over tensors of one shape and dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StackPlan {
+    /// The sizes of the result.
+    pub shape: Dims,
+    /// Its strides, in elements; it is contiguous.
+    pub strides: Dims,
+    /// Bytes of an item.
+    pub each: usize,
+    /// Bytes of all items.
+    pub total: usize,
+}
+
+impl StackPlan {
+    /// The stack of `count` items; `None` if it has too many dimensions, or sizes that no memory has.
+    pub fn new(count: usize, item_shape: &[i64], dtype: Dtype) -> Option<Self> {
+        let shape = Dims::new(&[&[i64::try_from(count).ok()?], item_shape].concat())?;
+        let strides = Dims::contiguous(&shape)?;
+        let product = |n: usize, &size: &i64| n.checked_mul(usize::try_from(size).ok()?);
+        let elements = item_shape.iter().try_fold(1usize, product)?;
+        let each = elements.checked_mul(dtype.itemsize())?;
+        Some(Self { shape, strides, each, total: each.checked_mul(count)? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::interop::memory::Heap;
+
+    #[test]
+    fn a_view_that_leaves_its_memory_or_is_not_aligned_is_refused() {
+        let heap = Heap::new(64).unwrap();
+        let check = |offset, shape: &[i64], strides: &[i64]| {
+            check_view(&heap, offset, Dtype::INT64, shape, strides).is_ok()
+        };
+        assert!(check(0, &[8], &[1]) && check(56, &[1], &[1]) && check(0, &[2, 4], &[4, 1]));
+        assert!(check(64, &[0], &[1]), "no element needs no byte");
+        assert!(!check(8, &[8], &[1]) && !check(0, &[9], &[1]) && !check(0, &[2], &[8]));
+        assert!(!check(0, &[2], &[-1]) && !check(usize::MAX - 7, &[1], &[1]));
+        assert!(!check(4, &[1], &[1]), "not aligned");
+    }
+
+    #[test]
+    fn orders_are_told_apart() {
+        assert_eq!(Order::of(&[2, 3], &[3, 1]), Order::C);
+        assert_eq!(Order::of(&[2, 3], &[1, 2]), Order::Fortran);
+        assert_eq!(Order::of(&[4], &[1]), Order::C);
+        assert_eq!(Order::of(&[2, 3, 4], &[4, 8, 1]), Order::Other);
+        assert_eq!(Order::of(&[2, 3], &[6, 2]), Order::Other);
+    }
+
+    proptest! {
+        #[test]
+        fn a_stack_has_room_for_each_item(
+            count in 1usize..50,
+            shape in proptest::collection::vec(0i64..20, 0..5),
+        ) {
+            let plan = StackPlan::new(count, &shape, Dtype::FLOAT64).unwrap();
+            let each = shape.iter().product::<i64>() as usize * 8;
+            prop_assert_eq!((plan.each, plan.total), (each, each * count));
+            prop_assert_eq!(&plan.shape[1..], &shape[..]);
+            prop_assert!(is_contiguous(&plan.shape, &plan.strides));
+            if each > 0 {
+                prop_assert_eq!(plan.strides[0] as usize * 8, each, "an item begins where the last one ends");
+            }
+        }
+    }
+
+    #[test]
+    fn a_stack_that_no_memory_holds_is_none() {
+        assert!(StackPlan::new(1 << 20, &[1 << 45], Dtype::INT64).is_none());
+        assert!(StackPlan::new(2, &[-1], Dtype::INT64).is_none());
+        assert!(StackPlan::new(2, &[1; 16], Dtype::INT64).is_none(), "17 dimensions");
+    }
+}

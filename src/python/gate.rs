@@ -1,0 +1,51 @@
+//! Entering an iterator, and what a thread finds there whose iterator is shut down.
+
+use std::thread;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::config::WAIT_SLICE;
+use crate::engine::Handle;
+use crate::engine::gate::{Attempt, Gate};
+use crate::sys;
+
+/// Waits for exclusive access without the GIL, until the iterator is shut down.
+pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
+    handle.check_ours()?;
+    loop {
+        match gate.try_enter() {
+            Attempt::Entered => return Ok(()),
+            Attempt::Reentered => {
+                return Err(PyRuntimeError::new_err(
+                    "this DataLoader iterator is already in use by this thread: next() was called again from \
+                     inside itself, by a signal handler or by the sampler",
+                ));
+            }
+            Attempt::Busy => {}
+        }
+        if handle.closing() {
+            return Err(closed(py, handle));
+        }
+        py.detach(|| gate.wait(WAIT_SLICE));
+        py.check_signals()?;
+    }
+}
+
+/// The error of a `next` whose iterator is shut down meanwhile. A daemon thread that is in `next` while the interpreter exits
+/// gets none, which it would only print.
+pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
+    park_at_exit(py, handle);
+    PyRuntimeError::new_err("the DataLoader iterator has been shut down")
+}
+
+/// Parks a daemon thread until the process ends, once the interpreter exits. Returns to all others.
+pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
+    if handle.exiting() && sys::signal::gettid() != std::process::id() as i32 {
+        py.detach(|| {
+            loop {
+                thread::park();
+            }
+        })
+    }
+}

@@ -1,0 +1,140 @@
+//! What a worker's own objects hold of its region: batches that it collated there, storages that a dataset made.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::port::Port;
+use crate::config::{COLLECT_BATCHES, COLLECT_FROM, RETAINED_MAX};
+use crate::error::{Error, Result};
+use crate::shm::alloc::settle;
+
+/// How much the worker's objects hold.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// Bytes of blocks.
+    bytes: AtomicU64,
+    /// Bytes of the largest batch so far.
+    largest: AtomicU64,
+    /// The number of bytes at which the collector is called next.
+    collect_at: AtomicU64,
+}
+
+impl Kept {
+    /// Notes the size of a batch.
+    pub fn note_batch(&self, bytes: u64) {
+        self.largest.fetch_max(bytes, Ordering::Relaxed);
+    }
+
+    fn limit(&self) -> u64 {
+        let limit = COLLECT_FROM.max(COLLECT_BATCHES * self.largest.load(Ordering::Relaxed));
+        limit.max(self.collect_at.load(Ordering::Relaxed))
+    }
+
+    /// Whether `len` bytes more may be held. Calls `collect` first if garbage may be what holds so much.
+    pub fn has_room(&self, len: u64, collect: impl FnOnce()) -> bool {
+        let limit = self.limit();
+        if self.bytes.load(Ordering::Relaxed) + len <= limit {
+            return true;
+        }
+        collect();
+        let wanted = self.bytes.load(Ordering::Relaxed) + len;
+        self.collect_at.store(2 * wanted, Ordering::Relaxed);
+        wanted <= RETAINED_MAX.max(limit)
+    }
+}
+
+/// A worker's own hold on a block, for tensors that it makes in the arena.
+#[derive(Debug)]
+pub struct WorkerLease {
+    port: Arc<Port>,
+    kept: Arc<Kept>,
+    block: u32,
+    memory: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a raw pointer into a shared mapping; giving the block back takes the allocator's lock.
+unsafe impl Send for WorkerLease {}
+
+impl WorkerLease {
+    /// A new block. `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
+    /// `pause` sleeps.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`]: the machine or the memory cgroup has none left. Ordinary memory would wake the OOM killer.
+    pub fn new(
+        port: &Arc<Port>,
+        kept: &Arc<Kept>,
+        len: usize,
+        pause: impl Fn(Duration),
+    ) -> Result<Option<Self>> {
+        let (block, memory) = match settle(|| port.allocate(len as u64), pause) {
+            Ok(allocated) => allocated,
+            Err(error @ Error::NoMemory { .. }) => return Err(error),
+            Err(_) => return Ok(None),
+        };
+        kept.bytes.fetch_add(len as u64, Ordering::Relaxed);
+        Ok(Some(Self { port: port.clone(), kept: kept.clone(), block, memory, len }))
+    }
+
+    /// Where the bytes lie.
+    pub fn ptr(&self) -> *mut u8 {
+        self.memory
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a block of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for WorkerLease {
+    fn drop(&mut self) {
+        self.kept.bytes.fetch_sub(self.len as u64, Ordering::Relaxed);
+        self.port.release(self.block);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holding(bytes: u64) -> Kept {
+        Kept { bytes: AtomicU64::new(bytes), ..Kept::default() }
+    }
+
+    #[test]
+    fn the_collector_is_called_where_much_is_held() {
+        let never = || panic!("nothing to collect");
+        assert!(holding(0).has_room(COLLECT_FROM, never));
+        let large = holding(COLLECT_FROM);
+        large.note_batch(COLLECT_FROM);
+        assert!(large.has_room(COLLECT_BATCHES * COLLECT_FROM - COLLECT_FROM, never), "four batches");
+        let mut collected = false;
+        let kept = holding(COLLECT_FROM);
+        assert!(kept.has_room(1, || {
+            collected = true;
+            kept.bytes.store(0, Ordering::Relaxed);
+        }));
+        assert!(collected);
+        assert!(kept.has_room(1, never), "the garbage has gone");
+    }
+
+    #[test]
+    fn who_keeps_too_much_gets_ordinary_memory() {
+        let kept = holding(RETAINED_MAX);
+        let mut calls = 0;
+        assert!(!kept.has_room(1, || calls += 1));
+        assert_eq!(calls, 1);
+        assert!(kept.has_room(1, || calls += 1), "the next call is due at twice as much");
+        kept.bytes.store(2 * RETAINED_MAX + 2, Ordering::Relaxed);
+        assert!(!kept.has_room(1, || calls += 1));
+        assert_eq!(calls, 2);
+    }
+}
