@@ -10,8 +10,8 @@
 //! ```
 //! ARCHITECTURE.md tells the way of a batch through them.
 
-#[cfg(not(loom))]
 pub mod config;
+#[cfg(not(loom))]
 pub mod copy;
 pub mod error;
 pub mod id;
