@@ -280,8 +280,8 @@ def test_what_descends_from_this_process():
 @pytest.mark.parametrize("pid", ["os.getpid()", "0", "-1", "-os.getpid()"])
 def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
-        from rustloader import _core
-        engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0))
+        from rustloader import _core, config
+        engine = _core.Engine(1, 2, True, False, 0.0, config.StallLimits(0.0, 0.0, 0.0))
         try:
             engine.started(0, {pid})
         except RuntimeError as error:
