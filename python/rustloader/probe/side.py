@@ -150,7 +150,7 @@ def _answer(connection: Connection, side: Side) -> None:
     side.note = lambda name, value: connection.send((name, value))
     # torch's workers only print that a batch cannot be pickled, and their main process waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-        lambda error, batch: side.note("unsent", failure(error).text)
+        lambda error, batch: _send_unsent(side, error)
     )
     try:
         while True:
@@ -163,6 +163,11 @@ def _answer(connection: Connection, side: Side) -> None:
             side.note(*_end(side, error))
     finally:
         side.close()
+
+
+def _send_unsent(side: Side, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # another worker was first, and the command has ended
+        side.note("unsent", failure(error).text)
 
 
 def _end(side: Side, error: BaseException) -> tuple[str, Any]:
