@@ -17,6 +17,7 @@ __all__ = [
     "RESUME",
     "TIMED_OUT",
     "UNREADABLE",
+    "Death",
     "Engine",
     "HeldSignals",
     "LeaseBuffer",
@@ -113,9 +114,6 @@ class Engine:
     def join_pinning(self, seconds: float | None = None) -> bool:
         """Waits for the pin thread's end, at most ``seconds``; says whether it has ended. Any time."""
 
-    def oldest_index(self, worker: int) -> Any:
-        """The index of the oldest task that a worker has not answered, or None. Any time."""
-
     @property
     def meter(self) -> Meter:
         """The counters of this iterator. Any time."""
@@ -147,9 +145,6 @@ class Engine:
     def signal_all(self, signal: int) -> None:
         """Sends a signal to the workers that run. Any time."""
 
-    def exit_status(self, worker: int) -> tuple[str, int, str] | None:
-        """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
-
     def worker_status(self, worker: int) -> dict[str, Any]:
         """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time;
         after the end what it said last."""
@@ -159,6 +154,34 @@ class Engine:
 
     def finish(self) -> None:
         """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""
+
+@final
+class Death:
+    """What the engine knows of a worker's death; the value beside DEAD."""
+
+    @property
+    def worker_id(self) -> int:
+        """The worker's number."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """As multiprocessing has it: negative for a signal. None where the kernel does not tell."""
+
+    @property
+    def signal(self) -> str | None:
+        """The C library's words for the signal, where one ended it."""
+
+    @property
+    def index(self) -> Any:
+        """The first index batch that the worker had not answered, or None."""
+
+    @property
+    def oldest(self) -> bool:
+        """Whether that batch was lost and is the oldest of those that are not delivered."""
 
 @final
 class Meter:

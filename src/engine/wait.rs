@@ -15,7 +15,7 @@ use crate::sys::poll::WaitOutcome;
 /// So often a `next` that never waits looks for ended workers.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
     #[inline]
     pub(super) fn look_for_deaths(&mut self) -> Result<bool> {
@@ -30,7 +30,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
     pub fn interrupted(&mut self) {
-        if std::mem::take(&mut self.waiting) {
+        if self.delivery.stops_waiting() {
             // Nothing in it can fail.
             let _ = self.event(Event::WaitEnded);
         }

@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
+    use super::engine::{_trim_pool, PyDeath, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
     use super::indices::{StoppableIndices, WorkerStopped};
     #[pymodule_export]

@@ -7,6 +7,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use super::engine::Pickled;
 use super::runtime::Runtime;
 use crate::codec::{self, Copies, Pinned};
 use crate::engine::completions::Message;
@@ -61,6 +62,8 @@ pub enum Ready {
     Raised(PyErr),
     /// torch's `ExceptionWrapper` of what kept it from being pinned.
     Error(Held),
+    /// Not ready after all: a signal handler cut off its unpickling.
+    Pickled(Pickled),
 }
 
 impl std::fmt::Debug for Ready {
@@ -69,6 +72,7 @@ impl std::fmt::Debug for Ready {
             Self::Batch(_) => "Batch",
             Self::Raised(_) => "Raised",
             Self::Error(_) => "Error",
+            Self::Pickled(_) => "Pickled",
         })
     }
 }

@@ -13,6 +13,8 @@ pub struct Runtime {
     pub dump_index: Py<PyAny>,
     /// `_pack.load_index(payload)`.
     pub load_index: Py<PyAny>,
+    /// `interrupts.is_interrupt(error)`.
+    pub is_interrupt: Py<PyAny>,
     /// `_stall.tell(worker, pid, starting, seconds, state, index, stack, why_not)`.
     pub tell_stall: Py<PyAny>,
 }
@@ -29,6 +31,7 @@ impl Runtime {
                 loads: function("loads")?,
                 dump_index: function("dump_index")?,
                 load_index: function("load_index")?,
+                is_interrupt: py.import("rustloader.iterator.interrupts")?.getattr("is_interrupt")?.unbind(),
                 tell_stall: py.import("rustloader.workers.stalls")?.getattr("tell")?.unbind(),
             }))
         })?;
