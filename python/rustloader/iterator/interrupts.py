@@ -6,6 +6,7 @@ import functools
 import signal
 import traceback
 import types
+from typing import Any
 
 __all__ = ["is_interrupt"]
 
@@ -28,7 +29,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     return False
 
 
-def _code_of(handler: object) -> types.CodeType | None:
+def _code_of(handler: Any) -> types.CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     # SIG_DFL and SIG_IGN are numbers.
