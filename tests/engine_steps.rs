@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustloader::engine::completions::Message;
 use rustloader::engine::{Engine, Step};
-use rustloader::scheduler::Settings;
+use rustloader::scheduler::{Death, Settings};
 use rustloader::shm::arena::Arena;
+use rustloader::sys::pidfd::ExitStatus;
 use rustloader::sys::poll::PollSet;
 use rustloader::wire::{ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
@@ -107,7 +108,7 @@ fn a_death_is_seen_although_other_results_never_run_out() {
                 rig.answer(0);
             }
             Step::Deliver { incoming, .. } => drop(Message::open(&rig.arena, &incoming, Vec::new()).unwrap()),
-            Step::Dead { worker, .. } => return assert_eq!(worker, 1),
+            Step::Dead(death) => return assert_eq!(death.worker.0, 1),
             other => panic!("{other:?}"),
         }
     }
@@ -121,7 +122,38 @@ fn what_a_worker_had_published_comes_before_its_death() {
     rig.kill(0);
     // The first step looks for deaths before it takes anything in.
     assert_eq!((rig.batch(), rig.batch()), (0, 1));
-    assert!(matches!(rig.step(), Step::Dead { worker: 0, lost: Some(task) } if task.0 == 2));
+    let Step::Dead(death) = rig.step() else { panic!("the worker is dead") };
+    assert_eq!((death.worker.0, death.lost.map(|task| task.0)), (0, Some(2)));
+    let report = rig.engine.report(death);
+    assert_eq!((report.worker, report.pid), (0, rig.processes[0].id() as i32));
+    assert_eq!((report.index, report.oldest), (Some(&2), true));
+}
+
+#[test]
+fn the_report_of_a_death_says_how_the_worker_ended_and_what_it_was_at() {
+    let mut rig = Rig::new(SETTINGS);
+    // Not reaped: the kernel still has its status.
+    rig.processes[1].kill().unwrap();
+    rig.answer(0);
+    assert_eq!(rig.batch(), 0);
+    rig.answer(0);
+    let death = loop {
+        match rig.step() {
+            Step::Wait(deadline) => {
+                rig.engine.wait(deadline).unwrap();
+                rig.engine.after_wait().unwrap();
+            }
+            Step::Dead(death) => break death,
+            Step::Submit => {}
+            other => panic!("{other:?}"),
+        }
+    };
+    let report = rig.engine.report(death);
+    assert_eq!((report.worker, report.status), (1, Some(ExitStatus::Signal(9))));
+    assert_eq!((report.index, report.oldest), (Some(&1), true));
+    // Without a task that was lost in this epoch no batch is the oldest.
+    let report = rig.engine.report(Death { lost: None, ..death });
+    assert!(!report.oldest);
 }
 
 #[test]

@@ -58,8 +58,10 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
 
     for payload in [&b"first"[..], b"third"] {
         // Asked again it says the same, and nothing behind the result has been looked at.
-        let Step::Open(_) = step(&mut engine) else { panic!("the result is to be opened") };
-        let Step::Open(incoming) = step(&mut engine) else { panic!("the result is to be opened") };
+        let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
+        let Step::Open { incoming, ready: None } = step(&mut engine) else {
+            panic!("the result is to be opened")
+        };
         assert_eq!(engine.active(), [true, true]);
         let message = Message::open(&arena, &incoming, Vec::new()).unwrap();
         assert_eq!(message.payload(), payload);
@@ -86,10 +88,58 @@ fn a_tied_result_that_nobody_opens_is_given_back() {
     let before = arena.usage().held;
     answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
     assert!(arena.usage().held > before);
-    let Step::Open(_) = step(&mut engine) else { panic!("the result is to be opened") };
+    let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
     ports[0].leave();
     process.kill().unwrap();
     process.wait().unwrap();
     assert!(matches!(engine.finish(), Ending::Pool(_)));
+    assert_eq!(arena.usage().held, before);
+}
+
+/// Opens the first result, which a signal handler cuts off. What is left of it stands for the message.
+fn opened_by_half(arena: &Arc<Arena>, engine: &mut Opened) {
+    let Step::Open { incoming, ready: None } = step(engine) else { panic!("the result is to be opened") };
+    let message = Message::open(arena, &incoming, Vec::new()).unwrap();
+    engine.delivery().open_interrupted(message.payload().to_vec());
+    engine.interrupted();
+}
+
+#[test]
+fn a_tied_result_whose_opening_was_cut_off_is_opened_again_from_what_is_left() {
+    let (arena, mut engine, ports) = start(1);
+    answer(&ports[0], ResultKind::Tied, b"first");
+    opened_by_half(&arena, &mut engine);
+    let Step::Open { ready: Some(left), .. } = step(&mut engine) else { panic!("once more") };
+    assert_eq!(left, b"first");
+    engine.opened(left).unwrap();
+    assert!(
+        matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first")
+    );
+}
+
+#[test]
+fn what_is_left_of_a_tied_result_outlives_its_worker_and_its_message_is_given_back_once() {
+    let (arena, mut engine, ports) = start(1);
+    let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
+    engine.started(0, process.id() as i32).unwrap();
+    let before = arena.usage().held;
+    answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
+    opened_by_half(&arena, &mut engine);
+    assert_eq!(arena.usage().held, before);
+    process.kill().unwrap();
+    process.wait().unwrap();
+    let left = loop {
+        match step(&mut engine) {
+            // Until the death is noticed it is to be opened.
+            Step::Open { ready, .. } => {
+                engine.delivery().open_interrupted(ready.unwrap());
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+            Step::Deliver { tag: 0, ready: Some(left), .. } => break left,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(left, [7; 100_000]);
+    assert!(matches!(step(&mut engine), Step::Dead(death) if death.lost.is_some()));
     assert_eq!(arena.usage().held, before);
 }

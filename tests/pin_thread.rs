@@ -154,7 +154,7 @@ impl Rig {
                     self.engine.wait(deadline).unwrap();
                     self.engine.after_wait().unwrap();
                 }
-                Step::Dead { worker, .. } => return Err(format!("worker {worker} is dead")),
+                Step::Dead(death) => return Err(format!("worker {} is dead", death.worker.0)),
                 Step::NoPinThread(cause) => return Err(cause),
                 other => return Err(format!("{other:?}")),
             }

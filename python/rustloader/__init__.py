@@ -9,6 +9,10 @@ Loaders that a framework builds:
     is_installed: Answers whether that is in force.
     Options: Holds their options.
 
+Errors:
+    WorkerDiedError: Raised when a worker process has died.
+    LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
+
 Statistics:
     stats: Gives the figures of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
     from rustloader._core import engine_batches as engine_batches
     from rustloader.dataloader import DataLoader as DataLoader
+    from rustloader.errors import LoaderTimeoutError as LoaderTimeoutError
+    from rustloader.errors import WorkerDiedError as WorkerDiedError
     from rustloader.installation import install as install
     from rustloader.installation import installed as installed
     from rustloader.installation import is_installed as is_installed
@@ -82,12 +88,14 @@ _OURS |= {
     "CopyStats": "rustloader.metrics.figures",
     "DataLoader": "rustloader.dataloader",
     "Fallback": "rustloader.metrics.figures",
+    "LoaderTimeoutError": "rustloader.errors",
     "Options": "rustloader.options",
     "PinningStats": "rustloader.metrics.figures",
     "SlowBatch": "rustloader.metrics.figures",
     "Stats": "rustloader.metrics.figures",
     "Verdict": "rustloader.metrics.verdict",
     "VerdictKind": "rustloader.metrics.verdict",
+    "WorkerDiedError": "rustloader.errors",
     "WorkerStats": "rustloader.metrics.figures",
 }
 

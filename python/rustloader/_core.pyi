@@ -20,6 +20,7 @@ __all__ = [
     "TIMED_OUT",
     "UNREADABLE",
     "Counts",
+    "Death",
     "DeferredSignals",
     "Engine",
     "LeaseBuffer",
@@ -109,9 +110,11 @@ class Engine:
         stalls: StallLimits,
         loads: Callable[[bytes, list[Any]], Any],
         dump_index: Callable[[Any], bytes],
+        is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
     ) -> Engine:
-        """``loads`` unpickles a result with what stands beside it, ``dump_index`` pickles an index batch."""
+        """``loads`` unpickles a result with what stands beside it, ``dump_index`` pickles an index batch, and
+        ``is_interrupt`` answers whether a signal handler raised an error."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
         """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
@@ -156,9 +159,6 @@ class Engine:
     def join_pinning(self, seconds: float | None = None) -> bool:
         """Waits for the pin thread's end, at most ``seconds``; says whether it has ended. Any time."""
 
-    def oldest_index(self, worker: int) -> Any:
-        """The index of the oldest task that a worker has not answered, or None. Any time."""
-
     @property
     def meter(self) -> Meter:
         """The counters of this iterator. Any time."""
@@ -189,9 +189,6 @@ class Engine:
 
     def signal_all(self, signal: int) -> None:
         """Sends a signal to the workers that run. Any time."""
-
-    def exit_status(self, worker: int) -> tuple[str, int, str] | None:
-        """``("code", n, "")``, ``("signal", n, name)``, or None where it cannot be told. Any time."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
         """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time;
@@ -301,6 +298,34 @@ class Observed:
     warm: Final[int]
     high_water: Final[int]
     blocks: Final[int]
+
+@final
+class Death:
+    """What the engine knows of a worker's death; the value beside DEAD."""
+
+    @property
+    def worker_id(self) -> int:
+        """The worker's number."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """As multiprocessing has it: negative for a signal. None where the kernel does not tell."""
+
+    @property
+    def signal(self) -> str | None:
+        """The C library's words for the signal, where one ended it."""
+
+    @property
+    def index(self) -> Any:
+        """The first index batch that the worker had not answered, or None."""
+
+    @property
+    def oldest(self) -> bool:
+        """Whether that batch was lost and is the oldest of those that are not delivered."""
 
 @final
 class Meter:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-__all__ = ["IterType", "TorchIter", "in_torch", "is_torchs"]
+__all__ = ["IterType", "TorchIter", "forget_locals", "in_torch", "is_torchs"]
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
@@ -46,3 +46,14 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 in_torch: Callable[..., Any] = types.FunctionType(
     _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
 )
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clears the local variables of the function that the current one called, out of which ``error`` came.
+
+    torch's ``ExceptionWrapper.reraise`` keeps the error that it raises in one. That is a cycle of error, traceback and
+    frame, which would keep the iterator and its workers until the garbage collector runs.
+    """
+    called = error.__traceback__ and error.__traceback__.tb_next
+    if called is not None:
+        called.tb_frame.clear()

@@ -22,7 +22,7 @@ mod decode;
 #[cfg(feature = "python")]
 mod encode;
 #[cfg(feature = "python")]
-mod pickle;
+pub(crate) mod pickle;
 #[cfg(feature = "python")]
 mod pinned;
 #[cfg(feature = "python")]

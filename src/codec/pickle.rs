@@ -7,6 +7,16 @@ use crate::config::INLINE_LIMIT;
 use crate::error::Error;
 use crate::wire;
 
+/// A result that has to be unpickled.
+pub struct Pickled {
+    /// The pickle.
+    pub payload: Py<PyBytes>,
+    /// The plain objects that travel beside it.
+    pub objects: Py<PyList>,
+    /// Whether it is a batch; else it is an error.
+    pub is_batch: bool,
+}
+
 /// The checksum of a pickle that travels in a leaf: a message's own one covers its payload alone.
 pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     let bytes = pickle.as_bytes();

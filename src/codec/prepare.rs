@@ -6,6 +6,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use super::pickle::Pickled;
 use super::pinning::Copies;
 use super::{Pinned, decode, decode_pinned, pickle_of, shrink};
 use crate::engine::Incoming;
@@ -26,6 +27,8 @@ pub enum Ready {
     Raised(PyErr),
     /// torch's `ExceptionWrapper` of what kept it from being pinned.
     Error(DetachedObject),
+    /// Not ready after all: a signal handler cut off its unpickling.
+    Pickled(Pickled),
 }
 
 impl std::fmt::Debug for Ready {
@@ -34,6 +37,7 @@ impl std::fmt::Debug for Ready {
             Self::Batch(_) => "Batch",
             Self::Raised(_) => "Raised",
             Self::Error(_) => "Error",
+            Self::Pickled(_) => "Pickled",
         })
     }
 }

@@ -3,7 +3,7 @@
 use crossbeam_channel::TryRecvError;
 
 use super::completions::{Arrival, Completions, Incoming};
-use super::{Engine, pin};
+use super::{Engine, delivery, pin};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::scheduler::Event;
@@ -18,17 +18,17 @@ pub(super) enum Intake<B> {
     Thread(pin::Link<B>),
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Takes what has come into the scheduler and carries out what that wants. It stops at a result that is tied to its
     /// worker: that the worker may leave stands behind it in the same ring.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
-        while self.tied.is_none()
+        while !self.delivery.is_tied()
             && let Some(Intake::Rings(completions)) = &mut self.intake
             && let Some((_, incoming)) = completions.next(&self.handle.arena)?
         {
             if incoming.entry.kind == ResultKind::Tied {
-                self.tied = Some(incoming);
+                self.delivery.tie(incoming);
             } else {
                 self.completed(incoming, None)?;
             }
@@ -39,9 +39,9 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// Takes what the caller has made of the result of [`Step::Open`].
     pub fn opened(&mut self, ready: B) -> Result<()> {
-        let incoming = self.tied.take().ok_or_else(|| Error::usage("no result was to be opened"))?;
+        let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result was to be opened"))?;
         self.tick();
-        let result = self.completed(incoming, Some(ready)).and_then(|()| self.effects());
+        let result = self.completed(tied.incoming, Some(ready)).and_then(|()| self.effects());
         self.sticky(result)
     }
 
@@ -52,7 +52,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
                 Ok(parcel) => self.unpack(parcel)?,
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => {
-                    self.pin_thread_gone.get_or_insert_with(String::new);
+                    self.delivery.on_event(delivery::Event::PinThreadEnded(String::new()));
                     break;
                 }
             }
@@ -66,7 +66,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
             pin::PinEvent::Drained(worker) => self.died(worker),
             pin::PinEvent::Broken(error) => Err(error),
             pin::PinEvent::Gone(cause) => {
-                self.pin_thread_gone = Some(cause);
+                self.delivery.on_event(delivery::Event::PinThreadEnded(cause));
                 Ok(())
             }
         }
@@ -107,8 +107,8 @@ impl<T, B: Send + 'static> Engine<T, B> {
             self.take_parcels()?;
             return self.died(worker);
         }
-        if let Some(incoming) = self.tied.take_if(|tied| tied.worker == worker) {
-            self.completed(incoming, None)?;
+        if let Some(tied) = self.delivery.untie(Some(worker)) {
+            self.completed(tied.incoming, tied.ready)?;
         }
         while let Some(Intake::Rings(completions)) = &mut self.intake
             && let Some(incoming) = completions.pop(worker)?

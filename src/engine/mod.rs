@@ -5,6 +5,7 @@
 //! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
 
 pub mod completions;
+pub mod delivery;
 pub mod gate;
 pub mod handle;
 mod intake;
@@ -25,18 +26,20 @@ use std::time::Duration;
 
 pub use self::completions::Incoming;
 use self::completions::{Arrival, Completions};
+use self::delivery::Delivery;
 pub use self::handle::Handle;
 use self::intake::Intake;
+use self::process::Process;
 pub use self::shutdown::Ending;
 use self::stall::Stalls;
 pub use self::status::Status;
-pub use self::types::{Progress, Step};
+pub use self::types::{DeathReport, Progress, Step};
 use self::watch::Watch;
 use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::metrics::Count;
-use crate::scheduler::{Action, Decision, Event, Scheduler, Settings};
+use crate::scheduler::{Action, Death, Event, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
@@ -49,18 +52,16 @@ use crate::wire::{TaskEntry, TaskKind};
 const DOORBELL: u64 = u64::MAX;
 
 /// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
-/// made ready when it came: by the pin thread, or because it had to be opened on receipt.
+/// made ready when it came: by the pin thread, or because it had to be opened on receipt. `E` is an error of the sampler.
 #[derive(Debug)]
-pub struct Engine<T, B: Send + 'static = ()> {
+pub struct Engine<T, B: Send + 'static = (), E = ()> {
     handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
-    /// A result that the caller is to open before any other is taken.
-    tied: Option<Incoming>,
+    /// What calls of `next` owe, keep back and answer.
+    delivery: Delivery<T, B, E>,
     tasks: Vec<Producer<ArenaRing>>,
     /// Empty only while it is changed, and in a forked child.
     intake: Option<Intake<B>>,
-    /// Why the pin thread has ended.
-    pin_thread_gone: Option<String>,
     /// The main process's region, which index batches travel in.
     allocator: Allocator,
     poll: sys::poll::PollSet,
@@ -69,8 +70,6 @@ pub struct Engine<T, B: Send + 'static = ()> {
     unwatched: Vec<u32>,
     /// The bell cannot be waited on: results are looked for in each slice.
     deaf: bool,
-    /// A worker has written nonsense: the iterator cannot go on, and says so at each call.
-    broken: Option<Error>,
     /// The time, as last looked at: once for all that happens in one step.
     now: Duration,
     /// The times of `next`.
@@ -79,12 +78,10 @@ pub struct Engine<T, B: Send + 'static = ()> {
     looked: Duration,
     /// What is known of workers that may be stuck.
     stalls: Stalls,
-    /// The clock of the timeout runs for this `next`.
-    waiting: bool,
     finished: bool,
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
@@ -103,21 +100,18 @@ impl<T, B: Send + 'static> Engine<T, B> {
         Ok(Self {
             handle,
             scheduler: Scheduler::new(settings)?,
-            tied: None,
+            delivery: Delivery::default(),
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
             intake: Some(Intake::Rings(Completions::new(&arena))),
-            pin_thread_gone: None,
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
             poll,
             ready: Vec::new(),
             unwatched: Vec::new(),
             deaf: false,
-            broken: None,
             now: Duration::ZERO,
             watch: Watch::default(),
             looked: Duration::ZERO,
             stalls: Stalls::new(workers),
-            waiting: false,
             finished: false,
         })
     }
@@ -251,9 +245,29 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.sticky(result)
     }
 
-    /// The worker whose death a further call of [`Engine::step`] raises, sooner or later.
-    pub fn death(&self) -> Option<u32> {
-        self.scheduler.death().map(|death| death.worker.0)
+    /// What calls of `next` owe, keep back and answer: events go here.
+    #[inline]
+    pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
+        &mut self.delivery
+    }
+
+    /// The death that a further call of [`Engine::step`] raises, sooner or later.
+    pub fn death(&self) -> Option<Death> {
+        self.scheduler.death()
+    }
+
+    /// All that is known of a death.
+    pub fn report(&self, death: Death) -> DeathReport<'_, T> {
+        let process = self.handle.process(death.worker.0);
+        DeathReport {
+            worker: death.worker.0,
+            pid: process.as_ref().map_or(0, |process| process.pid),
+            status: process.as_deref().and_then(Process::status),
+            index: self.scheduler.oldest_task_of(death.worker).map(|(_, index)| index),
+            oldest: death.lost.is_some_and(|lost| {
+                self.scheduler.undelivered().first().is_some_and(|(task, _)| *task == lost)
+            }),
+        }
     }
 
     /// Whether workers have still to answer to [`Engine::reset`].
@@ -272,55 +286,42 @@ impl<T, B: Send + 'static> Engine<T, B> {
         self.now = sys::clock::monotonic();
     }
 
-    /// Looks what has come, and says what to do now.
-    pub fn step(&mut self) -> Result<Step<T, B>> {
+    /// Looks what has come, and says what to do now: [`Delivery::answer`].
+    pub fn step(&mut self) -> Result<Step<T, B, E>> {
         self.handle.check_ours()?;
-        if self.handle.closing() {
-            return Ok(Step::Closed);
-        }
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
+        // After the end the rings may be another iterator's.
+        let closed = self.handle.closing();
         // Nothing that has happened meanwhile changes what is handed out after its `Submit`.
-        if !self.scheduler.is_staged() {
-            if !self.watch.take_fresh() {
-                self.tick();
-            }
-            let looked = self.look_for_deaths()?;
-            let result = if looked { self.take_notice() } else { Ok(()) };
-            let result = result.and_then(|()| self.take_in());
-            self.sticky(result)?;
-            if let Some(incoming) = self.tied {
-                return Ok(Step::Open(incoming));
-            }
+        if !closed && !self.scheduler.is_staged() && !self.delivery.is_broken() {
+            self.look()?;
+        }
+        let scheduler = &mut self.scheduler;
+        let step = self.delivery.answer(closed, || scheduler.next())?;
+        if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
+            self.event(Event::WaitBegan)?;
+            return Ok(Step::Wait(self.scheduler.deadline()));
+        }
+        Ok(step)
+    }
+
+    /// Takes in what has come. What is found broken there is for [`Delivery::answer`].
+    #[inline]
+    fn look(&mut self) -> Result<()> {
+        if !self.watch.take_fresh() {
+            self.tick();
+        }
+        let looked = self.look_for_deaths()?;
+        let result = if looked { self.take_notice() } else { Ok(()) };
+        let result = result.and_then(|()| self.take_in());
+        if self.sticky(result).is_ok() && !self.delivery.is_tied() {
             self.event(Event::Time)?;
         }
-        let step = match self.scheduler.next() {
-            Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
-                Step::Deliver { tag, incoming: result.incoming, ready: result.ready }
-            }
-            Decision::Submit => Step::Submit,
-            Decision::Dead(death) => Step::Dead { worker: death.worker.0, lost: death.lost },
-            Decision::End => Step::End,
-            Decision::TimedOut => Step::TimedOut,
-            Decision::Shutdown => Step::Closed,
-            Decision::Wait { .. } if self.pin_thread_gone.is_some() => {
-                Step::NoPinThread(self.pin_thread_gone.clone().unwrap_or_default())
-            }
-            Decision::Wait { deadline } if self.waiting => return Ok(Step::Wait(deadline)),
-            Decision::Wait { .. } => {
-                self.waiting = true;
-                self.event(Event::WaitBegan)?;
-                return Ok(Step::Wait(self.scheduler.deadline()));
-            }
-        };
-        self.waiting = false;
-        Ok(step)
+        Ok(())
     }
 
     /// An error after which the state of things is not known: from now on each call answers it.
     fn sticky<R>(&mut self, result: Result<R>) -> Result<R> {
-        result.inspect_err(|error| self.broken = Some(error.clone()))
+        result.inspect_err(|error| self.delivery.on_event(delivery::Event::Broken(error.clone())))
     }
 
     #[inline]

@@ -31,7 +31,7 @@ pub(super) fn close(arena: &Arena) {
     arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// The page; `None` once another iterator may have the arena, and in a forked child.
     #[inline]
     fn page(&self) -> Option<&MainPage> {

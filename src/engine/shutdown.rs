@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::completions::{self, Completions};
+use super::delivery::Tied;
 use super::intake::Intake;
 use super::{Engine, page, pin};
 use crate::scheduler::Event;
@@ -32,7 +33,7 @@ impl Ending {
     }
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Ends the engine after its workers have ended, and gives back what nobody will read. What is left to do with the arena
     /// ([`Ending::carry_out`]) takes its time and needs nothing of the engine.
     pub fn finish(&mut self) -> Ending {
@@ -41,10 +42,10 @@ impl<T, B: Send + 'static> Engine<T, B> {
         }
         self.handle.part_with_arena();
         let arena = self.arena().clone();
-        if self.broken.is_some() || !self.handle.all_left() {
+        if self.delivery.is_broken() || !self.handle.all_left() {
             return Ending::Retire(arena);
         }
-        if let Some(incoming) = self.tied.take() {
+        if let Some(Tied { incoming, ready: None }) = self.delivery.untie(None) {
             completions::discard(&arena, &incoming);
         }
         // The thread itself is asked: it has the consumer's ends of the rings for as long as it runs.
@@ -76,7 +77,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
     }
 }
 
-impl<T, B: Send + 'static> Drop for Engine<T, B> {
+impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
     fn drop(&mut self) {
         if !self.handle.is_ours() {
             // The pin thread of the parent may have held the channel's locks at the fork.

@@ -80,7 +80,7 @@ impl Stalls {
     }
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Has workers named that are in their start, or at one batch, for longer than `limits`; `None`: never. For so long
     /// as `patience` their stacks are waited for; `None`: they are not asked for.
     pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {

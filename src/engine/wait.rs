@@ -11,7 +11,7 @@ use crate::shm::pool;
 use crate::sys;
 use crate::sys::poll::WaitOutcome;
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
     #[inline]
     pub(super) fn look_for_deaths(&mut self) -> Result<bool> {
@@ -26,7 +26,7 @@ impl<T, B: Send + 'static> Engine<T, B> {
 
     /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
     pub fn interrupted(&mut self) {
-        if std::mem::take(&mut self.waiting) {
+        if self.delivery.stops_waiting() {
             // Nothing in it can fail.
             let _ = self.event(Event::WaitEnded);
         }

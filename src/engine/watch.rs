@@ -67,7 +67,7 @@ impl Watch {
     }
 }
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// An epoch begins.
     pub fn epoch_begins(&mut self) {
         self.handle.meter.add(Count::Epochs, 1);

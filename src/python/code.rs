@@ -16,7 +16,7 @@ codes! {
     BATCH = 0;
     /// An error in a batch's place: its wrapper.
     ERROR = 1;
-    /// A worker has died: the worker.
+    /// A worker has died: its `Death`.
     DEAD = 2;
     /// The epoch is at its end, or has begun: nothing.
     END = 3;

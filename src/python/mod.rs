@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use super::engine::{_trim_pool, PyEngine, begin_forks, descends, end_forks, engine_batches};
+    use super::engine::{_trim_pool, PyDeath, PyEngine, begin_forks, descends, end_forks, engine_batches};
     #[pymodule_export]
     use super::figures::{
         Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, observe_arena,

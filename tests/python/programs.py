@@ -14,7 +14,7 @@ import types
 import torch
 from pinning_support import pinning
 from sample_data import Dying, Held, Images, Numbers
-from support import DataLoader, gone, same, state_of, wait_until, workers_say
+from support import DataLoader, gone, same, state_of, torchs_type, wait_until, workers_say
 from torch.utils.data import _utils, default_collate
 
 import rustloader
@@ -51,7 +51,7 @@ def loader(dataset, workers=2, **kw):
 
 
 def text_of(error):
-    text = re.sub(r"pid \d+", "pid N", f"{type(error).__name__}: {error}")
+    text = re.sub(r"pid \d+", "pid N", f"{torchs_type(error).__name__}: {error}")
     # torch's text does not say why.
     return " ".join([text, *error.__notes__]) if "Pin memory thread" in text else text
 

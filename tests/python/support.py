@@ -114,8 +114,14 @@ def outcome(fn, *args):
     except StopIteration:
         return ("end",)
     except Exception as e:
-        return ("error", type(e), first_line(e))
+        return ("error", torchs_type(e), first_line(e))
     return ("value", value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def torchs_type(error):
+    """The type of an error, or what torch raises in its place: rustloader's own errors are RuntimeErrors there."""
+    kind = type(error)
+    return RuntimeError if kind.__module__ == "rustloader" else kind
 
 
 def outcomes(iterator, calls):

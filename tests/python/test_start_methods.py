@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -204,6 +205,8 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path)
     ids=["signal", "exit code"],
 )
 def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, monkeypatch):
+    from rustloader._core import DEAD
+
     class Older:
         """An engine on a kernel that knows nothing of processes that others have reaped."""
 
@@ -213,8 +216,11 @@ def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, 
         def __getattr__(self, name):
             return getattr(self.engine, name)
 
-        def exit_status(self, worker):
-            return None
+        def next(self, answer, next_index):
+            self.engine.next(answer, next_index)
+            if answer[0] == DEAD:
+                known = {name: getattr(answer[1], name) for name in ("worker_id", "pid", "index")}
+                answer[1] = types.SimpleNamespace(**known, exitcode=None, signal=None)
 
     monkeypatch.setattr(LoaderIter, "_engine", lambda self: Older(self._core))
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context="forkserver")

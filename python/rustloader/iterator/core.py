@@ -18,10 +18,11 @@ from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, 
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
+from rustloader.errors import LoaderTimeoutError
 from rustloader.iterator import compat, fallback, settings
 from rustloader.metrics import ledger
-from rustloader.torch_side import IterType, TorchIter, in_torch, is_torchs
-from rustloader.workers import deaths, process, stalls
+from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
+from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
 
@@ -57,9 +58,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
-    _death: str | None = None
-    _death_note: str | None = None
-    _ended = False
+    # What every later `next` raises, once the epoch has ended or a worker has died.
+    _last: Callable[[], BaseException] | None = None
+    # An answer that a signal handler cut off on its way to the caller: it is the next call's.
     _rescued: list[Any] | None = None
 
     def __init__(self, loader: Any) -> None:
@@ -157,7 +158,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         self._workers.clear()
         self._own(core)
         self._shutdown = False
-        self._death = self._death_note = None
+        self._last = None
         self._start_workers()
 
     @property
@@ -183,8 +184,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             return
         core = self._engine()
         _BaseDataLoaderIter._reset(self, loader, first_iter)
-        self._ended = False
-        if not first_iter and (self._shutdown or self._death is not None or not core.is_ours):
+        if self._last is StopIteration:
+            self._last = None
+        if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
@@ -231,8 +233,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     def _next_data(self) -> Any:
         if self._passthrough:
             return super()._next_data()
-        if self._ended or self._death is not None:
-            self._look_for_the_end()
+        last = self._last
+        if last is not None:
+            raise last()
         if self._shutdown:
             if self._core is not None:
                 self._core.stay()
@@ -252,64 +255,44 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                     self._rescued = answer
                 elif isinstance(error, RuntimeError):
                     # Another thread may have found the end, or a death, while this one waited.
-                    self._look_for_the_end()
+                    last = self._last
+                    if last is not None:
+                        raise last()  # noqa: B904
                 raise
         # From here to the return there is no call, so no signal handler can come between and take the batch away.
         code, value = answer
         if code == BATCH:
             return value
         if code == ERROR:
-            value.reraise()
+            try:
+                value.reraise()
+            except BaseException as error:
+                forget_locals(error)
+                raise
         if code == END:
-            self._ended = True
+            self._last = StopIteration
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
         self._died_or_late(code, value)
         raise AssertionError(f"an answer of the engine that is none: {code}")
 
-    def _look_for_the_end(self) -> None:
-        """Raises what a further `next` raises after the epoch's end or a death."""
-        if self._ended:
-            raise StopIteration
-        if self._death is not None:
-            raise self._death_error()
-
     def _died_or_late(self, code: int, value: Any) -> None:
         if code == TIMED_OUT:
-            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+            raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds")
+        core = self._engine()
         if code == DEAD:
-            self._note_death(value)
-            raise self._death_error()
+            # User code can reach this list and may have emptied it.
+            process = self._workers[value.worker_id] if value.worker_id < len(self._workers) else None
+            self._last = deaths.error_of(value, process)
+            core.close()
+            raise self._last()
         if code == NO_PIN_THREAD:
-            self._death = "Pin memory thread exited unexpectedly"
-            self._death_note = value or None
-            core = self._engine()
+            self._last = deaths.pin_thread_error(value)
             core.close()
             # Its last word comes just before its end.
             core.join_pinning(EXIT_GRACE)
-            raise self._death_error()
-
-    def _note_death(self, worker_id: int) -> None:
-        """Takes note of a death that is to be raised now, and tells the other workers to leave."""
-        core = self._engine()
-        index = core.oldest_index(worker_id)
-        if index is None:
-            self._death_note = f"It was worker {worker_id}."
-        else:
-            text = stalls.index_text(index)
-            self._death_note = f"Worker {worker_id} was to fetch the batch of index {text}."
-        said = core.worker_status(worker_id)["pid"]
-        # User code can reach this list and may have emptied it.
-        process = self._workers[worker_id] if worker_id < len(self._workers) else None
-        self._death = deaths.describe(process, core.exit_status(worker_id), said)
-        core.close()
-
-    def _death_error(self) -> RuntimeError:
-        error = RuntimeError(self._death)
-        if self._death_note is not None:
-            error.add_note(self._death_note)
-        return error
+            raise self._last()
 
     # --- the end -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader._core import Engine
 from rustloader.config import stall_limits
+from rustloader.iterator import interrupts
 from rustloader.metrics import ledger
 from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
@@ -112,6 +113,7 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             stall_limits(),
             loads=serialize.loads,
             dump_index=serialize.dump_index,
+            is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.tell,
         )
     except (OSError, MemoryError) as error:

@@ -1,16 +1,17 @@
 //! The begin of an epoch, and `next`.
 
+use std::ops::ControlFlow;
 use std::time::Duration;
 
-use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use super::PyEngine;
+use super::death::PyDeath;
 use super::read::give;
 use super::state::State;
-use super::submit::hold_back;
 use crate::codec::prepare::Ready;
+use crate::engine::delivery::Event;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Engine, Incoming, Step};
 use crate::interop::exit_guard::call;
@@ -31,35 +32,31 @@ impl PyEngine {
     ) -> PyResult<()> {
         let mut turn = self.enter(py)?;
         let state = turn.state();
-        state.held_back.clear();
-        state.owed = 0;
-        state.unsent = None;
-        state.unread = None;
+        state.engine.delivery().on_event(Event::EpochBegan);
         state.engine.epoch_begins();
         if self.handle.closing() {
             return Err(closed(py, &self.handle));
         }
         if !is_first {
             // Seen while the last epoch was under way, which has been given up before its batches were all handed out.
-            if let Some(worker) = state.engine.death() {
-                return give(answer, code::DEAD, worker);
+            if let Some(death) = state.engine.death() {
+                return give(answer, code::DEAD, PyDeath::new(py, &state.engine.report(death)));
             }
             state.engine.reset()?;
             while state.engine.resuming() {
                 match state.engine.step()? {
-                    Step::Dead { worker, .. } => return give(answer, code::DEAD, worker),
-                    Step::TimedOut => return give(answer, code::TIMED_OUT, py.None()),
-                    Step::Closed => return Err(closed(py, &self.handle)),
-                    Step::NoPinThread(cause) => return give(answer, code::NO_PIN_THREAD, cause),
-                    Step::Wait(deadline) => self.wait(py, state, deadline)?,
-                    Step::Open(incoming) => self.open(py, state, &incoming)?,
                     Step::Deliver { .. } | Step::Submit | Step::End => {}
+                    step => {
+                        if self.carry_out(py, state, answer, step)?.is_break() {
+                            return Ok(());
+                        }
+                    }
                 }
             }
         }
         for _ in 0..state.engine.max_tasks() {
             py.check_signals()?;
-            self.refill(py, state, next_index)?;
+            self.draw(py, state, next_index)?;
         }
         give(answer, code::END, py.None())
     }
@@ -88,75 +85,58 @@ impl PyEngine {
         answer: &Bound<'_, PyList>,
         next_index: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        if let Some(error) = state.held_back.pop_front() {
-            return Err(error);
-        }
-        // It may have ended while this thread waited for the turn.
-        if self.handle.closing() {
-            return Err(closed(py, &self.handle));
-        }
-        for _ in 0..state.owed {
-            py.check_signals()?;
-            let refilled = self.refill(py, state, next_index);
-            if refilled.as_ref().is_err_and(|error| !error.is_instance_of::<PyException>(py)) {
-                return refilled;
-            }
-            // Without memory for an index the next call tries again: the epoch must not end before it is sent.
-            let unsent = state.unsent.is_some();
-            if !unsent {
-                state.owed -= 1;
-            }
-            if let Err(error) = refilled {
-                hold_back(py, state, error)?;
-            }
-            if unsent {
-                break;
-            }
-        }
-        if let Some((code, object)) = state.unread.take() {
-            return self.deliver(answer, code, object);
-        }
+        state.engine.delivery().on_event(Event::NextBegan);
         loop {
             match state.engine.step()? {
-                Step::Deliver { tag, incoming, ready } => {
-                    self.count(py, &tag, &incoming);
-                    drop(tag);
-                    return match ready {
-                        None => self.read(py, state, answer, &incoming),
-                        Some(Ready::Batch(batch)) => self.deliver(answer, code::BATCH, batch.take()),
-                        Some(Ready::Raised(error)) => Err(error),
-                        Some(Ready::Error(wrapper)) => self.deliver(answer, code::ERROR, wrapper.take()),
-                    };
-                }
-                Step::Open(incoming) => self.open(py, state, &incoming)?,
-                Step::Submit => {
-                    let interrupt = py.check_signals();
-                    let refilled =
-                        if interrupt.is_ok() { self.refill(py, state, next_index) } else { Ok(()) };
-                    state.engine.sampler_ends();
-                    if interrupt.is_err() || refilled.is_err() {
-                        // An interrupt may be behind an error, which the sampler would survive: it is asked once more later.
-                        state.owed += 1;
-                    }
-                    interrupt?;
-                    if let Err(error) = refilled {
-                        hold_back(py, state, error)?;
+                Step::Submit => self.refill(py, state, next_index)?,
+                step => {
+                    if self.carry_out(py, state, answer, step)?.is_break() {
+                        return Ok(());
                     }
                 }
-                Step::Dead { worker, .. } => return give(answer, code::DEAD, worker),
-                Step::End => match state.held_back.pop_front() {
-                    Some(error) => return Err(error),
-                    None => {
-                        state.engine.epoch_ends();
-                        return give(answer, code::END, py.None());
-                    }
-                },
-                Step::TimedOut => return give(answer, code::TIMED_OUT, py.None()),
-                Step::Closed => return Err(closed(py, &self.handle)),
-                Step::NoPinThread(cause) => return give(answer, code::NO_PIN_THREAD, cause),
-                Step::Wait(deadline) => self.wait(py, state, deadline)?,
             }
         }
+    }
+
+    /// Does what the engine wants done, or puts what it answers into `answer` and breaks.
+    #[inline]
+    fn carry_out(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        answer: &Bound<'_, PyList>,
+        step: Step<Py<PyAny>, Ready, PyErr>,
+    ) -> PyResult<ControlFlow<()>> {
+        match step {
+            Step::Deliver { tag, incoming, ready } => {
+                self.count(py, &tag, &incoming);
+                drop(tag);
+                match ready {
+                    None => self.read(py, state, answer, &incoming)?,
+                    Some(ready) => self.read_ready(py, state, answer, ready)?,
+                }
+            }
+            Step::Unread(ready) => self.read_ready(py, state, answer, ready)?,
+            Step::Raise(error) => return Err(error),
+            Step::Dead(death) => give(answer, code::DEAD, PyDeath::new(py, &state.engine.report(death)))?,
+            Step::End => {
+                state.engine.epoch_ends();
+                give(answer, code::END, py.None())?;
+            }
+            Step::TimedOut => give(answer, code::TIMED_OUT, py.None())?,
+            Step::Closed => return Err(closed(py, &self.handle)),
+            Step::NoPinThread(cause) => give(answer, code::NO_PIN_THREAD, cause)?,
+            Step::Open { incoming, ready } => {
+                self.open(py, state, &incoming, ready)?;
+                return Ok(ControlFlow::Continue(()));
+            }
+            Step::Wait(deadline) => {
+                self.wait(py, state, deadline)?;
+                return Ok(ControlFlow::Continue(()));
+            }
+            Step::Submit => unreachable!("only `next` asks the sampler, and sees to it itself"),
+        }
+        Ok(ControlFlow::Break(()))
     }
 
     /// Counts a result that is handed out now.
@@ -193,7 +173,7 @@ impl PyEngine {
     }
 
     /// Names a worker that is stuck in the log.
-    fn tell(&self, py: Python<'_>, engine: &Engine<Py<PyAny>, Ready>, stall: &Stall) -> PyResult<()> {
+    fn tell(&self, py: Python<'_>, engine: &Engine<Py<PyAny>, Ready, PyErr>, stall: &Stall) -> PyResult<()> {
         let stack = py.detach(|| self.handle.stack_of(stall));
         let oldest = engine.oldest_task_of(stall.worker);
         let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);

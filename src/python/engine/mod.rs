@@ -1,5 +1,6 @@
 //! The main process's side: one `Engine` an iterator.
 
+mod death;
 mod epoch;
 mod read;
 mod state;
@@ -15,6 +16,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+pub use self::death::PyDeath;
 use self::state::{InTurn, State};
 use super::callbacks::Callbacks;
 use super::gate::park_at_exit;
@@ -29,7 +31,6 @@ use crate::metrics::Count;
 use crate::python::figures::PyMeter;
 use crate::scheduler::Settings;
 use crate::shm::forks;
-use crate::sys::pidfd::{ExitStatus, signal_name};
 use crate::worker::watchdog::Parent;
 
 /// Batches that engines of this process have handed out.
@@ -78,6 +79,7 @@ impl PyEngine {
         stalls: StallLimits,
         loads: Py<PyAny>,
         dump_index: Py<PyAny>,
+        is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
     ) -> PyResult<Self> {
         let settings = Settings::torch(workers, prefetch_factor, in_order);
@@ -91,7 +93,7 @@ impl PyEngine {
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             handle,
-            callbacks: Callbacks { loads, dump_index, warn_stall },
+            callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
         })
     }
 
@@ -170,12 +172,6 @@ impl PyEngine {
         pin::join(py, &self.handle, seconds)
     }
 
-    /// The index of the oldest task that a worker has not answered; None if there is none, or another thread is in `next`.
-    fn oldest_index(&self, py: Python<'_>, worker: u32) -> Option<Py<PyAny>> {
-        let state = self.state.try_lock().ok()?;
-        state.engine.oldest_task_of(worker).map(|(_, index)| index.clone_ref(py))
-    }
-
     /// Whether each worker takes tasks in this epoch.
     /// None while another thread is in `next`.
     fn active(&self) -> Option<Vec<bool>> {
@@ -240,14 +236,6 @@ impl PyEngine {
     /// Sends a signal to the workers that run. Without the turn.
     fn signal_all(&self, signal: i32) {
         self.handle.signal_all(signal);
-    }
-
-    /// How a worker ended: `("code", n, "")`, `("signal", n, name)`, or None where it cannot be told. Without the turn.
-    fn exit_status(&self, worker: u32) -> Option<(&'static str, i32, String)> {
-        match self.handle.process(worker)?.status()? {
-            ExitStatus::Code(code) => Some(("code", code, String::new())),
-            ExitStatus::Signal(signal) => Some(("signal", signal, signal_name(signal))),
-        }
     }
 
     /// What a worker says of itself: state, task, seconds in the state, tasks done, seconds in each state. After the end what it

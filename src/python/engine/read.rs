@@ -2,33 +2,23 @@
 
 use std::sync::atomic::Ordering;
 
-use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::state::State;
 use super::{BATCHES, PyEngine};
 use crate::codec;
+use crate::codec::pickle::Pickled;
 use crate::codec::prepare::Ready;
 use crate::engine::Incoming;
 use crate::engine::completions::Message;
+use crate::engine::delivery::Event;
 use crate::interop::detached::DetachedObject;
 use crate::interop::exit_guard::call;
 use crate::interop::tensor::Bridge;
 use crate::metrics::Count;
 use crate::python::code;
 use crate::wire::ResultKind;
-
-/// So often an unpickling that has failed is tried again.
-const RELOADS: usize = 4;
-
-/// A result that has to be unpickled.
-struct Pickled {
-    payload: Py<PyBytes>,
-    /// What stands beside it.
-    objects: Py<PyList>,
-    is_batch: bool,
-}
 
 /// Keeps a message's buffer for the next one.
 fn keep(buffer: &mut Vec<u8>, message: Message) {
@@ -73,6 +63,14 @@ pub(super) fn give<'py>(
     answer.set_item(0, code)
 }
 
+/// Why an unpickling has failed.
+enum Failure {
+    /// By itself: the error stands in the batch's place.
+    Own(PyErr),
+    /// A signal handler cut it off: the batch is sound.
+    CutOff(PyErr),
+}
+
 impl PyEngine {
     /// Reads a result into `answer`.
     #[inline]
@@ -89,23 +87,44 @@ impl PyEngine {
         }
     }
 
+    /// Puts a result that was made ready before into `answer`.
+    pub(super) fn read_ready(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        answer: &Bound<'_, PyList>,
+        ready: Ready,
+    ) -> PyResult<()> {
+        match ready {
+            Ready::Batch(batch) => self.deliver(answer, code::BATCH, batch.take()),
+            Ready::Raised(error) => Err(error),
+            Ready::Error(wrapper) => self.deliver(answer, code::ERROR, wrapper.take()),
+            Ready::Pickled(pickle) => self.read_pickle(py, state, answer, pickle),
+        }
+    }
+
     /// Unpickles a result that asks something of its worker, which may leave afterwards. An error stands in the batch's place;
-    /// what a signal handler has raised comes at once, and the batch is kept.
-    pub(super) fn open(&self, py: Python<'_>, state: &mut State, incoming: &Incoming) -> PyResult<()> {
-        let mut interrupt = Ok(());
-        let opened = match read_message(py, state, incoming) {
+    /// what a signal handler has raised comes at once, and the next call tries again.
+    pub(super) fn open(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        incoming: &Incoming,
+        ready: Option<Ready>,
+    ) -> PyResult<()> {
+        let read = match ready {
+            Some(Ready::Pickled(pickle)) => Ok(Read::Pickled(pickle)),
+            _ => read_message(py, state, incoming),
+        };
+        let opened = match read {
             Ok(Read::Batch(object)) => Ok(object),
             Ok(Read::Pickled(pickle)) => match self.load(py, &pickle) {
-                Err(error) => {
-                    let again = self.load_again(py, &pickle);
-                    if again.is_ok() || !error.is_instance_of::<PyException>(py) {
-                        interrupt = Err(error);
-                        again
-                    } else {
-                        Err(error)
-                    }
+                Ok(object) => Ok(object),
+                Err(Failure::Own(error)) => Err(error),
+                Err(Failure::CutOff(error)) => {
+                    state.engine.delivery().open_interrupted(Ready::Pickled(pickle));
+                    return Err(error);
                 }
-                loaded => loaded,
             },
             Err(error) => Err(error),
         };
@@ -113,28 +132,34 @@ impl PyEngine {
             Ok(batch) => Ready::Batch(DetachedObject::new(batch)),
             Err(error) => Ready::Raised(error),
         })?;
-        interrupt
+        Ok(())
     }
 
-    fn load(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
-        let arguments = (&pickle.payload, &pickle.objects).into_pyobject(py)?;
-        call(self.callbacks.loads.bind(py), arguments).map(Bound::unbind)
+    /// Unpickles. That runs the user's code, and it runs signal handlers, whose errors look like those of the batch.
+    ///
+    /// Handlers are not kept out: code that hangs here must stay interruptible at once, by whatever signal the program uses. So
+    /// the user's code runs once, unless a handler cuts it off: then the message is kept, and the next call runs it again.
+    fn load(&self, py: Python<'_>, pickle: &Pickled) -> Result<Py<PyAny>, Failure> {
+        let loads = || {
+            let arguments = (&pickle.payload, &pickle.objects).into_pyobject(py)?;
+            call(self.callbacks.loads.bind(py), arguments).map(Bound::unbind)
+        };
+        loads().map_err(|error| match self.is_interrupt(py, &error) {
+            Ok(false) => Failure::Own(error),
+            Ok(true) => Failure::CutOff(error),
+            // A handler has raised while this looked.
+            Err(second) => Failure::CutOff(second),
+        })
     }
 
-    /// Unpickling runs Python code, and signal handlers in it. What a handler raises there looks like an error of the batch, but
-    /// does not come again: so it is tried again, and where it then succeeds the batch is kept.
-    fn load_again(&self, py: Python<'_>, pickle: &Pickled) -> PyResult<Py<PyAny>> {
-        let mut again = self.load(py, pickle);
-        for _ in 1..RELOADS {
-            if again.is_ok() {
-                break;
-            }
-            again = self.load(py, pickle);
-        }
-        again
+    /// Whether a signal handler has raised an error, not the code that it interrupted.
+    pub(super) fn is_interrupt(&self, py: Python<'_>, error: &PyErr) -> PyResult<bool> {
+        // Not `value`, which has no traceback.
+        let value = error.clone_ref(py).into_value(py);
+        call(self.callbacks.is_interrupt.bind(py), (value,).into_pyobject(py)?)?.extract()
     }
 
-    /// Unpickles a result; one that comes at the second try only is for the next call.
+    /// Unpickles a delivered result into `answer`; one that was cut off is for the next call.
     fn read_pickle(
         &self,
         py: Python<'_>,
@@ -143,14 +168,14 @@ impl PyEngine {
         pickle: Pickled,
     ) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
-        let error = match self.load(py, &pickle) {
-            Ok(object) => return self.deliver(answer, code, object),
-            Err(error) => error,
-        };
-        if let Ok(object) = self.load_again(py, &pickle) {
-            state.unread = Some((code, object));
+        match self.load(py, &pickle) {
+            Ok(object) => self.deliver(answer, code, object),
+            Err(Failure::Own(error)) => Err(error),
+            Err(Failure::CutOff(error)) => {
+                state.engine.delivery().on_event(Event::DecodeInterrupted(Ready::Pickled(pickle)));
+                Err(error)
+            }
         }
-        Err(error)
     }
 
     #[inline]

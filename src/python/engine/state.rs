@@ -1,6 +1,5 @@
 //! What the turn protects.
 
-use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
@@ -12,17 +11,9 @@ use crate::engine::{Ending, Engine};
 use crate::error::Error;
 use crate::python::gate;
 
-/// The engine, and what is kept beside it between two calls.
+/// The engine, and buffers.
 pub(super) struct State {
-    pub(super) engine: Engine<Py<PyAny>, Ready>,
-    /// Errors of the sampler that are to be raised by the next calls.
-    pub(super) held_back: VecDeque<PyErr>,
-    /// Indices that an error of the sampler has kept from being sent, and that are to be asked for once more.
-    pub(super) owed: u32,
-    /// An index batch for which there was no memory: it is sent before the sampler is asked again.
-    pub(super) unsent: Option<Py<PyAny>>,
-    /// A result whose unpickling was interrupted at first.
-    pub(super) unread: Option<(u8, Py<PyAny>)>,
+    pub(super) engine: Engine<Py<PyAny>, Ready, PyErr>,
     /// Reused for each message.
     pub(super) buffer: Vec<u8>,
     /// Reused for each index batch.
@@ -30,16 +21,8 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(engine: Engine<Py<PyAny>, Ready>) -> Self {
-        Self {
-            engine,
-            held_back: VecDeque::new(),
-            owed: 0,
-            unsent: None,
-            unread: None,
-            buffer: Vec::new(),
-            payload: Vec::new(),
-        }
+    pub(super) fn new(engine: Engine<Py<PyAny>, Ready, PyErr>) -> Self {
+        Self { engine, buffer: Vec::new(), payload: Vec::new() }
     }
 }
 

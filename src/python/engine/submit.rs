@@ -7,22 +7,14 @@ use pyo3::types::{PyBytes, PyIterator, PyTuple};
 use super::PyEngine;
 use super::state::State;
 use crate::codec;
+use crate::engine::delivery::Event;
 use crate::error::Error;
 use crate::interop::exit_guard::{call, next_of};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 
-/// Keeps an exception for the next call; what is none of the sampler's (an interrupt) is raised at once.
-pub(super) fn hold_back(py: Python<'_>, state: &mut State, error: PyErr) -> PyResult<()> {
-    if !error.is_instance_of::<PyException>(py) {
-        return Err(error);
-    }
-    state.held_back.push_back(error);
-    Ok(())
-}
-
 /// The sampler's next index; `None` at its end. `next_index` is an iterator, or a function to be called.
-fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+fn sampled<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if let Ok(iterator) = next_index.cast::<PyIterator>() {
         return next_of(iterator);
     }
@@ -34,8 +26,9 @@ fn draw<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny
 }
 
 impl PyEngine {
-    /// Takes one more index of the sampler, if there is one, and sends it. Signals are looked for before: one that has come
-    /// would otherwise find the sampler, and a handler that raises there is the end of a generator, such as a BatchSampler's.
+    /// Answers `Step::Submit`. An error of the sampler is for a later call; what is no `Exception` (an interrupt) is raised at
+    /// once. Signals are looked for before: one that has come would otherwise find the sampler, and a handler that raises there
+    /// is the end of a generator, such as a BatchSampler's.
     #[inline]
     pub(super) fn refill(
         &self,
@@ -43,9 +36,31 @@ impl PyEngine {
         state: &mut State,
         next_index: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let index = match state.unsent.take() {
+        let interrupt = py.check_signals();
+        let drawn = if interrupt.is_ok() { self.draw(py, state, next_index) } else { Ok(()) };
+        state.engine.sampler_ends();
+        let (event, answer) = match (interrupt, drawn) {
+            (Ok(()), Ok(())) => (Event::IndexDrawn, Ok(())),
+            (Ok(()), Err(error)) if error.is_instance_of::<PyException>(py) => {
+                (Event::DrawFailed(error), Ok(()))
+            }
+            (Err(error), _) | (_, Err(error)) => (Event::DrawInterrupted, Err(error)),
+        };
+        state.engine.delivery().on_event(event);
+        answer
+    }
+
+    /// Takes one more index of the sampler, if there is one, and sends it.
+    #[inline]
+    pub(super) fn draw(
+        &self,
+        py: Python<'_>,
+        state: &mut State,
+        next_index: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let index = match state.engine.delivery().take_unsent() {
             Some(index) => Some(index.into_bound(py)),
-            None => draw(next_index)?,
+            None => sampled(next_index)?,
         };
         match index {
             Some(index) => self.submit(py, state, index),
@@ -56,7 +71,7 @@ impl PyEngine {
     /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
     #[inline]
     fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
-        let State { engine, payload, unsent, .. } = state;
+        let State { engine, payload, .. } = state;
         payload.clear();
         let pause = |time| py.detach(|| std::thread::sleep(time));
         let mut send =
@@ -64,12 +79,18 @@ impl PyEngine {
         let sent = if codec::encode_indices(py, &index, payload) {
             send(TaskKind::Plain, payload)
         } else {
-            let pickle = call(self.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?)?;
+            let pickle = match call(self.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?) {
+                Err(error) if self.is_interrupt(py, &error).unwrap_or(true) => {
+                    engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
+                    return Err(error);
+                }
+                pickle => pickle?,
+            };
             let pickle = pickle.cast::<PyBytes>()?;
             send(TaskKind::Pickle, pickle.as_bytes())
         };
         if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
-            *unsent = Some(index.unbind());
+            engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
         }
         codec::shrink(payload);
         sent?;

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import torch
 import torch.utils.data
+from support import torchs_type
 
 from .recorder import crc
 
@@ -181,9 +182,9 @@ def error(e):
         shown = normal(e)
     except Exception as failed:
         shown = f"str() fails: {failed!r}"
-    found = [name_of(type(e)), normal(text), shown, [normal(n) for n in getattr(e, "__notes__", [])]]
+    found = [name_of(torchs_type(e)), normal(text), shown, [normal(n) for n in getattr(e, "__notes__", [])]]
     for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
-        found.append(None if link is None else [name_of(type(link)), normal(link)])
+        found.append(None if link is None else [name_of(torchs_type(link)), normal(link)])
     return found
 
 

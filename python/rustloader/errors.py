@@ -1,0 +1,56 @@
+"""The errors that a loader raises about its workers. Each is a RuntimeError with torch's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["LoaderTimeoutError", "WorkerDiedError"]
+
+
+class WorkerDiedError(RuntimeError):
+    """Raised by ``next()`` and ``iter()`` when a worker process has died, and again by each later ``next()``.
+
+    Args:
+        text: The message.
+        worker_id: The worker's number, from 0.
+        pid: The worker's process id.
+        exitcode: How it ended: an exit code, the negative number of a signal, or None where the system does not say.
+        index: The index batch that the worker was to fetch, as the sampler gave it; None if it had none.
+        restarts: How often the worker was restarted before.
+
+    Examples:
+        >>> error = rustloader.WorkerDiedError("it died", worker_id=1, pid=4711, exitcode=-9)
+        >>> error.worker_id, error.exitcode
+        (1, -9)
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        worker_id: int = -1,
+        pid: int = 0,
+        exitcode: int | None = None,
+        index: Any = None,
+        restarts: int = 0,
+    ) -> None:
+        super().__init__(text)
+        self.worker_id = worker_id
+        self.pid = pid
+        self.exitcode = exitcode
+        self.index = index
+        self.restarts = restarts
+
+
+class LoaderTimeoutError(RuntimeError, TimeoutError):
+    """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call goes on waiting.
+
+    Examples:
+        >>> isinstance(rustloader.LoaderTimeoutError("too late"), TimeoutError)
+        True
+    """
+
+
+for _error in (WorkerDiedError, LoaderTimeoutError):
+    # Where programs find it: shown in tracebacks, named in pickles.
+    _error.__module__ = "rustloader"

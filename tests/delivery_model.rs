@@ -1,0 +1,479 @@
+//! What calls of `next` owe, keep back and answer, against a small reference: the calls written out one after the other, in
+//! plain loops, over the same random sampler, scheduler and interrupts.
+
+use std::collections::VecDeque;
+
+use proptest::prelude::*;
+use rustloader::engine::Step;
+use rustloader::engine::completions::{Arrival, Incoming};
+use rustloader::engine::delivery::{Delivery, Event};
+use rustloader::error::Error;
+use rustloader::id::{TaskId, WorkerId};
+use rustloader::scheduler::{Death, Step as Decision};
+use rustloader::wire::{ResultEntry, ResultKind};
+
+/// What a draw of the sampler ends in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Draw {
+    Sent,
+    Fails,
+    /// It yields an index, for which there is no memory.
+    Unsent,
+    Interrupted,
+}
+
+/// What the scheduler says next. `Batch` asks for a draw first, and delivers when it is asked again.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Says {
+    Batch,
+    Exhausted,
+    Wait,
+    TimedOut,
+    Dead,
+    End,
+}
+
+/// What happens before a call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Before {
+    Nothing,
+    Closed,
+    Broken,
+    PinThreadEnded,
+    Tied,
+    NewEpoch,
+}
+
+/// What a call of the user ends in. Errors are numbered, so that none is raised twice or out of its order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Answer {
+    Batch(u64),
+    SamplerError(u64),
+    Interrupted,
+    /// A batch was delivered, and its decoding cut off.
+    CutOff,
+    Opened,
+    Waits,
+    TimedOut,
+    Dead,
+    End,
+    Closed,
+    Broken,
+    NoPinThread,
+}
+
+#[derive(Clone, Debug)]
+struct Script {
+    before: Vec<Before>,
+    draws: Vec<Draw>,
+    says: Vec<Says>,
+    /// Which decodings a signal handler cuts off.
+    cut_off: Vec<bool>,
+}
+
+/// Sampler, scheduler and signals, as both sides see them.
+struct World<'a> {
+    script: &'a Script,
+    draws: usize,
+    says: usize,
+    decodings: usize,
+    /// A batch that is delivered as soon as an index has been drawn.
+    staged: Option<u64>,
+    batches: u64,
+    errors: u64,
+    /// Indices that the sampler has yielded, and those that were sent.
+    yielded: u64,
+    sent: Vec<u64>,
+}
+
+impl<'a> World<'a> {
+    fn new(script: &'a Script) -> Self {
+        let (draws, says, decodings, batches, errors, yielded) = (0, 0, 0, 0, 0, 0);
+        Self { script, draws, says, decodings, staged: None, batches, errors, yielded, sent: Vec::new() }
+    }
+
+    fn draw(&mut self) -> Draw {
+        self.draws += 1;
+        self.script.draws.get(self.draws - 1).copied().unwrap_or(Draw::Sent)
+    }
+
+    fn says(&mut self) -> Says {
+        self.says += 1;
+        self.script.says.get(self.says - 1).copied().unwrap_or(Says::End)
+    }
+
+    fn is_cut_off(&mut self) -> bool {
+        self.decodings += 1;
+        self.script.cut_off.get(self.decodings - 1).copied().unwrap_or(false)
+    }
+
+    /// The next index: the unsent one, or the sampler's.
+    fn index(&mut self, unsent: Option<u64>) -> u64 {
+        unsent.unwrap_or_else(|| {
+            self.yielded += 1;
+            self.yielded - 1
+        })
+    }
+
+    fn error(&mut self) -> u64 {
+        self.errors += 1;
+        self.errors - 1
+    }
+
+    fn batch(&mut self) -> u64 {
+        self.batches += 1;
+        self.batches - 1
+    }
+}
+
+/// The reference: the calls as loops, with what they leave behind in plain variables.
+#[derive(Default)]
+struct Reference {
+    errors: VecDeque<u64>,
+    owed: usize,
+    unsent: Option<u64>,
+    unread: Option<u64>,
+    tied: bool,
+    closed: bool,
+    broken: bool,
+    pin_thread_ended: bool,
+}
+
+impl Reference {
+    fn before(&mut self, world: &mut World<'_>, before: Before) {
+        match before {
+            Before::Nothing => {}
+            Before::Closed => self.closed = true,
+            Before::Broken => self.broken = true,
+            Before::PinThreadEnded => self.pin_thread_ended = true,
+            Before::Tied => self.tied = true,
+            Before::NewEpoch => {
+                self.errors.clear();
+                (self.owed, self.unsent, self.unread) = (0, None, None);
+                world.staged = None;
+            }
+        }
+    }
+
+    /// One draw; whether it was interrupted, which ends the call.
+    fn draw(&mut self, world: &mut World<'_>) -> Draw {
+        let draw = world.draw();
+        match draw {
+            Draw::Sent => {
+                let index = world.index(self.unsent.take());
+                world.sent.push(index);
+            }
+            Draw::Unsent => self.unsent = Some(world.index(self.unsent.take())),
+            Draw::Fails | Draw::Interrupted => {}
+        }
+        if matches!(draw, Draw::Fails | Draw::Unsent) {
+            self.errors.push_back(world.error());
+        }
+        draw
+    }
+
+    fn decode(&mut self, world: &mut World<'_>, batch: u64) -> Answer {
+        if world.is_cut_off() {
+            self.unread = Some(batch);
+            return Answer::CutOff;
+        }
+        Answer::Batch(batch)
+    }
+
+    fn next(&mut self, world: &mut World<'_>) -> Answer {
+        if let Some(error) = self.errors.pop_front() {
+            return Answer::SamplerError(error);
+        }
+        if self.closed {
+            return Answer::Closed;
+        }
+        for _ in 0..self.owed {
+            match self.draw(world) {
+                Draw::Interrupted => return Answer::Interrupted,
+                Draw::Unsent => break,
+                // It failed or not: it is not owed any more, unless an index waits for memory.
+                Draw::Fails if self.unsent.is_some() => break,
+                Draw::Sent | Draw::Fails => self.owed -= 1,
+            }
+        }
+        if let Some(batch) = self.unread.take() {
+            return self.decode(world, batch);
+        }
+        if self.broken {
+            return Answer::Broken;
+        }
+        if std::mem::take(&mut self.tied) {
+            return Answer::Opened;
+        }
+        loop {
+            if let Some(batch) = world.staged.take() {
+                return self.decode(world, batch);
+            }
+            match world.says() {
+                says @ (Says::Batch | Says::Exhausted) => {
+                    if says == Says::Batch {
+                        world.staged = Some(world.batch());
+                    }
+                    match self.draw(world) {
+                        Draw::Sent => {}
+                        draw => {
+                            self.owed += 1;
+                            if draw == Draw::Interrupted {
+                                return Answer::Interrupted;
+                            }
+                        }
+                    }
+                }
+                Says::Wait if self.pin_thread_ended => return Answer::NoPinThread,
+                Says::Wait => return Answer::Waits,
+                Says::TimedOut => return Answer::TimedOut,
+                Says::Dead => return Answer::Dead,
+                Says::End => {
+                    return self.errors.pop_front().map_or(Answer::End, Answer::SamplerError);
+                }
+            }
+        }
+    }
+}
+
+fn incoming() -> Incoming {
+    let words = [0, ResultKind::Plain as u64, 0, 0, 0, 0, 0, 0];
+    Incoming { worker: 0, entry: ResultEntry::from_words(&words).unwrap() }
+}
+
+/// The scheduler that both see, in the words of the real one. A batch is its own ready result.
+fn decide(world: &mut World<'_>) -> Decision<(), Arrival<u64>> {
+    if let Some(batch) = world.staged.take() {
+        let result = Arrival { incoming: incoming(), ready: Some(batch) };
+        let (task, worker) = (TaskId(batch), WorkerId(0));
+        // Errors of workers take the same way.
+        return match batch % 3 {
+            0 => Decision::Raise { task, worker, tag: (), result },
+            _ => Decision::Deliver { task, worker, tag: (), result },
+        };
+    }
+    match world.says() {
+        Says::Batch => {
+            world.staged = Some(world.batch());
+            Decision::Submit
+        }
+        Says::Exhausted => Decision::Submit,
+        Says::Wait => Decision::Wait { deadline: None },
+        Says::TimedOut => Decision::TimedOut,
+        Says::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
+        Says::End => Decision::End,
+    }
+}
+
+/// The real one, driven as the bindings do it.
+struct Driver {
+    delivery: Delivery<u64, u64, u64>,
+    closed: bool,
+}
+
+impl Driver {
+    fn before(&mut self, world: &mut World<'_>, before: Before) {
+        match before {
+            Before::Nothing => {}
+            Before::Closed => self.closed = true,
+            Before::Broken => self.delivery.on_event(Event::Broken(Error::corrupt("it is broken"))),
+            Before::PinThreadEnded => self.delivery.on_event(Event::PinThreadEnded("why".to_owned())),
+            Before::Tied => self.delivery.tie(incoming()),
+            Before::NewEpoch => {
+                self.delivery.on_event(Event::EpochBegan);
+                world.staged = None;
+            }
+        }
+    }
+
+    fn decode(&mut self, world: &mut World<'_>, batch: u64) -> Answer {
+        if world.is_cut_off() {
+            self.delivery.on_event(Event::DecodeInterrupted(batch));
+            return Answer::CutOff;
+        }
+        Answer::Batch(batch)
+    }
+
+    fn draw(&mut self, world: &mut World<'_>) -> bool {
+        let draw = world.draw();
+        let event = match draw {
+            Draw::Sent => {
+                let index = world.index(self.delivery.take_unsent());
+                world.sent.push(index);
+                Event::IndexDrawn
+            }
+            Draw::Fails => Event::DrawFailed(world.error()),
+            Draw::Unsent => {
+                let index = world.index(self.delivery.take_unsent());
+                self.delivery.on_event(Event::IndexUnsent(index));
+                Event::DrawFailed(world.error())
+            }
+            Draw::Interrupted => Event::DrawInterrupted,
+        };
+        self.delivery.on_event(event);
+        draw != Draw::Interrupted
+    }
+
+    fn call(&mut self, world: &mut World<'_>) -> Answer {
+        self.delivery.on_event(Event::NextBegan);
+        loop {
+            // The bindings keep no tag; here it is of another type, which says the same.
+            let decide = || match decide(world) {
+                Decision::Deliver { task, worker, result, .. } => {
+                    Decision::Deliver { task, worker, tag: 0, result }
+                }
+                Decision::Raise { task, worker, result, .. } => {
+                    Decision::Raise { task, worker, tag: 0, result }
+                }
+                Decision::Submit => Decision::Submit,
+                Decision::Wait { deadline } => Decision::Wait { deadline },
+                Decision::TimedOut => Decision::TimedOut,
+                Decision::Dead(death) => Decision::Dead(death),
+                Decision::End => Decision::End,
+                Decision::Shutdown => Decision::Shutdown,
+            };
+            let Ok(step) = self.delivery.answer(self.closed, decide) else { return Answer::Broken };
+            return match step {
+                Step::Submit if self.draw(world) => continue,
+                Step::Submit => Answer::Interrupted,
+                Step::Deliver { ready: Some(batch), .. } | Step::Unread(batch) => self.decode(world, batch),
+                Step::Deliver { .. } => unreachable!("all results are ready"),
+                Step::Raise(error) => Answer::SamplerError(error),
+                Step::Open { .. } => {
+                    self.delivery.untie(None).unwrap();
+                    Answer::Opened
+                }
+                Step::Dead(_) => Answer::Dead,
+                Step::End => Answer::End,
+                Step::TimedOut => Answer::TimedOut,
+                Step::Closed => Answer::Closed,
+                Step::NoPinThread(_) => Answer::NoPinThread,
+                Step::Wait(_) => {
+                    assert!(self.delivery.begins_to_wait(), "each call waits anew");
+                    assert!(!self.delivery.begins_to_wait(), "it goes on waiting");
+                    Answer::Waits
+                }
+            };
+        }
+    }
+
+    fn next(&mut self, world: &mut World<'_>) -> Answer {
+        let answer = self.call(world);
+        assert_eq!(self.delivery.stops_waiting(), answer == Answer::Waits);
+        answer
+    }
+}
+
+fn run(script: &Script) {
+    let (mut world, mut mirror) = (World::new(script), World::new(script));
+    let mut driver = Driver { delivery: Delivery::default(), closed: false };
+    let mut reference = Reference::default();
+    let mut batches = Vec::new();
+    for &before in &script.before {
+        driver.before(&mut world, before);
+        reference.before(&mut mirror, before);
+        let answer = driver.next(&mut world);
+        assert_eq!(answer, reference.next(&mut mirror));
+        assert_eq!((world.draws, world.says, &world.sent), (mirror.draws, mirror.says, &mirror.sent));
+        if let Answer::Batch(batch) = answer {
+            batches.push(batch);
+        }
+    }
+    assert!(batches.is_sorted_by(|a, b| a < b), "each batch once: {batches:?}");
+    assert!(world.sent.is_sorted_by(|a, b| a < b), "each index once: {:?}", world.sent);
+    let undisturbed = |before: &Before| matches!(before, Before::Nothing | Before::Tied);
+    if script.before.iter().all(undisturbed) {
+        // No index and no batch is lost, but the one that is on its way.
+        assert!(world.yielded - world.sent.len() as u64 <= 1);
+        assert!(world.batches - batches.len() as u64 <= 1);
+    }
+}
+
+fn script() -> impl Strategy<Value = Script> {
+    let before = prop_oneof![
+        20 => Just(Before::Nothing),
+        2 => Just(Before::Tied),
+        1 => Just(Before::NewEpoch),
+        1 => Just(Before::PinThreadEnded),
+        1 => Just(Before::Broken),
+        1 => Just(Before::Closed),
+    ];
+    let calm = prop_oneof![9 => Just(Before::Nothing), 1 => Just(Before::Tied)];
+    let draw = prop_oneof![
+        4 => Just(Draw::Sent),
+        2 => Just(Draw::Fails),
+        1 => Just(Draw::Unsent),
+        1 => Just(Draw::Interrupted),
+    ];
+    let says = prop_oneof![
+        8 => Just(Says::Batch),
+        1 => Just(Says::Exhausted),
+        1 => Just(Says::Wait),
+        1 => Just(Says::TimedOut),
+        1 => Just(Says::Dead),
+        1 => Just(Says::End),
+    ];
+    let calls =
+        prop_oneof![proptest::collection::vec(before, 1..40), proptest::collection::vec(calm, 1..40),];
+    let draws = proptest::collection::vec(draw, 0..60);
+    let cut_off = proptest::collection::vec(proptest::bool::weighted(0.2), 0..60);
+    (calls, draws, proptest::collection::vec(says, 0..60), cut_off)
+        .prop_map(|(before, draws, says, cut_off)| Script { before, draws, says, cut_off })
+}
+
+fn cases() -> u32 {
+    let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    wanted.unwrap_or(10_000)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: cases(),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn it_does_what_the_loops_do(script in script()) {
+        run(&script);
+    }
+}
+
+/// The rows of the table in the module's documentation, each above all that come after it.
+#[test]
+fn the_answers_have_the_precedence_of_the_table() {
+    let mut delivery = Delivery::<u64, u64, u64>::default();
+    // All at once: an error and a draw that it owes, an unread result, damage, a tied result, an end.
+    delivery.on_event(Event::DrawFailed(1));
+    delivery.on_event(Event::DecodeInterrupted(2));
+    delivery.tie(incoming());
+    delivery.on_event(Event::PinThreadEnded("why".to_owned()));
+    delivery.on_event(Event::NextBegan);
+    let mut said = Vec::new();
+    let mut ask = |delivery: &mut Delivery<u64, u64, u64>, closed, decision| {
+        said.push(match delivery.answer(closed, || decision) {
+            Err(_) => "broken",
+            Ok(Step::Raise(1)) => "error",
+            Ok(Step::Closed) => "closed",
+            Ok(Step::Submit) => "draw",
+            Ok(Step::Unread(2)) => "unread",
+            Ok(Step::Open { .. }) => "open",
+            Ok(Step::End) => "end",
+            Ok(Step::NoPinThread(_)) => "no pin thread",
+            Ok(other) => panic!("{other:?}"),
+        });
+    };
+    ask(&mut delivery, true, Decision::End);
+    ask(&mut delivery, true, Decision::End);
+    ask(&mut delivery, false, Decision::End);
+    delivery.on_event(Event::IndexDrawn);
+    ask(&mut delivery, false, Decision::End);
+    ask(&mut delivery, false, Decision::End);
+    delivery.untie(None);
+    ask(&mut delivery, false, Decision::End);
+    ask(&mut delivery, false, Decision::Wait { deadline: None });
+    delivery.tie(incoming());
+    delivery.on_event(Event::Broken(Error::corrupt("it is broken")));
+    ask(&mut delivery, false, Decision::End);
+    assert_eq!(said, ["error", "closed", "draw", "unread", "open", "end", "no pin thread", "broken"]);
+}

@@ -1,0 +1,238 @@
+"""The loader's own errors, what they keep alive, and batches whose unpickling fails or is cut off."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from sample_data import Dying, Failing, Held, Numbers
+from support import DataLoader, gone, run_script, wait_until, worker_pids
+
+pytestmark = pytest.mark.ours
+
+
+@pytest.fixture
+def rustloader():
+    import rustloader
+
+    return rustloader
+
+
+def raised_by(function, *args, kind=Exception):
+    with pytest.raises(kind) as caught:
+        function(*args)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("how", "exitcode", "text"),
+    [(signal.SIGKILL, -9, "is killed by signal: Killed. "), (3, 3, "exited unexpectedly with exit code 3. ")],
+)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_death_is_an_error_with_all_that_is_known(rustloader, how, exitcode, text, method):
+    loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context=method)
+    iterator = iter(loader)
+    pid = worker_pids(iterator)[0]
+    assert next(iterator) == 0
+    first, second = (raised_by(next, iterator, kind=RuntimeError) for _ in range(2))
+    for error in (first, second, pickle.loads(pickle.dumps(first))):
+        assert type(error) is rustloader.WorkerDiedError
+        assert str(error).startswith(f"DataLoader worker (pid {pid}) {text}")
+        assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (0, pid, exitcode, 1, 0)
+        assert error.__notes__ == ["Worker 0 was to fetch the batch of index 1."]
+    assert first is not second
+
+
+def test_the_death_of_an_idle_worker_has_no_index(rustloader):
+    loader = DataLoader(Numbers(2), num_workers=1, batch_size=None, persistent_workers=True)
+    assert len(list(loader)) == 2
+    pid = worker_pids(loader._iterator)[0]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: gone(pid))
+    error = raised_by(iter, loader, kind=rustloader.WorkerDiedError)
+    assert (error.index, error.pid, error.__notes__) == (None, pid, ["It was worker 0."])
+
+
+def test_a_timeout_is_an_error_of_two_kinds(rustloader, tmp_path):
+    iterator = iter(DataLoader(Held(2, 0, tmp_path / "go"), num_workers=1, batch_size=None, timeout=0.1))
+    error = raised_by(next, iterator, kind=TimeoutError)
+    (tmp_path / "go").touch()
+    for it in (error, pickle.loads(pickle.dumps(error))):
+        assert type(it) is rustloader.LoaderTimeoutError and isinstance(it, RuntimeError)
+        assert str(it) == "DataLoader timed out after 0.1 seconds"
+
+
+def test_the_errors_are_public_and_need_no_torch():
+    code = """
+import sys, rustloader
+names = ["LoaderTimeoutError", "WorkerDiedError"]
+print(*(repr(getattr(rustloader, name)) for name in names), "torch" in sys.modules, set(names) <= set(dir(rustloader)))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    names = "<class 'rustloader.LoaderTimeoutError'> <class 'rustloader.WorkerDiedError'>"
+    assert out == f"{names} False True\n"
+
+
+class FailsToCollate:
+    def __call__(self, samples):
+        raise KeyError("collated")
+
+
+class FailsToDraw:
+    def __iter__(self):
+        # Beyond the tasks that begin an epoch, whose errors are iter()'s.
+        yield from [0] * 6
+        raise LookupError("drawn")
+
+
+class Hopeless:
+    """Cannot be unpickled in the main process."""
+
+    def __init__(self, pid=None):
+        self.pid = os.getpid() if pid is None else pid
+
+    def __setstate__(self, state):
+        if os.getpid() != state["pid"]:
+            raise ValueError("unpickled")
+
+
+WAYS = {
+    "dataset": (ValueError, lambda go: dict(dataset=Failing(4, {1: ValueError}), batch_size=None)),
+    "collate": (KeyError, lambda go: dict(dataset=Numbers(4), collate_fn=FailsToCollate())),
+    "sampler": (LookupError, lambda go: dict(dataset=Numbers(4), sampler=FailsToDraw(), batch_size=None)),
+    "unpickling": (ValueError, lambda go: dict(dataset=Numbers(4), collate_fn=lambda _: Hopeless())),
+    "death": (RuntimeError, lambda go: dict(dataset=Dying(4, 1, signal.SIGKILL), batch_size=None)),
+    "timeout": (RuntimeError, lambda go: dict(dataset=Held(4, 1, go), batch_size=None, timeout=0.2)),
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_keeps_no_worker_without_the_garbage_collector(way, persistent, tmp_path):
+    kind, options = WAYS[way]
+    pids = []
+
+    def run():
+        iterator = iter(DataLoader(num_workers=2, persistent_workers=persistent, **options(tmp_path / "go")))
+        pids.extend(worker_pids(iterator))
+        errors = 0
+        while errors < 2:
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except kind:
+                errors += 1
+        (tmp_path / "go").touch()
+        return errors
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run() >= 1
+        # The destructor has waited for them.
+        assert all(map(gone, pids))
+    finally:
+        gc.enable()
+
+
+def test_the_traceback_of_a_dataset_error_shows_torchs_frames():
+    error = raised_by(list, DataLoader(Failing(2, {0: ValueError}), num_workers=1, batch_size=None), kind=ValueError)
+    names, trace = [], error.__traceback__
+    while trace is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert names[-3:] == ["_counted_next", "_next_data", "reraise"]
+
+
+# A batch whose unpickling runs `hook`, in the main process.
+UNPICKLED = """
+    from sample_data import Given, untouched
+    main, calls = os.getpid(), []
+    class Interrupted(Exception): pass
+    class Item:
+        def __init__(self, number): self.number = number
+        def __setstate__(self, state):
+            self.number = state["number"]
+            if os.getpid() == main:
+                calls.append(self.number)
+                hook(self.number)
+    def handler(*_): raise Interrupted
+    def take(iterator):
+        try:
+            return next(iterator).number
+        except StopIteration:
+            return "end"
+        except BaseException as error:
+            return type(error).__name__
+    def start(count=3):
+        items = Given([Item(i) for i in range(count)])
+        return iter(DataLoader(items, num_workers=1, batch_size=None, collate_fn=untouched))
+"""
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "SystemExit", "MemoryError"])
+def test_user_code_that_fails_to_unpickle_a_batch_runs_once(kind):
+    source = f"""
+    def hook(number):
+        if number == 1:
+            raise {kind}("by itself")
+    iterator = start()
+    print([take(iterator) for _ in range(4)], calls)
+    """
+    status, out, err = run_script(UNPICKLED + source)
+    assert (status, out, err) == (0, f"[0, '{kind}', 2, 'end'] [0, 1, 2]\n", "")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    ["handler", "functools.partial(handler, 1)", "Handler()", "Handler().method", "signal.default_int_handler"],
+)
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_handler_cuts_off_an_unpickling_and_the_batch_comes_with_the_next_call(handler, in_context):
+    source = f"""
+    import functools
+    class Handler:
+        def __call__(self, *_): raise Interrupted
+        def method(self, *_): raise Interrupted
+    armed = [True]
+    def hook(number):
+        if number == 1 and armed:
+            armed.clear()
+            try:
+                signal.raise_signal(signal.SIGALRM)
+            except Exception:
+                if {in_context}:
+                    raise ValueError("in its place")
+                raise
+    signal.signal(signal.SIGALRM, {handler})
+    iterator = start()
+    print([take(iterator) for _ in range(5)], calls)
+    """
+    status, out, err = run_script(UNPICKLED + source)
+    name = (
+        "Interrupted" if "Handler" in handler or "handler" == handler or "partial" in handler else "KeyboardInterrupt"
+    )
+    if in_context and name == "Interrupted":
+        name = "ValueError"
+    assert (status, out, err) == (0, f"[0, '{name}', 1, 2, 'end'] [0, 1, 1, 2]\n", "")
+
+
+def test_an_unpickling_that_hangs_can_be_interrupted_at_once():
+    source = """
+    import threading
+    def hook(number):
+        if number == 0 and len(calls) == 1:
+            threading.Timer(0.3, os.kill, (main, signal.SIGINT)).start()
+            time.sleep(600)
+    iterator = start()
+    print([take(iterator) for _ in range(5)], calls)
+    """
+    started = time.monotonic()
+    status, out, err = run_script(UNPICKLED + source)
+    assert (status, out, err) == (0, "['KeyboardInterrupt', 0, 1, 2, 'end'] [0, 0, 1, 2]\n", "")
+    assert time.monotonic() - started < 300
