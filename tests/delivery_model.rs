@@ -9,7 +9,7 @@ use rustloader::engine::completions::{Arrival, Incoming};
 use rustloader::engine::delivery::{Delivery, Event};
 use rustloader::error::Error;
 use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::{Death, Step as Decision};
+use rustloader::scheduler::{Death, Decision};
 use rustloader::wire::{ResultEntry, ResultKind};
 
 /// What a draw of the sampler ends in.
