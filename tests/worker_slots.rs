@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustloader::engine::completions::{Completions, Message};
 use rustloader::engine::{Engine, Step};
 use rustloader::error::Error;
+use rustloader::id::{TaskId, WorkerId};
 use rustloader::scheduler::Settings;
 use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::{Arena, ArenaRing};
@@ -319,7 +320,7 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     refused(engine.reset_worker(1));
     engine.wait(None).unwrap();
     engine.after_wait().unwrap();
-    assert_eq!(engine.death(), Some(1));
+    assert_eq!(engine.death().map(|death| death.worker), Some(WorkerId(1)));
     let indices = |arena: &Arena| held(arena, arena.geometry().main_region(), CONSUMER);
     assert_eq!(indices(&arena), 3, "tasks 3, 4 and 5 are in the rings");
 
@@ -338,7 +339,9 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     assert!(matches!(ports[0].take_up(), Ok(Some(entry)) if entry.task == 4));
     let (tag, other) = next(&mut engine).unwrap();
     assert_eq!((tag, bytes(&other), bytes(&lease)), (2, &[2; LEAF][..], &[1; LEAF][..]));
-    assert!(matches!(next(&mut engine), Err(Step::Dead { worker: 1, lost: Some(task) }) if task.0 == 3));
+    assert!(
+        matches!(next(&mut engine), Err(Step::Dead(death)) if death.worker == WorkerId(1) && death.lost == Some(TaskId(3)))
+    );
     assert_eq!(engine.handle().alive(), 2);
     processes.iter_mut().for_each(kill);
     assert!(engine.handle().wait_gone(Duration::from_secs(20)).unwrap());
