@@ -50,54 +50,42 @@ if TYPE_CHECKING:
     from rustloader.installation import installed as installed
     from rustloader.installation import is_installed as is_installed
     from rustloader.installation import uninstall as uninstall
-    from rustloader.metrics.figures import ArenaStats as ArenaStats
-    from rustloader.metrics.figures import CopyStats as CopyStats
-    from rustloader.metrics.figures import Fallback as Fallback
-    from rustloader.metrics.figures import PinningStats as PinningStats
-    from rustloader.metrics.figures import SlowBatch as SlowBatch
     from rustloader.metrics.figures import Stats as Stats
-    from rustloader.metrics.figures import WorkerStats as WorkerStats
+    from rustloader.metrics.parts import ArenaStats as ArenaStats
+    from rustloader.metrics.parts import CopyStats as CopyStats
+    from rustloader.metrics.parts import Fallback as Fallback
+    from rustloader.metrics.parts import PinningStats as PinningStats
+    from rustloader.metrics.parts import SlowBatch as SlowBatch
+    from rustloader.metrics.parts import WorkerStats as WorkerStats
     from rustloader.metrics.report import report as report
     from rustloader.metrics.stats import stats as stats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.options import Options as Options
 
-# Where our names live; all others are torch's. Those of the second dict need no engine.
-_OURS = {
-    "engine_batches": "rustloader._core",
-    "install": "rustloader.installation",
-    "installed": "rustloader.installation",
-    "is_installed": "rustloader.installation",
-    "report": "rustloader.metrics.report",
-    "stats": "rustloader.metrics.stats",
-    "uninstall": "rustloader.installation",
-    "__version__": "rustloader._core",
+# The modules that define the public names; all other names are torch's.
+_HOMES = {
+    "_core": ("engine_batches", "__version__"),
+    "installation": ("install", "installed", "is_installed", "uninstall"),
+    "metrics.report": ("report",),
+    "metrics.stats": ("stats",),
+    "dataloader": ("DataLoader",),
+    "errors": ("LoaderTimeoutError", "WorkerDiedError"),
+    "metrics.figures": ("Stats",),
+    "metrics.parts": ("ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "WorkerStats"),
+    "metrics.verdict": ("Verdict", "VerdictKind"),
+    "options": ("Options",),
 }
+_OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for name in names}
 if not sys.platform.startswith("linux"):
-    _OURS = dict.fromkeys(_OURS, "rustloader.unsupported")
+    _NEED_THE_ENGINE = ("_core", "installation", "metrics.report", "metrics.stats")
+    _OURS |= {name: "rustloader.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(
         f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
         "broken. Install it again; in a source tree, build it: make build",
         name="rustloader._core",
     )
-
-_OURS |= {
-    "ArenaStats": "rustloader.metrics.figures",
-    "CopyStats": "rustloader.metrics.figures",
-    "DataLoader": "rustloader.dataloader",
-    "Fallback": "rustloader.metrics.figures",
-    "LoaderTimeoutError": "rustloader.errors",
-    "Options": "rustloader.options",
-    "PinningStats": "rustloader.metrics.figures",
-    "SlowBatch": "rustloader.metrics.figures",
-    "Stats": "rustloader.metrics.figures",
-    "Verdict": "rustloader.metrics.verdict",
-    "VerdictKind": "rustloader.metrics.verdict",
-    "WorkerDiedError": "rustloader.errors",
-    "WorkerStats": "rustloader.metrics.figures",
-}
 
 # Modules that a program reaches as attributes: `data.distributed.DistributedSampler`.
 _TORCHS_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["clean_up_after", "quietly"]
-
 logger = logging.getLogger("rustloader")
 
 

@@ -11,27 +11,6 @@ from typing import Any, NamedTuple
 
 from rustloader.options import NO, YES, Options, option_of
 
-__all__ = [
-    "EXIT_GRACE",
-    "EXIT_KILL_AFTER",
-    "INDEX_SHOWN",
-    "INSTALL",
-    "INTERRUPT_AFTER",
-    "KILLED_AFTER",
-    "KILL_AFTER",
-    "SECONDS",
-    "SIGTERM",
-    "STALL_ITEM",
-    "STALL_STACK",
-    "STALL_START",
-    "STATUS_AFTER",
-    "TORCH_VERSIONS",
-    "Seconds",
-    "StallLimits",
-    "parse_install",
-    "stall_limits",
-]
-
 # The oldest and the newest minor version of torch that the tests run with.
 TORCH_VERSIONS = ((2, 6), (2, 15))
 

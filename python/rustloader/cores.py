@@ -8,8 +8,6 @@ import os
 
 from rustloader._core import cpu_quota as _read_quota
 
-__all__ = ["cpu_quota", "effective_cores", "usable_cores"]
-
 # Read once per process: cgroups change rarely, and statistics ask often.
 cpu_quota = functools.cache(_read_quota)
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from rustloader.config import INSTALL, parse_install
 
-__all__ = ["follow"]
-
 logger = logging.getLogger("rustloader")
 
 # What waits for torch, once the variable is followed.

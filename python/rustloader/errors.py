@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LoaderTimeoutError", "WorkerDiedError"]
-
 
 class WorkerDiedError(RuntimeError):
     """Raised by ``next()`` and ``iter()`` when a worker process has died, and again by each later ``next()``.

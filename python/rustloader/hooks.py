@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["before_next", "run"]
-
 # Called before `next` takes a batch: at each `next` of torch's iterator, and of the engine's while `_core.observed()`.
 before_next: list[Callable[[], object]] = []
 

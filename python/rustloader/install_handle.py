@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Installed"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

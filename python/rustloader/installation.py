@@ -18,8 +18,6 @@ from rustloader.install_handle import Installed
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
 from rustloader.torch_side import IterType, TorchIter
 
-__all__ = ["install", "installed", "is_installed", "uninstall"]
-
 logger = logging.getLogger("rustloader")
 
 _NAME = "_MultiProcessingDataLoaderIter"

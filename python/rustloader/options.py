@@ -16,20 +16,6 @@ from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = [
-    "NO",
-    "PREFETCH_FACTOR",
-    "YES",
-    "Option",
-    "Options",
-    "add",
-    "current",
-    "option_of",
-    "replace",
-    "takes",
-    "with_fields",
-]
-
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
 # True and False in the environment.

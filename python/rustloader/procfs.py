@@ -6,19 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-__all__ = [
-    "exit_code",
-    "has_ended",
-    "is_stopped",
-    "members",
-    "pids",
-    "proportional",
-    "read",
-    "resident",
-    "stat",
-    "state",
-]
-
 
 def read(path: str) -> str | None:
     """The content of a file of the kernel; None where it cannot be read."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["count_of", "duration", "short_index", "size", "type_name"]
-
-
 _PLURALS = {"batch": "batches", "copy": "copies"}
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-__all__ = ["IterType", "TorchIter", "forget_locals", "in_torch", "is_torchs"]
-
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
 

@@ -22,8 +22,6 @@ from rustloader.install_handle import Installed
 from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
 
-__all__ = ["engine_batches", "install", "installed", "is_installed", "report", "stats", "tell", "uninstall"]
-
 logger = logging.getLogger("rustloader")
 
 _WHY = f"the engine of rustloader needs Linux, and this is {sys.platform}"

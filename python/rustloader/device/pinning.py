@@ -13,8 +13,6 @@ from torch.utils.data import _utils
 from rustloader._core import Engine
 from rustloader.torch_side import is_torchs
 
-__all__ = ["DoneEvent", "Pinner", "Thread", "allocate"]
-
 # torch's function and method; None if a program had replaced them before this import.
 _pin_memory: Any = _utils.pin_memory.pin_memory
 if not is_torchs(_pin_memory, _utils.pin_memory):

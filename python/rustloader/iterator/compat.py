@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from rustloader._core import Engine
 
-__all__ = ["add_parts"]
-
 
 class Iter(Protocol):
     """What the stand-ins need of the iterator."""

@@ -26,8 +26,6 @@ from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
 
-__all__ = ["_MultiProcessingDataLoaderIter"]
-
 # torch's own; None if a program had replaced it by then. Most batches need no further check.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_torchs(_torchs_next_index, torch_dataloader):

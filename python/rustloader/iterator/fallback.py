@@ -20,8 +20,6 @@ from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
 
-__all__ = ["context_of", "fall_back", "make_engine", "why_not"]
-
 logger = logging.getLogger("rustloader")
 
 # What torch uses of a worker's process. The engine waits for the process itself and signals it, so it can stand in for

@@ -8,8 +8,6 @@ import traceback
 import types
 from typing import Any
 
-__all__ = ["is_interrupt"]
-
 
 def is_interrupt(error: BaseException | None) -> bool:
     """Whether a signal handler raised an error, or one that it came out of.

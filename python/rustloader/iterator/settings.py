@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader
 
 from rustloader import options
 
-__all__ = ["applied", "keep"]
-
 
 class _Loader:
     """A loader as its iterator is to see it; the user's own object stays as it is."""

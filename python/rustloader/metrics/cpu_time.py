@@ -17,8 +17,6 @@ from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
 from rustloader.procfs import read, stat
 
-__all__ = ["NOTHING", "ProcessorTime", "WorkTime", "Workers", "of_process", "of_threads", "of_work", "started", "total"]
-
 # The number of the field in /proc/PID/stat, from 0, behind the name of the program: the process's start.
 _STARTED = 19
 

@@ -1,49 +1,40 @@
-"""What ``rustloader.stats()`` gives."""
+"""``rustloader.Stats``, the result of ``rustloader.stats()``."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rustloader._core import Counts, WorkerTotals
-from rustloader.metrics.cpu_time import WorkTime
-from rustloader.metrics.parts import (
-    ArenaStats,
-    CopyStats,
-    Fallback,
-    Figures,
-    PinningStats,
-    SlowBatch,
-    WorkerStats,
-)
+from rustloader.metrics.parts import CopyStats, Figures, WorkerStats
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
 
+if TYPE_CHECKING:  # other systems than Linux have no `_core`
+    from rustloader._core import Counts, WorkerTotals
+    from rustloader.metrics.cpu_time import WorkTime
+
+
 # No `from __future__ import annotations`: field annotations must be types, not strings.
-__all__ = ["ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "Stats", "WorkerStats"]
-
-
 @dataclass(frozen=True, repr=False)
 class Stats(Figures):
-    """Holds what a loader or an iterator has done so far; ``rustloader.stats()`` makes it.
+    """Holds the statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
-    ``print(stats)`` shows it as text, a notebook as a table. Times are in seconds of the monotonic clock. The time of
-    the training loop is ``next_seconds + step_seconds``; what lies between two epochs is in neither.
+    ``print(stats)`` shows text, a notebook a table. Times are in seconds of the monotonic clock. The training loop
+    takes ``next_seconds + step_seconds``; time between two epochs is in neither.
 
     Attributes:
         num_workers: Number of workers of the loader, or of the iterator.
         cores: Number of processor cores that this process may use: affinity and CPU quota, rounded up.
-        iterators: Number of iterators that the Rust engine has served, ended ones included. If it is 0, all times below
-            are 0, whatever torch's own iterators did.
+        iterators: Number of iterators that the Rust engine has served, ended ones included. If 0, all times below are
+            0, even if torch's own iterators did work.
         epochs: Number of epochs begun.
-        batches: Number of batches that the engine has delivered; for a live iterator of torch's own, those of its
-            epoch.
+        batches: Number of batches that the engine has delivered; for a live torch iterator, those of its epoch.
         bytes: Bytes of the engine's batches.
-        next_seconds: In ``next``, all of it.
+        next_seconds: Total time in ``next``.
         first_seconds: Part of ``next_seconds``: waiting for the first batch of an epoch.
         waited_seconds: Part of ``next_seconds``: waiting for any other batch.
         blocked_seconds: Part of ``waited_seconds``: while later batches were ready (head-of-line blocking).
-        sampler_seconds: Part of ``next_seconds``: in the sampler, and sending what it gave. Measured only after a
+        sampler_seconds: Part of ``next_seconds``: in the sampler, and sending its indices. Measured only after a
             ``next`` that worked for 50 us or more.
         step_seconds: Between two calls of ``next`` in one epoch: the training step.
         workers: One entry for each worker, by its number.
@@ -51,7 +42,7 @@ class Stats(Figures):
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
-        fallbacks: Iterators that ran on torch's own loop; what they did is in no other figure.
+        fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
         note: Why there are no figures, and what to do; empty where there are some.
 
     Examples:
@@ -65,7 +56,7 @@ class Stats(Figures):
     """
 
     def verdict(self) -> Verdict:
-        """Judges what limits the loader, by these figures.
+        """Judges from these figures what limits the loader.
 
         Returns:
             What limits it, with the remedy.
@@ -77,7 +68,7 @@ class Stats(Figures):
         return judge(self)
 
     def as_dict(self, flat: bool = False) -> dict[str, Any]:
-        """Gives the figures as plain values that ``json`` can write.
+        """Returns the figures as plain values that ``json`` can write.
 
         Args:
             flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, for
@@ -104,7 +95,7 @@ class Stats(Figures):
         return html(self, self.verdict())
 
 
-# The module that users import it from: it is what pickles name.
+# Pickles name the module that users import from.
 Stats.__module__ = "rustloader"
 
 
@@ -122,19 +113,19 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def no_loader(source: Any) -> TypeError:
-    """The error for what has no statistics."""
+    """The error for an object without statistics."""
     name = type(source).__qualname__
     return TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
 
 
 def check_interval(every: float) -> None:
-    """Raises the error for what is no number of seconds between two reports."""
+    """Raises ValueError unless ``every`` is a valid interval between two reports."""
     if not every > 0:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def counted(counts: Counts) -> dict[str, Any]:
-    """The fields of ``Stats`` that an iterator's counters give."""
+def counted(counts: "Counts") -> dict[str, Any]:
+    """The fields of ``Stats`` that come from an iterator's counters."""
     return {
         "epochs": counts.epochs,
         "batches": counts.batches,
@@ -150,9 +141,9 @@ def counted(counts: Counts) -> dict[str, Any]:
 
 
 def worker_stats(
-    number: int, pid: int, alive: bool, rss_bytes: int, totals: WorkerTotals, time: WorkTime
+    number: int, pid: int, alive: bool, rss_bytes: int, totals: "WorkerTotals", time: "WorkTime"
 ) -> WorkerStats:
-    """What a worker's counters and its processor time give."""
+    """A worker's statistics from its counters and its processor time."""
     return WorkerStats(
         id=number,
         pid=pid,

@@ -17,9 +17,6 @@ from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 
-__all__ = ["Ledger", "end_workers", "find", "of", "open_for"]
-
-
 _NUMBER = re.compile(r"\d+")
 
 # Held for a swap alone. Reentrant, because the collector or a signal handler may make an iterator in the midst of one.

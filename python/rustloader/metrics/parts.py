@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
+
 # No `from __future__ import annotations`: field annotations must be types, not strings.
-__all__ = ["ArenaStats", "CopyStats", "Fallback", "Figures", "PinningStats", "SlowBatch", "WorkerStats"]
-
-
 @dataclass(frozen=True)
 class WorkerStats:
     """Holds the figures of one worker; for a loader, of all workers that had this number.

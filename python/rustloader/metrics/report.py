@@ -14,8 +14,6 @@ from rustloader.cleanup import clean_up_after
 from rustloader.metrics.figures import Stats, check_interval
 from rustloader.metrics.stats import stats
 
-__all__ = ["report"]
-
 
 class _Reporter:
     """One ``report`` that is in force."""

@@ -1,4 +1,4 @@
-"""``rustloader.stats()``: the figures of a loader's work."""
+"""``rustloader.stats()``: the statistics of a loader."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from rustloader._core import WorkerTotals
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
-from rustloader.metrics.figures import (
-    ArenaStats,
-    Fallback,
-    PinningStats,
-    SlowBatch,
-    Stats,
-    WorkerStats,
-    counted,
-    no_loader,
-    worker_stats,
-)
+from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
+from rustloader.metrics.parts import ArenaStats, Fallback, PinningStats, SlowBatch, WorkerStats
 from rustloader.metrics.wrappers import loader_in
 from rustloader.procfs import resident
-
-__all__ = ["stats"]
 
 _NO_WORKERS = (
     "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
@@ -38,12 +27,12 @@ _ALL_TORCHS = "torch's own loop made the batches: "
 def stats(source: Any) -> Stats:
     """Gives the statistics of a loader or an iterator so far.
 
-    It may be called at any time, from any thread. A loader that was pickled or copied begins at zero.
+    Safe at any time, from any thread. A pickled or copied loader begins at zero.
 
     Args:
-        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or what a library
-            has wrapped around a loader: an iterable with one loader among its attributes. The figures of a loader are
-            those of all its iterators that the engine has served, ended ones included.
+        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or a library's
+            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all iterators that
+            the engine has served, ended ones included.
 
     Returns:
         The figures at this moment. Where the engine has served nothing, ``note`` says why.
@@ -58,7 +47,7 @@ def stats(source: Any) -> Stats:
         8
     """
     source = loader_in(source, _has_figures)
-    # Only a loader and the engine's iterators have one.
+    # Only loaders and the engine's iterators have a ledger.
     ledger = find(source)
     if isinstance(source, _BaseDataLoaderIter):
         note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
@@ -86,17 +75,16 @@ def _has_figures(source: Any) -> bool:
 def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
     figures = ledger.figures()
     counts = figures.counts
-    # After the others, so that no work that is counted there lacks its processor time and looks like waiting.
+    # Read after the counters: work that they include must not lack its processor time and look like waiting.
     times = ledger.processor_times()
-
     return Stats(
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
         **counted(counts),
         workers=tuple(
-            _worker(number, worker, times[number] if number < len(times) else NOTHING)
-            for number, worker in enumerate(figures.workers)
+            _worker(number, totals, times[number] if number < len(times) else NOTHING)
+            for number, totals in enumerate(figures.workers)
         ),
         slowest=tuple(SlowBatch(it.index, it.worker, it.fetch, it.collate, it.pack) for it in figures.slowest),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),

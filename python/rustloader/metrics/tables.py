@@ -9,8 +9,6 @@ from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.texts import count_of, duration, short_index, size
 
-__all__ = ["headline", "html", "lines"]
-
 _SLOW_SHOWN = 3
 _WORKERS_SHOWN = 16
 

@@ -9,8 +9,6 @@ from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.texts import count_of, duration, short_index
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
-__all__ = ["Verdict", "VerdictKind", "judge"]
-
 VerdictKind = Literal[
     "step",
     "workers",

@@ -8,8 +8,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["loader_in"]
-
 # What a loader is fed from is none that serves it.
 _FED_FROM = {"dataset", "sampler", "batch_sampler"}
 

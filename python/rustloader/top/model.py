@@ -11,7 +11,8 @@ import rustloader.procfs as procfs
 from rustloader._core import Observed, ObservedWorker
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
-from rustloader.metrics.figures import ArenaStats, PinningStats, Stats, WorkerStats, counted, worker_stats
+from rustloader.metrics.figures import Stats, counted, worker_stats
+from rustloader.metrics.parts import ArenaStats, PinningStats, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.top import processes
 from rustloader.top.processes import Seen

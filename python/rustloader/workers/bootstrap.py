@@ -12,8 +12,6 @@ from typing import Any
 from rustloader._core import Engine, Port
 from rustloader.workers import serialize
 
-__all__ = ["Connection", "Job", "Parcel"]
-
 
 class Connection:
     """The descriptors and numbers with which a worker opens its port.

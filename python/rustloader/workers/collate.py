@@ -10,8 +10,6 @@ from torch.utils.data._utils import collate
 
 from rustloader._core import Port, heap_storage
 
-__all__ = ["use_arena"]
-
 
 def use_arena(port: Port) -> Callable[[], None]:
     """Makes default_collate of this process allocate in ``port``'s region. Returns a function that undoes this.

@@ -9,8 +9,6 @@ from torch.utils.data import _utils
 from rustloader._core import Port
 from rustloader.workers.collate import use_arena
 
-__all__ = ["WorkerContext"]
-
 
 class WorkerContext:
     """``get_worker_info()`` and the memory of ``default_collate``, while a worker runs."""

@@ -14,8 +14,6 @@ from rustloader.config import STATUS_AFTER
 from rustloader.errors import WorkerDiedError
 from rustloader.workers import stalls
 
-__all__ = ["error_of", "pin_thread_error"]
-
 _Error = TypeVar("_Error", bound=BaseException)
 
 

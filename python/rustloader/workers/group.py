@@ -20,8 +20,6 @@ from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Parcel
 
-__all__ = ["WorkerGroup", "exiting", "interrupt_again"]
-
 
 class WorkerGroup:
     """The worker processes of one engine.

@@ -23,8 +23,6 @@ from rustloader.workers import serialize
 from rustloader.workers.bootstrap import Job, Parcel
 from rustloader.workers.context import WorkerContext
 
-__all__ = ["run"]
-
 
 def run(parcel: Parcel) -> None:
     """The target of a worker's process."""

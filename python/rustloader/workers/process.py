@@ -15,8 +15,6 @@ from rustloader._core import descends
 from rustloader.config import STATUS_AFTER
 from rustloader.torch_side import in_torch
 
-__all__ = ["forget", "kill", "note_end", "process_class", "start", "start_helpers"]
-
 # multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 

@@ -23,8 +23,6 @@ from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 
-__all__ = ["dump_index", "dumps", "dumps_alone", "leaves_are_ours", "load_index", "loads"]
-
 # The first with buffers beside the pickle.
 _PROTOCOL = 5
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from rustloader.config import INDEX_SHOWN, STALL_ITEM, STALL_START
 
-__all__ = ["index_text", "tell"]
-
 logger = logging.getLogger("rustloader")
 
 
