@@ -80,7 +80,7 @@ pub fn encode<S: Sink>(
 }
 
 /// Appends an index batch to `out`. False: it is to be pickled, and `out` is as it was.
-pub fn encode_indices(_py: Python<'_>, index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
+pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
     let plain = plain(None, index, out).is_ok();
     if !plain {

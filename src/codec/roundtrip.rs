@@ -75,7 +75,7 @@ pub fn _roundtrip(
         return Ok((true, Some(back)));
     }
     let plain = match indices {
-        true => encode_indices(py, obj, &mut payload),
+        true => encode_indices(obj, &mut payload),
         false => encode(py, bridge, obj, &mut payload, &mut leaves)?,
     };
     if !plain {

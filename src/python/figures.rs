@@ -1,4 +1,4 @@
-//! The counters of iterators as frozen objects: of this process, and of an arena of another one.
+//! Counters as frozen Python objects: of iterators of this process, and of an arena of another process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -12,137 +12,161 @@ use crate::metrics::{self, Count, Meter};
 use crate::observe;
 use crate::shm::layout::WorkerState;
 
-fn seconds(ns: u64) -> f64 {
+pub(super) fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// A figure that grows: a number, or a time that is kept in nanoseconds.
-trait Figure: Copy {
-    fn of(raw: u64) -> Self;
-    fn since(self, earlier: Self) -> Self;
-}
-
-impl Figure for u64 {
-    fn of(raw: u64) -> Self {
-        raw
-    }
-
-    fn since(self, earlier: Self) -> Self {
-        self.saturating_sub(earlier)
-    }
-}
-
-impl Figure for f64 {
-    fn of(raw: u64) -> Self {
-        seconds(raw)
-    }
-
-    fn since(self, earlier: Self) -> Self {
-        (self - earlier).max(0.0)
-    }
-}
-
-/// Defines a class of constant fields and of figures, each an entry of a table.
+/// Defines a class of constants and of figures. A figure is an entry of a table: a number, or a time in nanoseconds.
+/// `since` subtracts the figures of an earlier moment.
 macro_rules! figures {
-    ($(#[$meta:meta])* $class:ident { $($constant:ident: $kind:ty,)* } $($figure:ident: $type:ty = $entry:expr,)*) => {
-        $(#[$meta])*
+    ($class:ident { $($constant:ident: $kind:ty,)* }
+     numbers { $($number:ident = $n:expr,)* } seconds { $($time:ident = $t:expr,)* }) => {
         #[pyclass(frozen, get_all, module = "rustloader._core")]
-        pub struct $class { $($constant: $kind,)* $($figure: $type,)* }
+        pub struct $class { $($constant: $kind,)* $($number: u64,)* $($time: f64,)* }
 
         impl $class {
             fn of($($constant: $kind,)* table: &[u64]) -> Self {
-                Self { $($constant,)* $($figure: Figure::of(table[$entry as usize]),)* }
+                Self {
+                    $($constant,)*
+                    $($number: table[$n as usize],)*
+                    $($time: seconds(table[$t as usize]),)*
+                }
             }
         }
 
         #[pymethods]
         impl $class {
-            /// What has been added since an earlier moment.
             fn since(&self, earlier: &Self) -> Self {
-                Self { $($constant: self.$constant,)* $($figure: Figure::since(self.$figure, earlier.$figure),)* }
+                Self {
+                    $($constant: self.$constant,)*
+                    $($number: self.$number.saturating_sub(earlier.$number),)*
+                    $($time: (self.$time - earlier.$time).max(0.0),)*
+                }
+            }
+        }
+    };
+}
+
+/// Defines a class of fields that are computed from a value of the core.
+macro_rules! record {
+    ($class:ident of $source:ty: |$py:ident, $it:ident| { $($field:ident: $type:ty = $value:expr,)* }) => {
+        #[pyclass(frozen, get_all, module = "rustloader._core")]
+        pub struct $class { $($field: $type,)* }
+
+        impl $class {
+            fn of($py: Python<'_>, $it: &$source) -> PyResult<Py<Self>> {
+                Py::new($py, Self { $($field: $value,)* })
             }
         }
     };
 }
 
 figures! {
-    /// What the main process has counted.
     Counts {}
-    epochs: u64 = Count::Epochs,
-    batches: u64 = Count::Batches,
-    bytes: u64 = Count::Bytes,
-    copies: u64 = Count::Copies,
-    copied_bytes: u64 = Count::CopiedBytes,
-    pickled: u64 = Count::Pickled,
-    next_seconds: f64 = Count::Next,
-    waited_seconds: f64 = Count::Waited,
-    first_seconds: f64 = Count::First,
-    blocked_seconds: f64 = Count::Blocked,
-    sampler_seconds: f64 = Count::Sampler,
-    step_seconds: f64 = Count::Step,
-    pinned: u64 = Count::Pinned,
-    pinning_seconds: f64 = Count::Pinning,
+    numbers {
+        epochs = Count::Epochs,
+        batches = Count::Batches,
+        bytes = Count::Bytes,
+        copies = Count::Copies,
+        copied_bytes = Count::CopiedBytes,
+        pickled = Count::Pickled,
+        pinned = Count::Pinned,
+    }
+    seconds {
+        next_seconds = Count::Next,
+        waited_seconds = Count::Waited,
+        first_seconds = Count::First,
+        blocked_seconds = Count::Blocked,
+        sampler_seconds = Count::Sampler,
+        step_seconds = Count::Step,
+        pinning_seconds = Count::Pinning,
+    }
 }
 
 /// The entry of a worker's tasks, behind those of its states.
 const TASKS: usize = WorkerState::COUNT;
 
 figures! {
-    /// What a worker has done. Times are in seconds; those of the states are called by their names.
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
-    tasks: u64 = TASKS,
-    starting: f64 = WorkerState::Starting,
-    idle: f64 = WorkerState::Idle,
-    fetch: f64 = WorkerState::Fetch,
-    collate: f64 = WorkerState::Collate,
-    pack: f64 = WorkerState::Pack,
-    publish: f64 = WorkerState::Publish,
-    left: f64 = WorkerState::Left,
-}
-
-impl From<&metrics::WorkerTotals> for WorkerTotals {
-    fn from(totals: &metrics::WorkerTotals) -> Self {
-        let mut table = [totals.tasks; TASKS + 1];
-        table[..TASKS].copy_from_slice(&totals.spent_ns);
-        let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
-        Self::of(totals.pid, totals.alive, start_cpu, start_queued, &table)
+    numbers { tasks = TASKS, }
+    seconds {
+        starting = WorkerState::Starting,
+        idle = WorkerState::Idle,
+        fetch = WorkerState::Fetch,
+        collate = WorkerState::Collate,
+        pack = WorkerState::Pack,
+        publish = WorkerState::Publish,
+        left = WorkerState::Left,
     }
 }
 
-/// One of the slowest tasks; times are in seconds.
-#[pyclass(frozen, get_all, module = "rustloader._core")]
-pub struct SlowTask {
-    index: String,
-    worker: u32,
-    fetch: f64,
-    collate: f64,
-    pack: f64,
+fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<WorkerTotals>> {
+    let mut table = [totals.tasks; TASKS + 1];
+    table[..TASKS].copy_from_slice(&totals.spent_ns);
+    let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
+    Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
 }
 
-impl From<&metrics::SlowTask> for SlowTask {
-    fn from(task: &metrics::SlowTask) -> Self {
-        let seconds = |us: u32| f64::from(us) / 1e6;
-        Self {
-            index: task.index.clone(),
-            worker: task.worker,
-            fetch: seconds(task.timings.fetch_us),
-            collate: seconds(task.timings.collate_us),
-            pack: seconds(task.timings.pack_us),
-        }
+record! {
+    SlowTask of metrics::SlowTask: |_py, task| {
+        index: String = task.index.clone(),
+        worker: u32 = task.worker,
+        fetch: f64 = f64::from(task.timings.fetch_us) / 1e6,
+        collate: f64 = f64::from(task.timings.collate_us) / 1e6,
+        pack: f64 = f64::from(task.timings.pack_us) / 1e6,
     }
 }
 
-/// The figures of one or more iterators.
-#[pyclass(frozen, get_all, module = "rustloader._core")]
-pub struct Totals {
-    counts: Py<Counts>,
-    workers: Vec<Py<WorkerTotals>>,
-    slowest: Vec<Py<SlowTask>>,
-    leased: u64,
-    warm: u64,
-    blocks: u64,
-    high_water: u64,
-    pin_threads: u32,
+record! {
+    Totals of metrics::Totals: |py, totals| {
+        counts: Py<Counts> = Py::new(py, Counts::of(&totals.counts))?,
+        workers: Vec<Py<WorkerTotals>> =
+            totals.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
+        slowest: Vec<Py<SlowTask>> =
+            totals.slowest.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
+        leased: u64 = totals.usage.leased,
+        warm: u64 = totals.usage.warm,
+        blocks: u64 = totals.usage.blocks,
+        high_water: u64 = totals.high_water,
+        pin_threads: u32 = totals.pin_threads,
+    }
+}
+
+record! {
+    ObservedWorker of observe::ObservedWorker: |py, worker| {
+        totals: Py<WorkerTotals> = worker_totals(py, &worker.totals)?,
+        state: &'static str = worker.state.name(),
+        seconds_in_state: f64 = seconds(worker.in_state_ns),
+        batch: Option<u64> = worker.batch,
+        seconds_at_batch: f64 = seconds(worker.at_batch_ns),
+        index: Option<String> = worker.index.clone(),
+        queued: u32 = worker.queued,
+        ready: u32 = worker.ready,
+        warm: u64 = worker.warm,
+    }
+}
+
+record! {
+    Observed of observe::Observed: |py, it| {
+        now: f64 = seconds(it.now_ns),
+        pid: u32 = it.pid,
+        state: &'static str = it.state.name(),
+        seconds_in_state: f64 = seconds(it.in_state_ns),
+        started: f64 = seconds(it.now_ns.saturating_sub(it.age_ns)),
+        stopping: bool = it.stopping,
+        prefetch_factor: u32 = it.prefetch_factor,
+        in_order: bool = it.in_order,
+        persistent: bool = it.persistent,
+        pinning: bool = it.pinning,
+        epoch_batches: u64 = it.epoch_batches,
+        counts: Py<Counts> = Py::new(py, Counts::of(&it.counts))?,
+        workers: Vec<Py<ObservedWorker>> =
+            it.workers.iter().map(|worker| ObservedWorker::of(py, worker)).collect::<PyResult<_>>()?,
+        leased: u64 = it.usage.leased,
+        warm: u64 = it.usage.warm,
+        high_water: u64 = it.usage.high_water,
+        blocks: u64 = it.usage.blocks,
+    }
 }
 
 /// The counters of one iterator, which they outlive, or of a loader's ended iterators.
@@ -153,7 +177,6 @@ pub struct PyMeter {
 }
 
 impl PyMeter {
-    /// Those of an iterator.
     pub fn of(handle: &Arc<Handle>) -> Self {
         Self { meter: handle.meter.clone(), handle: Arc::downgrade(handle) }
     }
@@ -165,20 +188,18 @@ impl PyMeter {
 
 #[pymethods]
 impl PyMeter {
-    /// Counters that stand at zero.
     #[new]
     fn new() -> Self {
         Self { meter: Arc::default(), handle: Weak::new() }
     }
 
-    /// Whether the iterator has ended, so that nothing will be counted any more.
     #[getter]
     fn ended(&self) -> bool {
         self.handle.upgrade().is_none_or(|handle| handle.has_ended())
     }
 
-    /// Takes those of ended iterators out of a list, and adds their figures. In one call, so that a reader in another thread
-    /// neither misses them nor counts them twice.
+    /// Removes ended iterators' meters from a list and adds their figures. One call does both, so that a reader in another
+    /// thread neither misses them nor counts them twice.
     fn absorb(&self, meters: &Bound<'_, PyList>) -> PyResult<()> {
         for at in (0..meters.len()).rev() {
             let meter = meters.get_item(at)?.cast_into::<Self>()?;
@@ -191,109 +212,19 @@ impl PyMeter {
     }
 }
 
-/// The figures of several iterators together, the latest last.
 #[pyfunction]
-pub fn figures(py: Python<'_>, meters: Vec<PyRef<'_, PyMeter>>) -> PyResult<Totals> {
+pub fn figures(py: Python<'_>, meters: Vec<PyRef<'_, PyMeter>>) -> PyResult<Py<Totals>> {
     let mut totals = metrics::Totals::default();
     meters.iter().for_each(|meter| totals.add(&meter.totals()));
-    Ok(Totals {
-        counts: Py::new(py, Counts::of(&totals.counts))?,
-        workers: totals
-            .workers
-            .iter()
-            .map(|it| Py::new(py, WorkerTotals::from(it)))
-            .collect::<PyResult<_>>()?,
-        slowest: totals.slowest.iter().map(|it| Py::new(py, SlowTask::from(it))).collect::<PyResult<_>>()?,
-        leased: totals.usage.leased,
-        warm: totals.usage.warm,
-        blocks: totals.usage.blocks,
-        high_water: totals.high_water,
-        pin_threads: totals.pin_threads,
-    })
+    Totals::of(py, &totals)
 }
 
-/// A worker of another process's iterator at one moment; times are in seconds.
-#[pyclass(frozen, get_all, module = "rustloader._core")]
-pub struct ObservedWorker {
-    totals: Py<WorkerTotals>,
-    state: &'static str,
-    seconds_in_state: f64,
-    batch: Option<u64>,
-    seconds_at_batch: f64,
-    index: Option<String>,
-    queued: u32,
-    ready: u32,
-    warm: u64,
-}
-
-impl ObservedWorker {
-    fn new(py: Python<'_>, worker: &observe::ObservedWorker) -> PyResult<Py<Self>> {
-        let observed = Self {
-            totals: Py::new(py, WorkerTotals::from(&worker.totals))?,
-            state: worker.state.name(),
-            seconds_in_state: seconds(worker.in_state_ns),
-            batch: worker.batch,
-            seconds_at_batch: seconds(worker.at_batch_ns),
-            index: worker.index.clone(),
-            queued: worker.queued,
-            ready: worker.ready,
-            warm: worker.warm,
-        };
-        Py::new(py, observed)
-    }
-}
-
-/// An iterator of another process at one moment; times are in seconds.
-#[pyclass(frozen, get_all, module = "rustloader._core")]
-pub struct Observed {
-    now: f64,
-    pid: u32,
-    state: &'static str,
-    seconds_in_state: f64,
-    started: f64,
-    stopping: bool,
-    prefetch_factor: u32,
-    in_order: bool,
-    persistent: bool,
-    pinning: bool,
-    epoch_batches: u64,
-    counts: Py<Counts>,
-    workers: Vec<Py<ObservedWorker>>,
-    leased: u64,
-    warm: u64,
-    high_water: u64,
-    blocks: u64,
-}
-
-/// What the arena behind a descriptor shows of its iterator; `None` while no iterator has it. The descriptor need only be open for
-/// reading.
 #[pyfunction]
-#[pyo3(name = "inspect_arena")]
-pub fn observe_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Observed>> {
+pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Py<Observed>>> {
     if fd < 0 {
         return Err(PyValueError::new_err(format!("{fd} is no descriptor")));
     }
-    // SAFETY: the caller keeps the descriptor open for the call; of one that is not, the reads fail.
+    // SAFETY: the caller keeps the descriptor open for the call; on a closed one the reads fail.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let Some(observed) = py.detach(|| observe::observe(fd))? else { return Ok(None) };
-    let workers = observed.workers.iter().map(|worker| ObservedWorker::new(py, worker));
-    Ok(Some(Observed {
-        now: seconds(observed.now_ns),
-        pid: observed.pid,
-        state: observed.state.name(),
-        seconds_in_state: seconds(observed.in_state_ns),
-        started: seconds(observed.now_ns.saturating_sub(observed.age_ns)),
-        stopping: observed.stopping,
-        prefetch_factor: observed.prefetch_factor,
-        in_order: observed.in_order,
-        persistent: observed.persistent,
-        pinning: observed.pinning,
-        epoch_batches: observed.epoch_batches,
-        counts: Py::new(py, Counts::of(&observed.counts))?,
-        workers: workers.collect::<PyResult<_>>()?,
-        leased: observed.usage.leased,
-        warm: observed.usage.warm,
-        high_water: observed.usage.high_water,
-        blocks: observed.usage.blocks,
-    }))
+    py.detach(|| observe::observe(fd))?.map(|it| Observed::of(py, &it)).transpose()
 }

@@ -1,4 +1,4 @@
-//! Entering an iterator, and what a thread finds there whose iterator is shut down.
+//! Exclusive access to an iterator, and its end when the iterator is shut down.
 
 use std::thread;
 
@@ -32,14 +32,14 @@ pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
     }
 }
 
-/// The error of a `next` whose iterator is shut down meanwhile. A daemon thread that is in `next` while the interpreter exits
-/// gets none, which it would only print.
+/// The error of a `next` whose iterator was shut down. Parks a daemon thread in `next` while the interpreter exits: it would
+/// only print the error.
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
     park_at_exit(py, handle);
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")
 }
 
-/// Parks a daemon thread until the process ends, once the interpreter exits. Returns to all others.
+/// Parks a daemon thread for good once the interpreter exits. Returns in all other threads.
 pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
     if handle.exiting() && sys::signal::gettid() != std::process::id() as i32 {
         py.detach(|| {

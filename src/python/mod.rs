@@ -1,36 +1,33 @@
 //! The bindings: thin classes over the engine and the worker's port.
 
-mod callbacks;
 mod code;
 mod engine;
-#[cfg(feature = "failpoints")]
-mod failpoints;
 mod figures;
+mod functions;
 mod gate;
-mod limits;
 mod pin;
 mod port;
-mod profiler;
 mod signals;
 
 use pyo3::prelude::*;
 
-// The code relies on the GIL: `PyEngine::finish`, `sys::deferred_signals`, the borrowed items of `codec::encode`. A free-threaded Python
-// takes the GIL again when it loads a module that says so, and warns of it. Without this PyO3 would say the opposite.
+// The code relies on the GIL: `PyEngine::finish`, `sys::deferred_signals`, the borrowed items of `codec::encode`. With
+// `gil_used` a free-threaded Python enables the GIL when it loads the module, and warns.
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use super::engine::{_trim_pool, PyDeath, PyEngine, begin_forks, descends, end_forks, engine_batches};
+    use super::engine::{PyDeath, PyEngine};
     #[pymodule_export]
     use super::figures::{
-        Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, observe_arena,
+        Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
     };
     #[pymodule_export]
-    use super::limits::{cpu_quota, memory_limits};
+    use super::functions::{
+        _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
+        set_reporting,
+    };
     #[pymodule_export]
     use super::port::PyPort;
-    #[pymodule_export]
-    use super::profiler::{observed, set_reporting};
     #[pymodule_export]
     use super::signals::DeferredSignals;
     #[pymodule_export]
@@ -51,7 +48,7 @@ mod _core {
             module.add(*name, value)?;
         }
         #[cfg(feature = "failpoints")]
-        module.add_function(wrap_pyfunction!(super::failpoints::_failpoint_calls, module)?)?;
+        module.add_function(wrap_pyfunction!(super::functions::_failpoint_calls, module)?)?;
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
         module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }

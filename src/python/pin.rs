@@ -1,4 +1,4 @@
-//! The pin thread's life, as Python starts and joins it.
+//! Running and joining the pin thread.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::engine::pin::Body;
 use crate::interop::detached::attached;
 use crate::sys::clock;
 
-/// Runs the pin thread: it is made known to Python once for its whole life, and holds the GIL only where it needs it.
+/// The body of the pin thread. It attaches to Python once, and holds the GIL only where it needs it.
 pub fn run(body: Body<PinnedDecoder>) -> Result<(), String> {
     attached(|py| {
         body.prepare().begin(py).map_err(|error| error.to_string())?;
@@ -18,7 +18,7 @@ pub fn run(body: Body<PinnedDecoder>) -> Result<(), String> {
     })
 }
 
-/// Waits for the pin thread's end, at most `seconds`; returns whether it has ended.
+/// Waits up to `seconds` for the pin thread to end, without the GIL; returns whether it has.
 pub fn join(py: Python<'_>, handle: &Handle, seconds: Option<f64>) -> PyResult<bool> {
     if !handle.is_ours() {
         return Ok(true);

@@ -1,4 +1,4 @@
-//! Deferred signals, while workers are forked.
+//! Deferring signals while workers are forked.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,12 +7,12 @@ use pyo3::prelude::*;
 use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
 
-/// A context in which signals are deferred. One call enters it and one call leaves it, so that a handler of another signal,
-/// which Python may run behind each call, cannot come between what belongs together.
+/// A context in which signals are deferred. Entering and leaving are one call each: Python may run a handler of another signal
+/// after each call, which must not come between the steps.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// While it is entered: what is deferred, and what this thread had blocked before.
+    /// While entered: the deferred signals, and this thread's earlier mask.
     entered: Mutex<Option<(Deferred, Mask)>>,
 }
 

@@ -1,4 +1,4 @@
-//! What the turn protects.
+//! What exclusive access protects.
 
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
@@ -11,38 +11,30 @@ use crate::engine::{Ending, Engine};
 use crate::error::Error;
 use crate::python::gate;
 
-/// The engine, and buffers.
+/// The engine, and buffers that are reused for each message and each index batch.
 pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, PyErr>,
-    /// Reused for each message.
     pub(super) buffer: Vec<u8>,
-    /// Reused for each index batch.
     pub(super) payload: Vec<u8>,
 }
 
-impl State {
-    pub(super) fn new(engine: Engine<Py<PyAny>, Ready, PyErr>) -> Self {
-        Self { engine, buffer: Vec::new(), payload: Vec::new() }
-    }
-}
-
-/// The turn and what may be used with it. Given back when it is dropped, also by an error.
-pub(super) struct InTurn<'a> {
+/// Exclusive access to the state, released on drop.
+pub(super) struct Access<'a> {
     pub(super) engine: &'a PyEngine,
     pub(super) state: Option<MutexGuard<'a, State>>,
 }
 
-impl InTurn<'_> {
+impl Access<'_> {
     pub(super) fn state(&mut self) -> &mut State {
         match &mut self.state {
             Some(state) => state,
-            None => unreachable!("a turn without its state is only ever dropped"),
+            None => unreachable!("an access without its state is only ever dropped"),
         }
     }
 }
 
-impl Drop for InTurn<'_> {
-    /// With the GIL, which is given up only once the turn is given back: see `PyEngine::finish`.
+impl Drop for Access<'_> {
+    /// Runs with the GIL and detaches only after the gate is released: see `PyEngine::finish`.
     fn drop(&mut self) {
         let mut ending = Ending::Nothing;
         if let Some(state) = &mut self.state {
@@ -53,7 +45,7 @@ impl Drop for InTurn<'_> {
             }
         }
         self.state = None;
-        // A fork within `next` (in the sampler, say) may have copied the turn's lock while a thread had it.
+        // A fork inside `next` (in the sampler, for example) may have copied the gate's lock while a thread held it.
         if self.engine.handle.is_ours() {
             self.engine.gate.leave();
         }
@@ -64,18 +56,17 @@ impl Drop for InTurn<'_> {
 }
 
 impl PyEngine {
-    /// Takes the turn; waits for it without the GIL.
-    pub(super) fn enter(&self, py: Python<'_>) -> PyResult<InTurn<'_>> {
+    /// Waits for exclusive access without the GIL.
+    pub(super) fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
         gate::enter(py, &self.gate, &self.handle)?;
-        match self.state.try_lock() {
-            Ok(state) => Ok(InTurn { engine: self, state: Some(state) }),
-            Err(TryLockError::Poisoned(poisoned)) => {
-                Ok(InTurn { engine: self, state: Some(poisoned.into_inner()) })
-            }
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => {
                 self.gate.leave();
-                Err(Error::usage("the engine was used without the turn").into())
+                return Err(Error::usage("the engine was used without exclusive access").into());
             }
-        }
+        };
+        Ok(Access { engine: self, state: Some(state) })
     }
 }

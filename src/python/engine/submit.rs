@@ -1,10 +1,10 @@
-//! Indices: out of the sampler, to the workers.
+//! Indices: from the sampler to the workers.
 
 use pyo3::exceptions::{PyException, PyStopIteration};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyTuple};
 
-use super::PyEngine;
+use super::call::Call;
 use super::state::State;
 use crate::codec;
 use crate::engine::delivery::Event;
@@ -13,7 +13,7 @@ use crate::interop::exit_guard::{call, next_of};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 
-/// The sampler's next index; `None` at its end. `next_index` is an iterator, or a function to be called.
+/// The sampler's next index; `None` at its end.
 fn sampled<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if let Ok(iterator) = next_index.cast::<PyIterator>() {
         return next_of(iterator);
@@ -25,70 +25,63 @@ fn sampled<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Py
     }
 }
 
-impl PyEngine {
-    /// Answers `Step::Submit`. An error of the sampler is for a later call; what is no `Exception` (an interrupt) is raised at
-    /// once. Signals are looked for before: one that has come would otherwise find the sampler, and a handler that raises there
-    /// is the end of a generator, such as a BatchSampler's.
+impl<'py> Call<'_, 'py> {
+    /// Carries out `Step::Submit`. An `Exception` of the sampler is raised by a later call, any other error (an interrupt) at
+    /// once. Pending signals are handled first: a handler that raises inside the sampler would end a generator, such as a
+    /// BatchSampler's.
     #[inline]
-    pub(super) fn refill(
-        &self,
-        py: Python<'_>,
-        state: &mut State,
-        next_index: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let interrupt = py.check_signals();
-        let drawn = if interrupt.is_ok() { self.draw(py, state, next_index) } else { Ok(()) };
-        state.engine.sampler_ends();
+    pub(super) fn refill(&mut self) -> PyResult<()> {
+        let interrupt = self.py.check_signals();
+        let drawn = if interrupt.is_ok() { self.draw() } else { Ok(()) };
+        self.state.engine.sampler_ends();
         let (event, answer) = match (interrupt, drawn) {
             (Ok(()), Ok(())) => (Event::IndexDrawn, Ok(())),
-            (Ok(()), Err(error)) if error.is_instance_of::<PyException>(py) => {
+            (Ok(()), Err(error)) if error.is_instance_of::<PyException>(self.py) => {
                 (Event::DrawFailed(error), Ok(()))
             }
             (Err(error), _) | (_, Err(error)) => (Event::DrawInterrupted, Err(error)),
         };
-        state.engine.delivery().on_event(event);
+        self.state.engine.delivery().on_event(event);
         answer
     }
 
     /// Takes one more index of the sampler, if there is one, and sends it.
     #[inline]
-    pub(super) fn draw(
-        &self,
-        py: Python<'_>,
-        state: &mut State,
-        next_index: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let index = match state.engine.delivery().take_unsent() {
-            Some(index) => Some(index.into_bound(py)),
-            None => sampled(next_index)?,
+    pub(super) fn draw(&mut self) -> PyResult<()> {
+        let index = match self.state.engine.delivery().take_unsent() {
+            Some(index) => Some(index.into_bound(self.py)),
+            None => sampled(self.next_index)?,
         };
         match index {
-            Some(index) => self.submit(py, state, index),
+            Some(index) => self.submit(index),
             None => Ok(()),
         }
     }
 
-    /// Sends an index batch to the worker whose turn it is. When none takes tasks any more it is dropped, as in torch.
+    /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
     #[inline]
-    fn submit(&self, py: Python<'_>, state: &mut State, index: Bound<'_, PyAny>) -> PyResult<()> {
-        let State { engine, payload, .. } = state;
-        payload.clear();
-        let pause = |time| py.detach(|| std::thread::sleep(time));
-        let mut send =
-            |kind, bytes: &[u8]| settle(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
-        let sent = if codec::encode_indices(py, &index, payload) {
-            send(TaskKind::Plain, payload)
+    fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
+        let py = self.py;
+        self.state.payload.clear();
+        let plain = codec::encode_indices(&index, &mut self.state.payload);
+        let pickle = if plain {
+            None
         } else {
-            let pickle = match call(self.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?) {
-                Err(error) if self.is_interrupt(py, &error).unwrap_or(true) => {
-                    engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
+            match call(self.engine.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?) {
+                Err(error) if self.is_interrupt(&error).unwrap_or(true) => {
+                    self.state.engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
                     return Err(error);
                 }
-                pickle => pickle?,
-            };
-            let pickle = pickle.cast::<PyBytes>()?;
-            send(TaskKind::Pickle, pickle.as_bytes())
+                pickle => Some(pickle?.cast_into::<PyBytes>()?),
+            }
         };
+        let State { engine, payload, .. } = &mut *self.state;
+        let (kind, bytes) = match &pickle {
+            None => (TaskKind::Plain, &payload[..]),
+            Some(pickle) => (TaskKind::Pickle, pickle.as_bytes()),
+        };
+        let pause = |time| py.detach(|| std::thread::sleep(time));
+        let sent = settle(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
         if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
             engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
         }

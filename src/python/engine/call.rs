@@ -1,0 +1,176 @@
+//! One call of `begin` or `next`: it carries out the engine's steps until there is an answer.
+
+use std::ops::ControlFlow;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use super::PyEngine;
+use super::state::State;
+use super::worker::PyDeath;
+use crate::codec::prepare::Ready;
+use crate::engine::delivery::Event;
+use crate::engine::stall::{Phase, Stall};
+use crate::engine::{Incoming, Step};
+use crate::interop::exit_guard::call;
+use crate::interop::text::short_text;
+use crate::metrics::{Count, SlowTask};
+use crate::python::code;
+use crate::python::gate::closed;
+use crate::wire::ResultKind;
+
+/// A call with exclusive access. Python finds its answer, a code and a value, in the list `answer`.
+pub(super) struct Call<'a, 'py> {
+    pub(super) py: Python<'py>,
+    pub(super) engine: &'a PyEngine,
+    pub(super) state: &'a mut State,
+    pub(super) answer: &'a Bound<'py, PyList>,
+    /// The sampler's iterator, or a function that returns the next index.
+    pub(super) next_index: &'a Bound<'py, PyAny>,
+}
+
+impl<'py> Call<'_, 'py> {
+    pub(super) fn begin(&mut self, is_first: bool) -> PyResult<()> {
+        self.state.engine.delivery().on_event(Event::EpochBegan);
+        self.state.engine.epoch_begins();
+        if self.engine.handle.closing() {
+            return Err(closed(self.py, &self.engine.handle));
+        }
+        if !is_first {
+            // A death during the last epoch, which was abandoned before its batches were all delivered.
+            if let Some(death) = self.state.engine.death() {
+                return self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)));
+            }
+            self.state.engine.reset()?;
+            while self.state.engine.resuming() {
+                match self.state.engine.step()? {
+                    Step::Deliver { .. } | Step::Submit | Step::End => {}
+                    step => {
+                        if self.carry_out(step)?.is_break() {
+                            return Ok(());
+                        }
+                    }
+                }
+            }
+        }
+        for _ in 0..self.state.engine.max_tasks() {
+            self.py.check_signals()?;
+            self.draw()?;
+        }
+        self.give(code::END, self.py.None())
+    }
+
+    #[inline]
+    pub(super) fn next(&mut self) -> PyResult<()> {
+        self.state.engine.next_begins();
+        let answered = self.find_answer();
+        self.state.engine.next_ends();
+        answered
+    }
+
+    #[inline]
+    fn find_answer(&mut self) -> PyResult<()> {
+        self.state.engine.delivery().on_event(Event::NextBegan);
+        loop {
+            match self.state.engine.step()? {
+                Step::Submit => self.refill()?,
+                step => {
+                    if self.carry_out(step)?.is_break() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Carries out a step; breaks once there is an answer.
+    #[inline]
+    fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, PyErr>) -> PyResult<ControlFlow<()>> {
+        match step {
+            Step::Deliver { tag, incoming, ready } => {
+                self.count(&tag, &incoming);
+                drop(tag);
+                match ready {
+                    None => self.read(&incoming)?,
+                    Some(ready) => self.read_ready(ready)?,
+                }
+            }
+            Step::Unread(ready) => self.read_ready(ready)?,
+            Step::Raise(error) => return Err(error),
+            Step::Dead(death) => {
+                self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)))?;
+            }
+            Step::End => {
+                self.state.engine.epoch_ends();
+                self.give(code::END, self.py.None())?;
+            }
+            Step::TimedOut => self.give(code::TIMED_OUT, self.py.None())?,
+            Step::Closed => return Err(closed(self.py, &self.engine.handle)),
+            Step::NoPinThread(cause) => self.give(code::NO_PIN_THREAD, cause)?,
+            Step::Open { incoming, ready } => {
+                self.open(&incoming, ready)?;
+                return Ok(ControlFlow::Continue(()));
+            }
+            Step::Wait(deadline) => {
+                self.wait(deadline)?;
+                return Ok(ControlFlow::Continue(()));
+            }
+            Step::Submit => unreachable!("`find_answer` and `begin` handle it"),
+        }
+        Ok(ControlFlow::Break(()))
+    }
+
+    /// Counts a result that is delivered now.
+    #[inline]
+    fn count(&self, index: &Py<PyAny>, incoming: &Incoming) {
+        let meter = &self.engine.handle.meter;
+        let entry = &incoming.entry;
+        if incoming.is_batch() {
+            meter.add(Count::Bytes, entry.load.bytes);
+            if entry.load.copies > 0 {
+                meter.add(Count::Copies, u64::from(entry.load.copies));
+                meter.add(Count::CopiedBytes, entry.load.copied_bytes);
+            }
+            if entry.kind != ResultKind::Plain {
+                meter.add(Count::Pickled, 1);
+            }
+        }
+        if meter.is_slow(&entry.timings) {
+            let index = short_text(index.bind(self.py));
+            meter.note_slow(SlowTask { worker: incoming.worker, timings: entry.timings, index });
+        }
+    }
+
+    /// Waits without the GIL, then handles signals, then takes in what arrived.
+    fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
+        let engine = &mut self.state.engine;
+        self.py.detach(|| engine.wait(deadline))?;
+        self.py.check_signals()?;
+        engine.after_wait()?;
+        while let Some(stall) = self.state.engine.stalled() {
+            self.warn(&stall)?;
+        }
+        Ok(())
+    }
+
+    /// Names a stuck worker in the log.
+    fn warn(&self, stall: &Stall) -> PyResult<()> {
+        let stack = self.py.detach(|| self.engine.handle.stack_of(stall));
+        let oldest = self.state.engine.oldest_task_of(stall.worker);
+        let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);
+        let (stack, why_not) = (stack.as_ref().ok(), stack.as_ref().err());
+        let Stall { worker, pid, phase, state, time, .. } = *stall;
+        let arguments =
+            (worker, pid, phase == Phase::Start, time.as_secs_f64(), state.name(), index, stack, why_not);
+        call(self.engine.callbacks.warn_stall.bind(self.py), arguments.into_pyobject(self.py)?)?;
+        Ok(())
+    }
+
+    /// Answers with a code and its value.
+    #[inline]
+    pub(super) fn give(&self, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
+        self.answer.set_item(1, value)?;
+        self.answer.set_item(0, code)
+    }
+}

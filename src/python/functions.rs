@@ -1,0 +1,83 @@
+//! The module's functions about this process and its machine. `_core.pyi` documents them.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use pyo3::prelude::*;
+
+use crate::interop::torch_symbols::has_callbacks;
+use crate::shm::{forks, pool};
+use crate::sys::cgroup::{self, Roots};
+use crate::sys::{memory, pidfd};
+
+/// Batches that engines of this process have delivered.
+pub static BATCHES: AtomicU64 = AtomicU64::new(0);
+
+/// Whether a `rustloader.report` is in force.
+static REPORTING: AtomicBool = AtomicBool::new(false);
+
+/// Counts the batches that the Rust engine has delivered in this process, all loaders together.
+///
+/// Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+///
+/// Returns:
+///   The number of batches.
+///
+/// Examples:
+///   >>> before = rustloader.engine_batches()
+///   >>> batches = list(rustloader.DataLoader(range(8), batch_size=4, num_workers=2))
+///   >>> rustloader.engine_batches() - before
+///   2
+#[pyfunction]
+pub fn engine_batches() -> u64 {
+    BATCHES.load(Ordering::Relaxed)
+}
+
+/// One question for both observers, so that `next` asks once.
+#[pyfunction]
+pub fn observed() -> bool {
+    REPORTING.load(Ordering::Relaxed) || has_callbacks()
+}
+
+#[pyfunction]
+pub fn set_reporting(reporting: bool) {
+    REPORTING.store(reporting, Ordering::Relaxed);
+}
+
+#[pyfunction]
+pub fn memory_limits(py: Python<'_>) -> Vec<(bool, u64, u64)> {
+    let limits = py.detach(|| memory::limits(&Roots::default()));
+    limits.iter().map(|limit| (limit.is_cgroup, limit.size, limit.bytes)).collect()
+}
+
+#[pyfunction]
+pub fn cpu_quota(py: Python<'_>) -> Option<f64> {
+    py.detach(|| cgroup::cpu_quota(&Roots::default()))
+}
+
+#[pyfunction]
+pub fn descends(pid: i64) -> bool {
+    i32::try_from(pid).is_ok_and(pidfd::descends)
+}
+
+#[pyfunction]
+pub fn begin_forks() {
+    forks::begin_group();
+}
+
+#[pyfunction]
+pub fn end_forks() {
+    forks::end_group();
+}
+
+#[pyfunction]
+pub fn _trim_pool(py: Python<'_>) -> usize {
+    py.detach(pool::clear)
+}
+
+/// Counts the system calls of each kind in this process, for tests. Arms the failpoints of the environment on first use.
+#[cfg(feature = "failpoints")]
+#[pyfunction]
+pub fn _failpoint_calls() -> std::collections::HashMap<&'static str, u64> {
+    use crate::sys::failpoint;
+    failpoint::kinds().iter().map(|kind| (*kind, failpoint::calls(kind))).collect()
+}
