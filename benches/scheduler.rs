@@ -32,7 +32,7 @@ fn run(
     let mut delivered = 0;
     while delivered < BATCHES {
         match scheduler.next() {
-            Decision::Wait { .. } => {
+            Decision::Wait(_) => {
                 let (task, worker) = complete();
                 let event = Event::Completed { worker, task, result: task.0 };
                 scheduler.on_event(Duration::ZERO, event).expect("the trace follows the protocol");

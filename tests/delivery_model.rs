@@ -258,7 +258,7 @@ fn decide(world: &mut World<'_>) -> Decision<(), Arrival<u64>> {
             Decision::Submit
         }
         Says::Exhausted => Decision::Submit,
-        Says::Wait => Decision::Wait { deadline: None },
+        Says::Wait => Decision::Wait(None),
         Says::TimedOut => Decision::TimedOut,
         Says::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
         Says::End => Decision::End,
@@ -326,7 +326,7 @@ impl Driver {
                     Decision::Raise { task, worker, tag: 0, result }
                 }
                 Decision::Submit => Decision::Submit,
-                Decision::Wait { deadline } => Decision::Wait { deadline },
+                Decision::Wait(deadline) => Decision::Wait(deadline),
                 Decision::TimedOut => Decision::TimedOut,
                 Decision::Dead(death) => Decision::Dead(death),
                 Decision::End => Decision::End,
@@ -471,7 +471,7 @@ fn the_answers_have_the_precedence_of_the_table() {
     ask(&mut delivery, false, Decision::End);
     delivery.untie(None);
     ask(&mut delivery, false, Decision::End);
-    ask(&mut delivery, false, Decision::Wait { deadline: None });
+    ask(&mut delivery, false, Decision::Wait(None));
     delivery.tie(incoming());
     delivery.on_event(Event::Broken(Error::corrupt("it is broken")));
     ask(&mut delivery, false, Decision::End);

@@ -240,12 +240,12 @@ impl World<'_> {
     fn perform(&mut self) {
         while let Some(action) = self.scheduler.poll() {
             match action {
-                Action::Retire { worker } => {
+                Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
                     // Its leaving is no death.
-                    self.scheduler.on_event(self.now, Event::WorkerDied { worker }).unwrap();
+                    self.scheduler.on_event(self.now, Event::WorkerDied(worker)).unwrap();
                 }
-                Action::Resume { worker } => self.processes[worker.index()].ring.push_back(Message::Resume),
+                Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
                 Action::Discard { task, tag, result } => {
                     self.ended[task.0 as usize] += 1;
                     assert_eq!(tag, Some(task.0));
@@ -270,7 +270,7 @@ impl World<'_> {
                     Message::Resume => {
                         process.exhausted = false;
                         process.left = self.config.lengths[index];
-                        Event::Resumed { worker }
+                        Event::Resumed(worker)
                     }
                     Message::Task(task) if process.left == 0 => {
                         process.exhausted = true;
@@ -301,7 +301,7 @@ impl World<'_> {
         if !self.processes[index].gone {
             self.processes[index].gone = true;
             self.arrivals.push_back(Arrival::Death { worker: index });
-            self.event(Event::WorkerDied { worker: WorkerId(index as u32) });
+            self.event(Event::WorkerDied(WorkerId(index as u32)));
         }
     }
 
@@ -395,7 +395,7 @@ impl World<'_> {
                     self.submit();
                     continue;
                 }
-                Decision::Wait { .. } => {
+                Decision::Wait(_) => {
                     self.submit_more();
                     if self.clock.is_none() {
                         self.clock = Some(self.now);
@@ -452,7 +452,7 @@ impl World<'_> {
                 self.clock = None;
             }
             match self.scheduler.next() {
-                Decision::Wait { deadline } => _ = self.waited(deadline),
+                Decision::Wait(deadline) => _ = self.waited(deadline),
                 Decision::Dead(Death { lost: None, .. }) => return false,
                 other => panic!("{other:?} while resuming"),
             }

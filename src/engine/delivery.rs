@@ -194,7 +194,7 @@ impl<T, B, E> Delivery<T, B, E> {
             return Ok(Step::Open { incoming: *incoming, ready: ready.take() });
         }
         let decision = decide();
-        if !matches!(decision, Decision::Wait { .. }) {
+        if !matches!(decision, Decision::Wait(_)) {
             self.call = Call::Answers;
         }
         Ok(match decision {
@@ -206,7 +206,7 @@ impl<T, B, E> Delivery<T, B, E> {
             Decision::TimedOut => Step::TimedOut,
             Decision::Shutdown => Step::Closed,
             Decision::End => self.errors.pop_front().map_or(Step::End, Step::Raise),
-            Decision::Wait { deadline } => match &self.health {
+            Decision::Wait(deadline) => match &self.health {
                 Health::NoPinThread(cause) => Step::NoPinThread(cause.clone()),
                 _ => Step::Wait(deadline),
             },

@@ -83,7 +83,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             }
             ResultKind::Error => Event::Failed { worker, task, result },
             ResultKind::Exhausted => Event::Exhausted { worker, task },
-            ResultKind::Resumed => Event::Resumed { worker },
+            ResultKind::Resumed => Event::Resumed(worker),
         })
     }
 
@@ -119,7 +119,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn died(&mut self, worker: u32) -> Result<()> {
-        self.event(Event::WorkerDied { worker: WorkerId(worker) })?;
+        self.event(Event::WorkerDied(WorkerId(worker)))?;
         self.effects()
     }
 }

@@ -328,8 +328,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     fn effects(&mut self) -> Result<()> {
         while let Some(action) = self.scheduler.poll() {
             match action {
-                Action::Retire { worker } => self.control(worker.0, TaskKind::Leave)?,
-                Action::Resume { worker } => self.control(worker.0, TaskKind::Resume)?,
+                Action::Retire(worker) => self.control(worker.0, TaskKind::Leave)?,
+                Action::Resume(worker) => self.control(worker.0, TaskKind::Resume)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }

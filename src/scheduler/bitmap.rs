@@ -1,21 +1,17 @@
-//! A set of worker numbers that finds its next member in three word operations, however many workers there are.
+//! A set of worker numbers that finds its next member in three word operations.
 
-/// Bits of a word, as an exponent of two.
+/// log2 of the bits in a word.
 const SHIFT: usize = 6;
 
-/// The largest number of members that three levels of words can name.
+/// Bound of the numbers that three levels of words cover.
 pub(super) const CAPACITY: usize = 1 << (3 * SHIFT);
 const _: () = assert!(CAPACITY >= crate::config::WORKERS_MAX as usize);
 
-/// A set of numbers below a fixed bound: a bitmap whose words are summarised by a second and a third level,
-/// where a set bit says "this word below is not empty".
+/// A three-level bitmap. A bit of an upper level is set if its word of the level below is not empty.
 #[derive(Debug, Default)]
 pub(super) struct Bitmap {
-    /// One bit for each number.
     leaves: Vec<u64>,
-    /// One bit for each word of `leaves`.
     middle: Vec<u64>,
-    /// One bit for each word of `middle`.
     root: u64,
 }
 
@@ -34,7 +30,7 @@ impl Bitmap {
         Self { leaves: vec![0; leaves], middle: vec![0; leaves.div_ceil(64)], root: 0 }
     }
 
-    /// Adds `member`; nothing happens where it is in already.
+    /// Adds `member`, if it is missing.
     #[inline]
     pub fn insert(&mut self, member: usize) {
         let leaf = member >> SHIFT;
@@ -46,7 +42,7 @@ impl Bitmap {
         }
     }
 
-    /// Takes `member` out; nothing happens where it is out already.
+    /// Removes `member`, if it is present.
     #[inline]
     pub fn remove(&mut self, member: usize) {
         let leaf = member >> SHIFT;
@@ -59,7 +55,7 @@ impl Bitmap {
         }
     }
 
-    /// The first member at or after `from`, or, past the end, the smallest one.
+    /// The first member at or after `from`, else the smallest one.
     #[inline]
     pub fn next_cyclic(&self, from: usize) -> Option<usize> {
         match self.next_from(from) {

@@ -1,11 +1,9 @@
-//! The pure scheduler decides which worker gets each task and what `next` returns.
+//! Decides which worker gets each task and what `next` returns.
 //!
-//! It is a state machine without thread, clock, channel or shared memory. The caller reports what has happened
-//! ([`Scheduler::on_event`]), performs the effects ([`Scheduler::poll`]), submits indices
-//! ([`Scheduler::submit`]) and asks for the next batch ([`Scheduler::next`]). Every call costs O(1), whatever the
-//! number of workers and of outstanding tasks. The algorithm is that of `_MultiProcessingDataLoaderIter` in
-//! torch 2.15; only a worker's death, which is final here, is handled differently. `README.md` beside this file describes
-//! the settings and states, and shows why no task is lost and nothing waits for ever.
+//! A state machine without thread, clock, channel or shared memory. The caller reports events ([`Scheduler::on_event`]),
+//! performs effects ([`Scheduler::poll`]), submits indices ([`Scheduler::submit`]) and asks for the next batch
+//! ([`Scheduler::next`]). Every call costs O(1). `README.md` beside this file describes the settings, the states and the
+//! relation to torch's algorithm, and shows why no task is lost and no wait is endless.
 
 mod bitmap;
 mod clock;
@@ -27,55 +25,45 @@ use std::collections::VecDeque;
 use std::time::Duration;
 use workers::{Life, Workers};
 
-/// The scheduler. `T` is what the caller keeps of a task until its result is delivered (the index object), `R` a
-/// result. Each tag comes back exactly once: from a refused `submit`, with a batch, or in [`Action::Discard`]; so
-/// no tag is ever dropped in here, where its destructor could run foreign code.
+/// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly once:
+/// from a refused `submit`, with a batch, or in [`Action::Discard`]. So no destructor of a tag runs foreign code in here.
 #[derive(Debug)]
 pub struct Scheduler<T, R> {
-    /// Who takes tasks, and the FIFO of each worker.
     workers: Workers,
-    /// The tasks, and the queue of those that `next` takes.
     reorder: Reorder<T, R>,
-    /// The clock of the timeout.
     clock: Clock,
-    /// Effects that `poll` has not handed out yet.
+    /// Effects that `poll` has not returned yet.
     effects: VecDeque<Action<T, R>>,
-    /// The sequence number of the next task.
     next_task: TaskId,
-    /// The sequence number of this epoch's first task.
+    /// The first task of this epoch.
     first_task: TaskId,
-    /// Tasks of this epoch that are with a living worker which will answer them.
+    /// Tasks of this epoch that a living worker will answer.
     outstanding: u32,
     /// Tasks of this epoch whose result waits for delivery.
     ready: u32,
-    /// Tasks that may be outstanding together.
+    /// Limit of `outstanding`.
     max_tasks: u32,
-    /// Tasks that may be outstanding or ready together.
+    /// Limit of `outstanding + ready`.
     window: u32,
-    /// The slot that is delivered as soon as an index has been submitted in its stead.
+    /// The slot to deliver once an index has been submitted to replace it.
     staged: Option<u32>,
-    /// Indices to submit in the place of tasks at which a worker's dataset ended.
+    /// Indices to submit for tasks at which a worker's dataset ended.
     refills: u32,
-    /// Resume messages that have not been answered yet.
+    /// Unanswered resume messages.
     resuming: u32,
     /// The worker that died first.
     first_dead: Option<WorkerId>,
-    /// The first task in sequence order that was lost with a worker.
+    /// The lost task with the lowest number.
     first_lost: Option<Death>,
-    /// The death that `next` has raised, and will raise from now on.
+    /// The death that `next` raises from now on.
     raised: Option<Death>,
-    /// Whether the iterator has ended for good.
     shut_down: bool,
-    /// In which order results are delivered.
     delivery: DeliveryOrder,
-    /// Whether the workers live through an epoch's end.
     persistent: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// A scheduler for workers that have just been started.
-    ///
-    /// Refuses ([`Error::Usage`]) no workers, no prefetching, and numbers that do not fit its counters.
+    /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let max_tasks = settings.max_tasks();
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
@@ -110,13 +98,11 @@ impl<T, R> Scheduler<T, R> {
         })
     }
 
-    /// Dispatches one task: the caller sends it to the worker that is named. Expected `max_tasks` times at the start
-    /// of an epoch, and once at each [`Decision::Submit`]. If the window is larger than `max_tasks`, the caller may submit
-    /// more, at any time.
+    /// Dispatches one task; the caller sends it to the returned worker. Call `max_tasks` times at the start of an epoch, and
+    /// once per [`Decision::Submit`]. A window larger than `max_tasks` permits further calls at any time.
     ///
-    /// The tag is handed back, and nothing else has changed, when no worker can take a task: all are exhausted
-    /// or at their share, `max_tasks` are outstanding, the window is full, resume messages are unanswered, a worker has
-    /// died, or the iterator has been shut down.
+    /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit is
+    /// reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
     #[inline]
     pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, WorkerId), T> {
         if !self.accepts() {
@@ -140,62 +126,51 @@ impl<T, R> Scheduler<T, R> {
         Ok((task, WorkerId(worker)))
     }
 
-    /// Whether [`Scheduler::next`] has answered [`Decision::Submit`] for a result that it hands out when it is asked again.
+    /// Whether the last [`Decision::Submit`] precedes the delivery of a result.
     #[inline]
     pub fn is_staged(&self) -> bool {
         self.staged.is_some()
     }
 
-    /// Takes note of something that has happened at `now`, a monotonic time.
+    /// Processes an event at the monotonic time `now`. An error changes nothing.
     ///
-    /// [`Error::Corrupt`]: a result that its worker cannot have sent, because a worker answers its tasks in the order
-    /// in which they were dispatched. [`Error::Usage`]: a worker or a reset that does not exist. After an error
-    /// the state is what it was.
+    /// Errors: [`Error::Corrupt`] for a result that its worker cannot have sent, because workers answer in the order of
+    /// dispatch. [`Error::Usage`] for an unknown worker or an invalid reset.
     #[inline]
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
             Event::Completed { worker, task, result } => {
-                self.on_result(now, worker, task, result, State::Ready)
+                self.on_result(now, worker, task, result, State::Ready)?;
             }
             Event::Failed { worker, task, result } => {
-                self.on_result(now, worker, task, result, State::Failed)
+                self.on_result(now, worker, task, result, State::Failed)?;
             }
-            Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task),
-            Event::Resumed { worker } => self.on_resumed(now, worker),
-            Event::WorkerDied { worker } => self.on_death(worker),
-            Event::EpochReset => self.on_epoch_reset(),
+            Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task)?,
+            Event::Resumed(worker) => self.on_resumed(now, worker)?,
+            Event::WorkerDied(worker) => self.on_death(worker)?,
+            Event::EpochReset => self.on_epoch_reset()?,
             Event::Shutdown => {
                 self.forget_all();
                 self.shut_down = true;
-                Ok(())
             }
-            Event::WaitBegan => {
-                self.clock.start(now);
-                Ok(())
-            }
-            Event::WaitEnded => {
-                self.clock.stop();
-                Ok(())
-            }
-            Event::Time => {
-                self.clock.look(now);
-                Ok(())
-            }
+            Event::WaitBegan => self.clock.start(now),
+            Event::WaitEnded => self.clock.stop(),
+            Event::Time => self.clock.look(now),
         }
+        Ok(())
     }
 
-    /// The next effect that has to happen, in the order in which they are to happen.
+    /// The next effect to perform.
     #[inline]
     pub fn poll(&mut self) -> Option<Action<T, R>> {
         self.effects.pop_front()
     }
 
-    /// What comes next for the one who asks for a batch.
+    /// Decides what a call of `next` does now.
     ///
-    /// `Deliver` and `Raise` come after the `Submit` that fills the delivered task's place, as in torch, where the
-    /// sampler is advanced before the batch is returned. If the sampler raises there, the batch stays here
-    /// and is the answer to the next call.
-    // Not an iterator: its answers are steps, most of which are no batches.
+    /// As torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that replaces
+    /// their task. If the sampler raises there, the next call delivers the batch.
+    // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
     pub fn next(&mut self) -> Decision<T, R> {
@@ -226,7 +201,7 @@ impl<T, R> Scheduler<T, R> {
                     self.reorder.pop();
                     self.ready -= 1;
                     if !self.accepts() {
-                        // No worker could take an index that is drawn from the sampler now.
+                        // No worker could take another index.
                         return self.deliver(front);
                     }
                     self.staged = Some(front);
@@ -250,32 +225,31 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Whether resume messages of an [`Event::EpochReset`] are still unanswered. Nothing can be submitted until
-    /// they are answered.
+    /// Whether resume messages are unanswered. Until they are answered, nothing can be submitted.
     pub fn resuming(&self) -> bool {
         self.resuming > 0
     }
 
-    /// The death that `next` has raised, or will raise if nothing worse happens before.
+    /// The death that `next` raises now or later.
     pub fn death(&self) -> Option<Death> {
         let idle = self.first_dead.map(|worker| Death { worker, lost: None });
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// The oldest task that a worker holds and has not answered, with its tag. For a worker that died it is the first
-    /// task that was lost with it; while resuming it is a task of the abandoned epoch.
+    /// A worker's oldest unanswered task, with its tag. For a dead worker this is the first lost task; while resuming it
+    /// is a task of the abandoned epoch.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
         slot.tag.as_ref().map(|tag| (slot.task, tag))
     }
 
-    /// Whether the worker has something to answer: a task, or a resume message.
+    /// Whether the worker has an unanswered task or resume message.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|entry| entry.front != NIL || entry.resumes > 0)
     }
 
-    /// Whether results wait for an older task that is not answered yet.
+    /// Whether results wait for an older unanswered task.
     pub fn is_blocked(&self) -> bool {
         self.ready > 0
     }
@@ -285,33 +259,32 @@ impl<T, R> Scheduler<T, R> {
         self.clock.deadline()
     }
 
-    /// Tasks of this epoch that are with a living worker and will be answered.
+    /// Tasks of this epoch that a living worker will answer.
     pub fn outstanding(&self) -> usize {
         self.outstanding as usize
     }
 
-    /// Tasks that may be outstanding together, and so the number of submissions that prime an epoch.
+    /// Limit of outstanding tasks, and number of submissions that start an epoch.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }
 
-    /// The number of tasks that were dispatched in this epoch.
+    /// Number of tasks dispatched in this epoch.
     pub fn dispatched(&self) -> u64 {
         self.next_task.0 - self.first_task.0
     }
 
-    /// The sequence number of this epoch's first task.
+    /// The first task of this epoch.
     pub fn first_task(&self) -> TaskId {
         self.first_task
     }
 
-    /// Tasks dispatched to the worker in this epoch and not yet delivered (torch's `_workers_num_tasks`).
+    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`).
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
 
-    /// The tasks of this epoch that have not been delivered, with their workers, in the order of their dispatch (the keys of
-    /// torch's `_task_info`). Tasks of an epoch that was abandoned are not among them.
+    /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's `_task_info`).
     pub fn undelivered(&self) -> Vec<(TaskId, WorkerId)> {
         let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| *task >= self.first_task).collect();
         tasks.sort_unstable();

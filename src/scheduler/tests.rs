@@ -39,7 +39,7 @@ fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
 }
 
 fn died(machine: &mut Machine, worker: u32) {
-    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker) });
+    at(machine, 0, Event::WorkerDied(WorkerId(worker)));
 }
 
 fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
@@ -54,7 +54,7 @@ fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
     Some(Action::Discard { task: TaskId(task), tag: Some(task), result: None })
 }
 
-const WAIT: Decision<u64, &str> = Decision::Wait { deadline: None };
+const WAIT: Decision<u64, &str> = Decision::Wait(None);
 
 #[test]
 fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
@@ -115,7 +115,7 @@ fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death
     let mut machine = primed(2, 2, true);
     exhausted(&mut machine, 0, 0);
     assert_eq!((machine.poll(), machine.poll()), (dropped(0), dropped(2)));
-    assert_eq!(machine.poll(), Some(Action::Retire { worker: WorkerId(0) }));
+    assert_eq!(machine.poll(), Some(Action::Retire(WorkerId(0))));
     died(&mut machine, 0);
     assert_eq!(machine.next(), Decision::Submit);
     assert_eq!(machine.submit(4), Ok((TaskId(4), WorkerId(1))));
@@ -148,9 +148,9 @@ fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
         let event = Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "?" };
         assert!(matches!(machine.on_event(Duration::ZERO, event), Err(Error::Corrupt { .. })));
     }
-    let resumed = Event::Resumed { worker: WorkerId(0) };
+    let resumed = Event::Resumed(WorkerId(0));
     assert!(matches!(machine.on_event(Duration::ZERO, resumed), Err(Error::Corrupt { .. })));
-    let unknown = Event::WorkerDied { worker: WorkerId(2) };
+    let unknown = Event::WorkerDied(WorkerId(2));
     assert!(matches!(machine.on_event(Duration::ZERO, unknown), Err(Error::Usage { .. })));
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(0, 0)));
@@ -203,13 +203,13 @@ fn a_new_epoch_begins_when_every_worker_has_done_with_the_old_one() {
     at(&mut machine, 0, Event::EpochReset);
     let result = Some("data");
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(1), tag: Some(1), result }));
-    assert_eq!(machine.poll(), Some(Action::Resume { worker: WorkerId(0) }));
-    assert_eq!(machine.poll(), Some(Action::Resume { worker: WorkerId(1) }));
-    at(&mut machine, 0, Event::Resumed { worker: WorkerId(1) });
+    assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(0))));
+    assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(1))));
+    at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     assert_eq!((machine.next(), machine.submit(2)), (WAIT, Err(2)));
     done(&mut machine, 0, 0);
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
-    at(&mut machine, 0, Event::Resumed { worker: WorkerId(0) });
+    at(&mut machine, 0, Event::Resumed(WorkerId(0)));
     assert!(!machine.resuming());
     assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
     assert_eq!(machine.dispatched(), 1);
@@ -222,7 +222,7 @@ fn an_epoch_that_is_abandoned_asks_for_no_index_in_the_next_one() {
     exhausted(&mut machine, 1, 1);
     // An interrupt ends `next` here, before it could ask for the indices.
     at(&mut machine, 0, Event::EpochReset);
-    (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed { worker: WorkerId(worker) }));
+    (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
     prime(&mut machine);
     assert_eq!(machine.next(), WAIT);
 }
@@ -240,7 +240,7 @@ fn a_death_while_resuming_is_raised_at_once() {
 fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     let timeout = Some(Duration::from_millis(100));
     let mut machine = machine(Settings { timeout, ..Settings::torch(2, 1, true) });
-    let wait = |millis| Decision::Wait { deadline: Some(Duration::from_millis(millis)) };
+    let wait = |millis| Decision::Wait(Some(Duration::from_millis(millis)));
     at(&mut machine, 1_000, Event::WaitBegan);
     assert_eq!(machine.next(), wait(1_100));
     at(&mut machine, 1_090, Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data" });

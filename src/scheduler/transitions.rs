@@ -1,4 +1,4 @@
-//! The transitions of the state machine: one method for each event, and the ends of `next`.
+//! The transitions of the state machine: one method per event, and the ends of `next`.
 
 use super::reorder::{NIL, State};
 use super::workers::{Life, Worker};
@@ -8,7 +8,7 @@ use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
 impl<T, R> Scheduler<T, R> {
-    /// Whether tasks are taken at all now.
+    /// Whether any task can be submitted.
     #[inline]
     pub(super) fn accepts(&self) -> bool {
         self.outstanding < self.max_tasks
@@ -18,7 +18,7 @@ impl<T, R> Scheduler<T, R> {
             && !self.shut_down
     }
 
-    /// A result: of the oldest task of its worker, or it is refused.
+    /// Stores the result of its worker's oldest task, and refuses any other.
     #[inline]
     pub(super) fn on_result(
         &mut self,
@@ -29,7 +29,7 @@ impl<T, R> Scheduler<T, R> {
         state: State,
     ) -> Result<()> {
         if self.shut_down {
-            // The tag went back at the shutdown; the result still names memory that somebody has to free.
+            // The shutdown has returned the tag, but the result still names memory to free.
             self.effects.push_back(Action::Discard { task, tag: None, result: Some(result) });
             return Ok(());
         }
@@ -52,7 +52,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The end of a worker's dataset: the tasks that the worker still holds are skipped by it.
+    /// Handles the end of a worker's dataset. The worker skips its remaining tasks.
     pub(super) fn on_exhausted(&mut self, now: Duration, worker: WorkerId, task: TaskId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -63,7 +63,7 @@ impl<T, R> Scheduler<T, R> {
         self.drop_task(slot, stale);
         let entry = self.workers.at(worker.0);
         let mut rest = std::mem::replace(&mut entry.front, NIL);
-        // Each turn of this loop is paid for by the submission of its task.
+        // Amortised O(1): each iteration is paid for by a submission.
         while rest != NIL {
             let next = self.reorder.slot(rest).next;
             self.drop_task(rest, stale);
@@ -77,12 +77,12 @@ impl<T, R> Scheduler<T, R> {
             self.workers.deactivate(worker.0, Life::Exhausted);
         } else {
             self.workers.deactivate(worker.0, Life::Retired);
-            self.effects.push_back(Action::Retire { worker });
+            self.effects.push_back(Action::Retire(worker));
         }
         Ok(())
     }
 
-    /// A worker has done with the abandoned epoch.
+    /// Handles a worker's last message of the abandoned epoch.
     pub(super) fn on_resumed(&mut self, now: Duration, worker: WorkerId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -102,7 +102,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The end of a worker's process. For a worker that was told to leave it is none of our business.
+    /// Handles the end of a worker's process. Exits of retired workers are expected and ignored.
     pub(super) fn on_death(&mut self, worker: WorkerId) -> Result<()> {
         if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Retired) {
             return Ok(());
@@ -110,7 +110,7 @@ impl<T, R> Scheduler<T, R> {
         let Worker { front, resumes, .. } = *self.entry(worker)?;
         self.workers.deactivate(worker.0, Life::Dead);
         self.first_dead.get_or_insert(worker);
-        // What an abandoned epoch left behind is no loss.
+        // Stale tasks are no loss.
         if resumes > 0 || front == NIL {
             return Ok(());
         }
@@ -118,7 +118,7 @@ impl<T, R> Scheduler<T, R> {
         if self.first_lost.is_none_or(|first| Some(lost) < first.lost) {
             self.first_lost = Some(Death { worker, lost: Some(lost) });
         }
-        // The slots stay in the FIFO, so that `oldest_task_of` can tell what the worker was at.
+        // The slots stay in the FIFO for `oldest_task_of`.
         let mut rest = front;
         while rest != NIL {
             let slot = self.reorder.slot_mut(rest);
@@ -129,7 +129,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The epoch is abandoned: what has arrived is discarded now, what is outstanding when it arrives.
+    /// Abandons the epoch: discards results that have arrived, and makes outstanding tasks stale.
     pub(super) fn on_epoch_reset(&mut self) -> Result<()> {
         if !self.persistent || self.shut_down || self.first_dead.is_some() {
             return Err(Error::usage("an epoch is reset only for persistent workers that are alive"));
@@ -142,7 +142,7 @@ impl<T, R> Scheduler<T, R> {
             match self.reorder.slot(slot).state {
                 State::Ready | State::Failed => self.discard(slot),
                 State::Dropped => drop(self.reorder.release(slot)),
-                // It stays in its worker's FIFO, where it is stale from now on.
+                // Stays in its worker's FIFO as a stale task.
                 State::Outstanding => {}
                 State::Lost | State::Free => {
                     unreachable!("no worker has died, and the queue holds slots in use")
@@ -151,11 +151,11 @@ impl<T, R> Scheduler<T, R> {
         }
         self.workers.begin_epoch();
         for worker in 0..count {
-            // A worker that has not answered the last message has got no task since: its answer will do for both.
+            // A worker that has not answered the last message has received no task since: one answer serves both.
             if self.workers.at(worker).resumes == 0 {
                 self.workers.at(worker).resumes = 1;
                 self.resuming += 1;
-                self.effects.push_back(Action::Resume { worker: WorkerId(worker) });
+                self.effects.push_back(Action::Resume(WorkerId(worker)));
             }
         }
         self.first_task = self.next_task;
@@ -166,7 +166,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Gives back every tag and result, and forgets the tasks.
+    /// Discards all tasks.
     pub(super) fn forget_all(&mut self) {
         let effects = &mut self.effects;
         self.reorder.clear(|task, tag, result| effects.push_back(Action::Discard { task, tag, result }));
@@ -181,7 +181,7 @@ impl<T, R> Scheduler<T, R> {
         self.clock.stop();
     }
 
-    /// Hands the result in `slot` over.
+    /// Delivers the result in `slot`.
     #[inline]
     pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
         let entry = self.reorder.slot(slot);
@@ -193,7 +193,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// From now on `next` has one answer.
+    /// Raises a death, now and at each later call.
     pub(super) fn raise_death(&mut self) -> Decision<T, R> {
         self.raised = self.death();
         match self.raised {
@@ -202,30 +202,29 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Nothing to hand out: say so, or say that it has lasted too long.
+    /// Waits, or reports that the timeout has expired.
     pub(super) fn wait(&mut self) -> Decision<T, R> {
         debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
         if self.clock.expired() {
             return self.answer(Decision::TimedOut);
         }
-        Decision::Wait { deadline: self.clock.deadline() }
+        Decision::Wait(self.clock.deadline())
     }
 
-    /// `next` has its answer, so the clock of the timeout stands.
+    /// Answers `next`, which stops the timeout.
     #[inline]
     pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
         self.clock.stop();
         step
     }
 
-    /// The entry of a worker that the caller names.
     #[inline]
     fn entry(&self, worker: WorkerId) -> Result<&Worker> {
         let entry = self.workers.get(worker.index());
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }
 
-    /// Takes the front out of the worker's FIFO, if that is `task`.
+    /// Pops the front of the worker's FIFO, which must be `task`.
     #[inline]
     fn take_oldest(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         let Worker { front, life, .. } = *self.entry(worker)?;
@@ -236,7 +235,6 @@ impl<T, R> Scheduler<T, R> {
         Ok(front)
     }
 
-    /// The error for a result that its worker cannot have sent.
     #[cold]
     fn impossible(&self, worker: WorkerId, task: TaskId) -> Error {
         let held = match self.oldest_task_of(worker) {
@@ -246,7 +244,7 @@ impl<T, R> Scheduler<T, R> {
         Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))
     }
 
-    /// A task that its exhausted worker will not answer. Its place in the reorder buffer is passed over later.
+    /// Drops a task that its exhausted worker will not answer. `next` skips its place in the reorder buffer.
     fn drop_task(&mut self, slot: u32, stale: bool) {
         let entry = self.reorder.slot_mut(slot);
         let task = entry.task;
@@ -261,7 +259,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// A result that nobody will ask for.
+    /// Discards a result that has arrived.
     fn discard(&mut self, slot: u32) {
         let task = self.reorder.slot(slot).task;
         let (tag, result) = self.reorder.release(slot);

@@ -1,19 +1,18 @@
-//! What goes into the scheduler and what comes out of it.
+//! Inputs and outputs of the scheduler.
 
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
-/// Which worker gets the next task. Each policy goes round the active workers.
+/// Selects the worker of the next task, in cyclic order of the active workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dispatch {
-    /// The next active worker, however many tasks it has.
+    /// The next active worker, whatever its load.
     RoundRobin,
-    /// The next active worker below its fair share: the window divided by the number of active workers. So a slow worker
-    /// does not collect the tasks of the others.
+    /// The next active worker below its fair share, `window / active workers`: a slow worker cannot hold all tasks.
     FairShare,
 }
 
-/// In which order results are delivered.
+/// The order in which results are delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeliveryOrder {
     /// In the order of their tasks.
@@ -22,28 +21,27 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// What a scheduler is made for. [`Settings::torch`] has those of torch's loader.
+/// Settings of a scheduler; [`Settings::torch`] has those of torch's loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The number of workers, from 1 to [`WORKERS_MAX`](crate::config::WORKERS_MAX).
     pub workers: usize,
-    /// Outstanding tasks per worker, on average; at least 1. All workers together have at most `workers` times as many.
+    /// Average outstanding tasks per worker, at least 1. All workers together have at most `workers * prefetch_factor`.
     pub prefetch_factor: usize,
-    /// Tasks that are outstanding or ready, at most; no less than may be outstanding.
+    /// Limit of outstanding and ready tasks together, at least `workers * prefetch_factor`.
     pub window: usize,
-    /// Which worker gets the next task.
+    /// Selects the worker of the next task.
     pub dispatch: Dispatch,
-    /// In which order results are delivered.
+    /// The order in which results are delivered.
     pub delivery: DeliveryOrder,
-    /// Whether the workers live through [`Event::EpochReset`].
+    /// Whether the workers survive [`Event::EpochReset`].
     pub persistent: bool,
-    /// How long `next` may wait without any result arriving.
+    /// Longest wait of `next` without any result arriving.
     pub timeout: Option<Duration>,
 }
 
 impl Settings {
-    /// The settings of torch's loader, for workers that are not persistent and without a timeout. This is the only place
-    /// that knows what torch's `in_order` means. The window has no room beside the outstanding tasks.
+    /// torch's settings, without persistent workers or a timeout. Only this function interprets torch's `in_order`.
     pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
         let (dispatch, delivery) = match in_order {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
@@ -53,7 +51,7 @@ impl Settings {
         Self { workers, prefetch_factor, window, dispatch, delivery, persistent: false, timeout: None }
     }
 
-    /// Tasks that may be outstanding together.
+    /// Limit of outstanding tasks.
     pub(super) fn max_tasks(&self) -> usize {
         self.workers.saturating_mul(self.prefetch_factor)
     }
@@ -66,21 +64,21 @@ pub enum Event<R> {
     Completed {
         /// The worker whose ring held the result.
         worker: WorkerId,
-        /// The task that it names.
+        /// The task that the result names.
         task: TaskId,
         /// The batch.
         result: R,
     },
-    /// A task has ended in an error, which is delivered at its place.
+    /// A task has failed. Its error is delivered in its place.
     Failed {
         /// The worker whose ring held the result.
         worker: WorkerId,
-        /// The task that it names.
+        /// The task that the result names.
         task: TaskId,
         /// The error.
         result: R,
     },
-    /// A worker's iterable dataset ended at this task. The worker skips the tasks that it still holds.
+    /// A worker's iterable dataset ended. The worker skips its remaining tasks.
     Exhausted {
         /// The worker.
         worker: WorkerId,
@@ -88,47 +86,35 @@ pub enum Event<R> {
         task: TaskId,
     },
     /// A worker has answered a resume message.
-    Resumed {
-        /// The worker.
-        worker: WorkerId,
-    },
+    Resumed(WorkerId),
     /// A worker's process has ended, and its completion ring has been drained.
-    WorkerDied {
-        /// The worker.
-        worker: WorkerId,
-    },
-    /// A persistent loader is iterated again.
+    WorkerDied(WorkerId),
+    /// A persistent loader begins another epoch.
     EpochReset,
     /// The iterator ends for good.
     Shutdown,
-    /// `next` begins to wait: the clock of the timeout starts. Once for each call of the user, not for each slice.
+    /// `next` begins to wait, which starts the timeout. Sent once per call, not once per slice.
     WaitBegan,
-    /// `next` gives up waiting without an answer, for a signal's handler has raised: the clock stands.
+    /// `next` stops waiting without an answer, because a signal handler has raised. Stops the timeout.
     WaitEnded,
-    /// Nothing has happened, but time has passed.
+    /// Time has passed.
     Time,
 }
 
-/// An effect that has to happen whether or not anybody asks for a batch.
+/// An effect that the caller performs, whether or not a batch is requested.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<T, R> {
-    /// Tell the worker to leave; it is not needed any more, and its end is no death.
-    Retire {
-        /// The worker.
-        worker: WorkerId,
-    },
+    /// Ask the worker to leave. Its exit is not a death.
+    Retire(WorkerId),
     /// Send the worker a resume message.
-    Resume {
-        /// The worker.
-        worker: WorkerId,
-    },
-    /// Nobody will ask for this task any more.
+    Resume(WorkerId),
+    /// Drop a task that will not be delivered.
     Discard {
         /// The task.
         task: TaskId,
-        /// What the caller kept of the task; `None` if that has been handed back before (after a shutdown).
+        /// The caller's tag; `None` if a shutdown has returned it already.
         tag: Option<T>,
-        /// The result, if there is one. A task that its exhausted worker skipped has none.
+        /// The result; `None` for a task that an exhausted worker skipped.
         result: Option<R>,
     },
 }
@@ -138,48 +124,45 @@ pub enum Action<T, R> {
 pub enum Decision<T, R> {
     /// Submit one more index, if the sampler has one, and ask again.
     Submit,
-    /// This is the next batch.
+    /// Return this batch.
     Deliver {
         /// The task.
         task: TaskId,
         /// The worker that made the batch.
         worker: WorkerId,
-        /// What the caller kept of the task.
+        /// The caller's tag of the task.
         tag: T,
         /// The batch.
         result: R,
     },
-    /// This error stands where the next batch should be; the batches after it can be had.
+    /// Raise this error in place of a batch. Later batches are still delivered.
     Raise {
         /// The task.
         task: TaskId,
         /// The worker that reported the error.
         worker: WorkerId,
-        /// What the caller kept of the task.
+        /// The caller's tag of the task.
         tag: T,
         /// The error.
         result: R,
     },
-    /// A worker's death is what comes next, now and at each later call.
+    /// Raise a worker's death, at this and every later call.
     Dead(Death),
-    /// The timeout has expired. Nothing is lost: the next call goes on waiting, with a new clock.
+    /// The timeout has expired. Nothing is lost: the next call waits again, with the full timeout.
     TimedOut,
     /// The epoch is over.
     End,
-    /// Nothing can be said before something happens; until the deadline, if there is one.
-    Wait {
-        /// When [`Event::Time`] will find the timeout expired. `None` without a timeout, or before `WaitBegan`.
-        deadline: Option<Duration>,
-    },
+    /// Wait for an event, or until this time if given. `None` without a timeout, or before [`Event::WaitBegan`].
+    Wait(Option<Duration>),
     /// The scheduler has been shut down.
     Shutdown,
 }
 
-/// The death of a worker, as it is raised.
+/// A worker's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with it, if one was.
+    /// The first task that was lost with it, if any.
     pub lost: Option<TaskId>,
 }

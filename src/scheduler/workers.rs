@@ -1,65 +1,57 @@
-//! The table of workers: who may take the next task, and which tasks each one holds.
-//!
-//! The dispatch policy is [`Workers::pick`] and nothing else.
+//! The table of workers. [`Workers::pick`] alone is the dispatch policy.
 
 use super::Dispatch;
 use super::bitmap::Bitmap;
 use super::reorder::NIL;
 
-/// Where a worker stands in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
     /// It takes tasks.
     Active,
-    /// Its iterable dataset has ended for this epoch; the worker stays for the next one.
+    /// Its iterable dataset has ended for this epoch.
     Exhausted,
-    /// Its iterable dataset has ended and there is no next epoch for it: it is told to leave.
+    /// Its iterable dataset has ended for good, and it is asked to leave.
     Retired,
-    /// Its process has ended without being told to.
+    /// Its process has ended unexpectedly.
     Dead,
 }
 
-/// What is known of one worker: small, because every event touches one entry of a table in random order.
+/// One worker. Small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// The slot of its oldest dispatched task without a result: the front of its FIFO.
+    /// Slot of the oldest outstanding task: the front of the FIFO.
     pub front: u32,
-    /// The slot of its newest dispatched task without a result: the back of its FIFO.
+    /// Slot of the newest outstanding task.
     pub back: u32,
-    /// Tasks dispatched to it in this epoch and not yet delivered (torch's `_workers_num_tasks`).
+    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`).
     pub load: u32,
-    /// Resume messages that it has not answered yet; while there is one, all that it sends is stale.
+    /// Unanswered resume messages. Above 0, everything that the worker sends is stale.
     pub resumes: u16,
-    /// Where it stands in its life.
     pub life: Life,
-    /// Whether it stands in [`Workers::full`].
+    /// Whether [`Workers::full`] lists the worker.
     pub listed: bool,
 }
 
 /// All workers, and the round-robin cursor.
 #[derive(Debug)]
 pub(super) struct Workers {
-    /// One entry for each worker.
     table: Vec<Worker>,
     /// The active workers whose load is below `cap`.
     open: Bitmap,
-    /// Workers that have met `cap` since it last grew. When it grows again these, and only these, have to be
-    /// looked at, and each was put here by a submission: so a growing cap costs O(1) for each submission.
+    /// Workers that have reached `cap` since it last grew. Only these are checked when it grows again, and a submission
+    /// listed each, so the growth costs amortised O(1) per submission.
     full: Vec<u32>,
-    /// The round-robin cursor: the worker to ask first.
+    /// The first candidate of the next `pick`.
     cursor: u32,
-    /// The number of active workers.
+    /// Number of active workers.
     active: u32,
-    /// The fair share: how many tasks one worker may hold. It only grows within an epoch.
+    /// Limit of one worker's load: the fair share. It only grows within an epoch.
     cap: u32,
-    /// Tasks that may be outstanding or ready together.
     window: u32,
-    /// Whether there is a fair share.
     dispatch: Dispatch,
 }
 
 impl Workers {
-    /// `count` fresh workers that may hold `window` tasks together.
     pub fn new(count: usize, window: u32, dispatch: Dispatch) -> Self {
         let fresh = Worker { front: NIL, back: NIL, load: 0, resumes: 0, life: Life::Active, listed: false };
         let mut workers = Self {
@@ -76,7 +68,7 @@ impl Workers {
         workers
     }
 
-    /// Every worker is active and without load, the cursor stands at worker 0. What the FIFOs hold stays there.
+    /// Makes every worker active and without load, and resets the cursor. The FIFOs stay.
     pub fn begin_epoch(&mut self) {
         self.full.clear();
         for (index, worker) in self.table.iter_mut().enumerate() {
@@ -90,27 +82,25 @@ impl Workers {
         self.cap = self.fair_share();
     }
 
-    /// The number of workers.
     pub fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// The entry of one worker.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&Worker> {
         self.table.get(index)
     }
 
-    /// The entry of one worker, which exists.
+    /// The entry of an existing worker.
     #[inline]
     pub fn at(&mut self, index: u32) -> &mut Worker {
         &mut self.table[index as usize]
     }
 
-    /// Chooses the worker of the next task and counts the task; nothing changes where no worker may take one.
+    /// Selects the worker of the next task and counts the task. `None` if no worker may take one.
     ///
-    /// This is torch's walk over `itertools.cycle`: every worker that is looked at passes the cursor, and a walk
-    /// that finds nobody goes round once and leaves the cursor where it was.
+    /// Equals torch's walk over `itertools.cycle`, which passes each worker that it checks. A walk without success goes
+    /// round once, so the cursor stays.
     #[inline]
     pub fn pick(&mut self) -> Option<u32> {
         let index = self.open.next_cyclic(self.cursor as usize)?;
@@ -127,7 +117,7 @@ impl Workers {
         Some(index as u32)
     }
 
-    /// One of the worker's tasks is delivered.
+    /// Counts the delivery of one of the worker's tasks.
     #[inline]
     pub fn unload(&mut self, index: u32) {
         let worker = &mut self.table[index as usize];
@@ -137,7 +127,7 @@ impl Workers {
         }
     }
 
-    /// The worker takes no more tasks in this epoch, and the fair share of the others may grow.
+    /// Takes the worker out of this epoch. The fair share of the others may grow.
     pub fn deactivate(&mut self, index: u32, life: Life) {
         let worker = &mut self.table[index as usize];
         let was_active = worker.life == Life::Active;
@@ -160,7 +150,7 @@ impl Workers {
         }
     }
 
-    /// The limit of each worker: torch's `max_tasks // active workers`, or none.
+    /// The limit of a worker's load: torch's `max_tasks // active workers`, or none.
     fn fair_share(&self) -> u32 {
         match self.dispatch {
             Dispatch::FairShare if self.active > 0 => self.window / self.active,
