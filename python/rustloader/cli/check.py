@@ -1,4 +1,4 @@
-"""``check``: an epoch on torch's iterator and one on the engine must be the same."""
+"""``check``: compares an epoch on torch's iterator with one on the engine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from rustloader.texts import count_of
 
 __all__ = ["main"]
 
-# Errors in a row after which an epoch is not continued.
+# Maximum number of consecutive errors until an epoch is given up.
 _ERRORS_IN_A_ROW = 20
-# Seconds between two lines about how far a side has come.
+# Seconds between two progress lines.
 _BETWEEN_LINES = 15.0
-
 _UNSEEDED = (
     "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
-
-
-# Seconds: the least limit for what is not only the user's code, such as the start of Python and the end of workers.
+# Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
 _PATIENT = 60.0
 _SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
-# What was waited for, and the way out.
+# By request: the error if it hangs, and the way out.
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
@@ -43,7 +40,7 @@ _NO_ANSWER = ("the process did not answer within {limit:g} s", MORE_TIME)
 
 
 def main(options: Any) -> int:
-    """Compares, and prints the result. Returns the exit status."""
+    """Compares, prints the result, and returns the exit status."""
     try:
         return _Comparison(options).run()
     except Unusable as error:
@@ -52,16 +49,10 @@ def main(options: Any) -> int:
 
 
 class _CheckProbe(Probe):
-    """A process with the user's loader on one engine.
-
-    Args:
-        engine: a name of ``ENGINES``.
-        options: the command's.
-        quiet: whether Python's warnings were shown before.
-    """
+    """A process with the user's loader on one engine. ``quiet`` hides warnings that another process has shown."""
 
     def __init__(self, engine: str, options: Any, quiet: bool) -> None:
-        # Both sides see sets of strings in the same order. What is left of a side that is ended is no news.
+        # Both sides iterate over sets of strings in the same order. Leftovers of a side that is killed are expected.
         hashes = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
         filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
         environment = {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}
@@ -69,17 +60,13 @@ class _CheckProbe(Probe):
         self._batch = 0
 
     def load(self) -> dict[str, Any]:
-        """Imports the user's code and calls the factory. Returns what the side says about the loader."""
+        """Imports the user's code and calls the factory. Returns facts about the loader."""
         self.ask("load")
         about: dict[str, Any] = self.ask("about")
         return about
 
     def events(self) -> Iterator[Event]:
-        """Starts the workers; one event for each call of ``next``.
-
-        Raises:
-            Unusable: a worker has died, or something hangs.
-        """
+        """Starts the workers, and yields the outcome of each ``next``. Raises ``Unusable`` on a death or a hang."""
         failed = self.ask("start")
         if failed is not None:
             yield failed
@@ -109,21 +96,24 @@ class _Comparison:
 
     def run(self) -> int:
         """The exit status: 0 if nothing differs, 1 if something does."""
-        theirs = self._torchs()
+        expected = self._torchs()
         with self._side("rustloader") as side:
             side.load()
-            print(f"rustloader  comparing {_counted(theirs)} ...", flush=True)
-            pairs = itertools.zip_longest(theirs, self._epoch(side))
-            for k, (torchs, ours) in enumerate(pairs):
-                if torchs is None or ours is None or torchs[:2] != ours[:2]:
-                    return self._differs(k, torchs, ours, side)
-                if ours.kind == "batch" and k == 0:
-                    _served(side)  # early: an epoch may take long
-                elif ours.kind == "error":
-                    _same_error(k, ours)
+            print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
+            pairs = itertools.zip_longest(expected, self._epoch(side))
+            for k, (torchs, own) in enumerate(pairs):
+                if torchs is None or own is None or torchs[:2] != own[:2]:
+                    return self._differs(k, torchs, own, side)
+                if own.kind == "batch" and k == 0:
+                    _served(side)  # before the rest of the epoch, which may take long
+                elif own.kind == "error" and k == 0:
+                    cause = f"both engines raise at the first batch: {own.text}"
+                    raise Unusable(f"nothing to compare: {cause}", own.details)
+                elif own.kind == "error":
+                    print(f"batch {k}: both raise {own.text}")
             served = _served(side)
-        print(f"same: {_counted(theirs)} compared, bit for bit; the main process's random state is the same, too")
-        batches = sum(event.kind == "batch" for event in theirs)
+        print(f"same: {_counted(expected)} compared, bit for bit; the main process's random state is the same, too")
+        batches = sum(event.kind == "batch" for event in expected)
         part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
         print(f"{part} came from the Rust engine")
         return 0
@@ -147,7 +137,8 @@ class _Comparison:
         return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
 
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
-        """The events of an epoch, and the random state after it. An error in the first place is all of it."""
+        """The events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one error if
+        it is the first event."""
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
         for k, event in enumerate(side.events(), start=1):
@@ -165,9 +156,10 @@ class _Comparison:
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
-    def _differs(self, k: int, torchs: Event | None, ours: Event | None, side: _CheckProbe) -> int:
-        """Prints what differs. torch is run once more, to see whether it agrees with itself."""
-        where = _where(k, torchs, ours)
+    def _differs(self, k: int, torchs: Event | None, own: Event | None, side: _CheckProbe) -> int:
+        """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
+        kinds = {torchs.kind if torchs else None, own.kind if own else None}
+        where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
                 about = again.load()
@@ -178,21 +170,17 @@ class _Comparison:
                 if (event[:2] if event else None) != (torchs[:2] if torchs else None):
                     print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
-                if event is not None and ours is not None and event.kind == ours.kind == "batch":
+                if event is not None and own is not None and event.kind == own.kind == "batch":
                     print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(ours)}")
+        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(own)}")
         return 1
 
 
 def _served(side: _CheckProbe) -> int:
-    """How many batches the engine has delivered.
-
-    Raises:
-        Unusable: none.
-    """
+    """The number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
     count: int
     count, line = side.ask("served")
     if count == 0:
@@ -201,21 +189,10 @@ def _served(side: _CheckProbe) -> int:
     return count
 
 
-def _same_error(k: int, event: Event) -> None:
-    if k == 0:
-        raise Unusable(f"nothing to compare: both engines raise at the first batch: {event.text}", event.details)
-    print(f"batch {k}: both raise {event.text}")
-
-
 def _did(event: Event | None) -> str:
     if event is None:
         return "has ended before"
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
-
-
-def _where(k: int, torchs: Event | None, ours: Event | None) -> str:
-    kinds = {torchs.kind if torchs else None, ours.kind if ours else None}
-    return "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
 
 
 def _counted(events: list[Event]) -> str:

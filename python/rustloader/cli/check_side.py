@@ -1,4 +1,4 @@
-"""The process of ``check`` that has the user's loader on one engine, and takes its batches when it is asked to."""
+"""The process of ``check`` with the user's loader on one engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ __all__ = ["CheckSide", "Event"]
 
 
 class Event(NamedTuple):
-    """The outcome of one call of ``next``.
-
-    ``key`` is what both sides have to agree in. ``text`` is the error in a short form, ``details`` its traceback.
-    """
+    """The outcome of a ``next``. Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the
+    short form and the traceback of an error."""
 
     kind: str  # "batch", "error", "end", or "state": the random state after the epoch
     key: Any = None
@@ -28,11 +26,8 @@ class Event(NamedTuple):
 
 
 class CheckSide(Side):
-    """One loader on one engine. The methods are the requests, in this order, after ``load``.
-
-    Args:
-        number: for torch, numpy and random.
-    """
+    """A loader on one engine. The methods are the requests, in this order, after ``load``. ``number`` seeds torch,
+    numpy and random."""
 
     def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
         super().__init__(target, engine, quiet)
@@ -42,7 +37,7 @@ class CheckSide(Side):
         self._open: contextlib.ExitStack | None = None
 
     def about(self) -> dict[str, Any]:
-        """Makes the loader. Returns what there is to say about it."""
+        """Creates the loader, and returns facts about it."""
         from torch.utils.data import IterableDataset
 
         self.seed(self._number)
@@ -54,7 +49,7 @@ class CheckSide(Side):
         }
 
     def start(self) -> Event | None:
-        """Starts the workers. Returns the error of this, if there is one."""
+        """Starts the workers. Returns the error if that fails."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.on_engine())
         try:
@@ -82,7 +77,7 @@ class CheckSide(Side):
             raise Unusable(f"a batch cannot be compared: {event.text}", event.details) from None
 
     def finish(self) -> bytes:
-        """Ends the workers. Returns a digest of the random state."""
+        """Ends the workers, and returns a digest of the random state."""
         import numpy as np
         import torch
 
@@ -93,14 +88,14 @@ class CheckSide(Side):
         return _digest(pickle.dumps(state))
 
     def packed(self) -> bytes | None:
-        """The last batch, pickled; None if that cannot be done."""
+        """The last batch, pickled; None if it cannot be pickled."""
         try:
             return pickle.dumps(self._batch)
         except Exception:
             return None
 
     def difference(self, packed: bytes | None) -> str:
-        """Where the last batch, which is torch's, differs from the engine's."""
+        """Describes how the last batch, torch's, differs from the engine's."""
         from rustloader.probe.leaves import difference, summary
 
         try:
@@ -112,7 +107,7 @@ class CheckSide(Side):
             return f"the batches differ; where cannot be said: {failure(error).text}"
 
     def _raised(self, error: BaseException) -> Event:
-        """What both sides have to agree in of an error. The death of a worker is none: it ends the comparison."""
+        """The event for an error. Raises it again if a worker has died, which ends the comparison."""
         self.failed(error)
         if self.dead is not None:
             raise error

@@ -1,4 +1,4 @@
-"""``doctor``: what the engine needs of a machine, and whether it works here."""
+"""``doctor``: checks what the engine needs of a machine, and whether it works."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if sys.platform.startswith("linux"):
 __all__ = ["main"]
 
 OK, NOTE, BAD = "ok", "note", "bad"
+_MISSING = "not installed"
 
 
 @dataclass
 class Finding:
-    """One thing that was looked at. ``advice`` says what to do where it is not OK."""
+    """The result of one check. ``advice`` names the remedy if it is not OK."""
 
     subject: str
     found: str
@@ -39,8 +40,17 @@ class Finding:
 
 
 def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
-    """One that is OK unless there is advice."""
+    """A finding that is OK unless there is advice."""
     return Finding(subject, found, state if advice else OK, advice)
+
+
+def _tried(subject: str, call: Callable[[], object], advice: str, state: str = BAD) -> Finding:
+    """Whether a system call works."""
+    try:
+        call()
+    except OSError as error:
+        return Finding(subject, _reason(error), state, advice)
+    return Finding(subject, "available")
 
 
 def main(options: Any) -> int:
@@ -48,7 +58,7 @@ def main(options: Any) -> int:
     if not options.json:
         print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
     findings = []
-    for look in _LOOKS if sys.platform.startswith("linux") else _ANYWHERE:
+    for look in _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]:  # the others need Linux
         for finding in _safely(look):
             findings.append(finding)
             if not options.json:
@@ -73,7 +83,7 @@ def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
     except Exception as error:
-        # One thing that cannot be looked at does not hide the others: the trial decides.
+        # A check that fails does not hide the others. The trial decides.
         subject = look.__name__.strip("_").replace("_", " ")
         yield Finding(subject, f"{type(error).__name__}: {error}", BAD if look is _trial else NOTE)
 
@@ -87,28 +97,24 @@ def _system() -> Iterator[Finding]:
     if version < (3, 17):
         yield Finding("kernel", found, BAD, "3.17 or newer is needed, for memfd_create")
     else:
-        yield _finding(
-            "kernel", found, "before 5.3 there are no pidfds; the engine polls instead" if version < (5, 3) else ""
-        )
+        old = "before 5.3 there are no pidfds; the engine polls instead" if version < (5, 3) else ""
+        yield _finding("kernel", found, old)
 
 
 def _versions() -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()}"
     yield _finding("Python", found, "3.11 or newer is needed" if sys.version_info < (3, 11) else "", BAD)
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        yield Finding("torch", "not installed", BAD, "pip install torch")
+    torch = _version("torch")
+    if torch == _MISSING:
+        yield Finding("torch", torch, BAD, "pip install torch")
         return
     version = tuple(map(int, re.findall(r"\d+", torch)[:2]))
     first, last = (f"{major}.{minor}" for major, minor in TORCH_VERSIONS)
     if version < TORCH_VERSIONS[0]:
         yield Finding("torch", torch, BAD, f"{first} or newer is needed")
     else:
-        untested = (
-            f"tested up to {last}; compare your loader with `rustloader check`" if version > TORCH_VERSIONS[1] else ""
-        )
-        yield _finding("torch", torch, untested)
+        untested = f"tested up to {last}; compare your loader with `rustloader check`"
+        yield _finding("torch", torch, untested if version > TORCH_VERSIONS[1] else "")
     from rustloader import __version__
 
     yield Finding("rustloader", __version__)
@@ -122,7 +128,7 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _accelerator() -> Iterator[Finding]:
@@ -146,53 +152,41 @@ def _memory_files() -> Iterator[Finding]:
     except OSError as error:
         yield Finding("memfd_create", _reason(error), BAD, sandbox)
         return
-    try:
-        try:
-            os.ftruncate(fd, 1 << 20)
-            mmap.mmap(fd, 1 << 20).close()
-            yield Finding("memfd_create, mmap", "available")
-        except OSError as error:
-            yield Finding("memfd_create, mmap", _reason(error), BAD, "see the limits below")
-            return
-        try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            yield Finding("seals", "available")
-        except OSError as error:
-            yield Finding("seals", _reason(error), BAD, sandbox)
-    finally:
-        os.close(fd)
+
+    def map_memory() -> None:
+        os.ftruncate(fd, 1 << 20)
+        mmap.mmap(fd, 1 << 20).close()
+
+    with open(fd, "wb"):
+        mapped = _tried("memfd_create, mmap", map_memory, "see the limits below")
+        yield mapped
+        if mapped.state == OK:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            yield _tried("seals", lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals), sandbox)
 
 
 def _pidfd() -> Iterator[Finding]:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-        yield Finding("pidfd_open", "available")
-    except OSError as error:
-        advice = "the engine polls instead; it notices the death of a worker a little later"
-        yield Finding("pidfd_open", _reason(error), NOTE, advice)
+    advice = "the engine polls instead; it notices the death of a worker a little later"
+    yield _tried("pidfd_open", lambda: os.close(os.pidfd_open(os.getpid())), advice, NOTE)
 
 
 def _limits() -> Iterator[Finding]:
-    files, space, size = (
-        resource.getrlimit(what)[0] for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
-    )
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
+    files, space, size, processes = (resource.getrlimit(kind)[0] for kind in kinds)
     few = files != resource.RLIM_INFINITY and files < 1024
     yield _finding("open files", _limit(files), "raise `ulimit -n` to 1024 or more" if few else "")
-
     left = _address_space_left()
     advice = "raise `ulimit -v`; the engine needs 2 GiB" if left is not None and left < 2 * ARENA_MIN else ""
     found = "unlimited" if left is None else f"{_size(left)} left of {_size(space)}"
     yield _finding("address space", found, advice, BAD)
-
     unlimited = size == resource.RLIM_INFINITY
     advice = "raise `ulimit -f`; the engine needs 1 GiB" if not unlimited and size < ARENA_MIN else ""
     yield _finding("file size", "unlimited" if unlimited else _size(size), advice, BAD)
-
-    yield Finding("processes", _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
+    yield Finding("processes", _limit(processes))
 
 
 def _address_space_left() -> int | None:
-    """Bytes; None without a limit."""
+    """Remaining address space in bytes; None without a limit."""
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space == resource.RLIM_INFINITY:
         return None
@@ -202,8 +196,8 @@ def _address_space_left() -> int | None:
 
 def _memory() -> Iterator[Finding]:
     limits, space = _core.memory_limits(), _address_space_left()
-    cgroup, size = min(((left, size) for is_cgroup, size, left in limits if is_cgroup), default=(None, 0))
     parts = [(left, f"{_size(left)} available on the machine") for is_cgroup, _, left in limits if not is_cgroup]
+    cgroup, size = min(((left, size) for is_cgroup, size, left in limits if is_cgroup), default=(None, 0))
     if cgroup is not None:
         parts.append((cgroup, f"{_size(cgroup)} left of the cgroup's {_size(size)}"))
     if space is not None:
@@ -258,8 +252,6 @@ def _cores() -> Iterator[Finding]:
 
 
 class _Squares:
-    """A dataset for the trial."""
-
     def __len__(self) -> int:
         return 64
 
@@ -284,21 +276,8 @@ def _trial() -> Iterator[Finding]:
         yield Finding("trial, 2 workers", found, BAD, "see above")
 
 
-# What is looked at on every system.
-_ANYWHERE = (_system, _versions)
-_LOOKS = (
-    *_ANYWHERE,
-    _accelerator,
-    _memory_files,
-    _pidfd,
-    _limits,
-    _memory,
-    _shared_memory,
-    _huge_pages,
-    _start_method,
-    _cores,
-    _trial,
-)
+_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _memory_files, _pidfd, _limits)
+_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _trial)
 
 
 def _reason(error: OSError) -> str:

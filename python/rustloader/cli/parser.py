@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from rustloader.cli.arguments import add_options, counts, positive_int, positive_seconds, seconds, seed, valued_flags
 
@@ -45,10 +46,6 @@ _CHECK_EXAMPLES = """\
 examples:
   {prog} check mypackage.data:train_loader
   {prog} check train.py:make_loader --batches 100
-
-the factory, in train.py:
-  def make_loader():
-      return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _BENCH = """\
 Measures your loader on torch's iterator and on the Rust engine, each in a process of its own, epoch by epoch in turn.
@@ -60,12 +57,13 @@ examples:
   {prog} bench train.py:make_loader --step 0.05
   {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
   {prog} bench train.py:make_loader --budget 300 --json > bench.json
-
+"""
+_FACTORY = "module:function or file.py:function"
+_A_FACTORY = """
 the factory, in train.py:
   def make_loader():
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
-_FACTORY = "module:function or file.py:function"
 _TOP = """\
 Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
 its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
@@ -81,7 +79,7 @@ examples:
 
 
 def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments of `run`: ours, with the script's name, and the script's own."""
+    """Splits the arguments of `run` after the script's name: those of `run`, and those of the script."""
     k = 1
     while k < len(given) and given[k].startswith("-"):
         k += 2 if given[k] in valued_flags() else 1
@@ -90,28 +88,23 @@ def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    by_name = os.path.basename(sys.argv[0]) == "rustloader"
-    prog = "rustloader" if by_name else "python -m rustloader"
+    prog = "rustloader" if os.path.basename(sys.argv[0]) == "rustloader" else "python -m rustloader"
 
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_ABOUT,
-        epilog=_EXAMPLES.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    def texts(about: str, examples: str) -> dict[str, Any]:
+        form = argparse.RawDescriptionHelpFormatter
+        return {
+            "description": about,
+            "epilog": examples.format(prog=prog),
+            "formatter_class": form,
+            "allow_abbrev": False,
+        }
+
+    parser = argparse.ArgumentParser(prog=prog, **texts(_ABOUT, _EXAMPLES))
     parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=help,
-            description=about,
-            epilog=examples.format(prog=prog),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        return commands.add_parser(name, help=help, **texts(about, examples))
 
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
@@ -121,31 +114,22 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES)
+    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _A_FACTORY)
     add = check.add_argument
     add("factory", help=_FACTORY)
     add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
     add("--seed", type=seed, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
     _add_shared(add)
 
-    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES)
+    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _A_FACTORY)
     add = bench.add_argument
     add("factory", help=_FACTORY)
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
-    add(
-        "--step",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="simulate a training step by sleeping SECONDS per batch (default: 0)",
-    )
+    sleep = "simulate a training step by sleeping SECONDS per batch (default: 0)"
+    add("--step", type=seconds, default=0.0, metavar="SECONDS", help=sleep)
     amount = bench.add_mutually_exclusive_group()
-    amount.add_argument(
-        "--budget",
-        type=positive_seconds,
-        metavar="SECONDS",
-        help="measure for up to SECONDS in all, or until the result is clear (default: 60 per number of workers)",
-    )
+    budget = "measure for up to SECONDS in all, or until the result is clear (default: 60 per number of workers)"
+    amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget)
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
     add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
     add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
@@ -157,23 +141,13 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
     top.add_argument("--once", action="store_true", help="print it once, as plain text")
     top.add_argument("--json", action="store_true", help="print it once, as JSON")
-    top.add_argument(
-        "--interval",
-        type=positive_seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between two samples; rates and shares cover this interval (default: 1)",
-    )
+    between = "seconds between two samples; rates and shares cover this interval (default: 1)"
+    top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=between)
     return parser
 
 
 def _add_shared(add: Callable[..., object]) -> None:
-    """The options of the commands that run the user's code in processes of their own."""
-    add(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="give up after SECONDS without progress (default: 60)",
-    )
+    """Adds the options of the commands that run the user's code in other processes."""
+    without = "give up after SECONDS without progress (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=without)
     add("--verbose", action="store_true", help="print the whole traceback of an error in your code")

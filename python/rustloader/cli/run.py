@@ -1,4 +1,4 @@
-"""``run``: a script on the Rust engine, otherwise as ``python script`` runs it."""
+"""``run``: runs a script as ``python script`` does, but on the Rust engine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import types
 from typing import Any
 
 from rustloader.config import INSTALL
-from rustloader.environment import follow  # by the package itself it would import torch
+from rustloader.environment import follow  # not through the package, which would import torch
 from rustloader.options import Options
 
 __all__ = ["main"]
 
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script to its end."""
+    """Runs the script and returns 0, or 2 if there is no such script."""
     setting = _setting(options)
-    # Before the script's path is known to be right, for it may be rustloader that is found beside it.
+    # First: the script replaces sys.path[0], through which this package may have been found.
     _keep_findable()
     module = types.ModuleType("__main__")
-    # Which of these a main module has is a matter of Python's version.
+    # The attributes of a main module depend on Python's version.
     for attribute, value in (("__annotations__", {}), ("__cached__", None)):
         if attribute in vars(sys.modules["__main__"]):
             vars(module)[attribute] = value
@@ -36,7 +36,7 @@ def main(options: Any, arguments: list[str]) -> int:
     os.environ[INSTALL] = setting
     follow(setting)
     sys.modules["__main__"] = module
-    _show_no_frames_of_ours(vars(module))
+    _hide_own_frames(vars(module))
     if isinstance(code, Exception):
         raise code
     exec(code, vars(module))
@@ -44,11 +44,11 @@ def main(options: Any, arguments: list[str]) -> int:
 
 
 class _NoScript(Exception):
-    """There is nothing to run; the text says why."""
+    """There is nothing to run, for the reason in the message."""
 
 
 def _setting(options: Any) -> str:
-    """The environment variable by which this process and those that it spawns install."""
+    """The value of the environment variable for this process and those that it spawns."""
     given = os.environ.get(INSTALL, "").strip()
     parts = [given] if "=" in given else []
     for name in Options.__dataclass_fields__:
@@ -58,7 +58,8 @@ def _setting(options: Any) -> str:
 
 
 def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
-    """A script's code, or its error, and sys.argv[0]; module and sys.path[0] become what `python path` makes them."""
+    """Returns a script's code, or the error of its compilation, and sys.argv[0]. Sets up the module and sys.path[0] as
+    `python path` does."""
     if os.path.isdir(path):
         raise _NoScript(f"{path} is a directory; name a script, or -m and a module")
     try:
@@ -79,7 +80,7 @@ def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
 
 
 def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
-    """The same for `python -m name`."""
+    """Does the same as `python -m name`."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     try:
@@ -96,13 +97,13 @@ def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
 
 
 def _keep_findable() -> None:
-    """sys.path[0] will be the script's. Workers that are spawned must find this package still."""
+    """Lets spawned workers find this package after sys.path[0] has become the script's folder."""
     if importlib.machinery.PathFinder.find_spec("rustloader", sys.path[1:]) is None:
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
-def _show_no_frames_of_ours(namespace: dict[str, Any]) -> None:
-    """Tracebacks begin with the script, as they do without us."""
+def _hide_own_frames(namespace: dict[str, Any]) -> None:
+    """Makes tracebacks begin with the script, as with `python script`."""
     show = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

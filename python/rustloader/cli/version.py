@@ -1,4 +1,4 @@
-"""``--version``."""
+"""``--version``: prints the versions."""
 
 from __future__ import annotations
 

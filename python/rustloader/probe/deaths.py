@@ -1,4 +1,4 @@
-"""Workers of a process that ``check`` and ``bench`` watch: which of them has died, and where they are stuck."""
+"""Dead and stuck workers of a process that ``check`` or ``bench`` watches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rustloader.procfs import exit_code, members, read, state
 
 __all__ = ["UNNOTICED", "advice", "dead", "death", "how", "kill", "places"]
 
-# Seconds after which a worker that has died is reported although its iterator has not noticed. torch looks every 5 s.
+# Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
 UNNOTICED = 12.0
-# Number of workers that are asked where they are.
+# Maximum number of workers whose stacks are read.
 _ASKED = 8
-# Seconds that processes have to end, and multiprocessing's resource tracker to clean up after them.
+# Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
 _CLEANING = 10.0
-# torch's text for a worker's death, which is the engine's as well.
+# How torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 
 
@@ -36,7 +36,7 @@ def how(exitcode: int) -> str:
 
 
 def advice(death: str) -> str:
-    """The likely reason of a death, and the way out."""
+    """The likely cause of a death, and the way out."""
     if signal.SIGKILL.name in death:
         return "the system may have been out of memory: use fewer workers or smaller batches"
     if signal.SIGBUS.name in death:
@@ -47,23 +47,21 @@ def advice(death: str) -> str:
 
 
 def death(workers: Sequence[Any], error: BaseException) -> str | None:
-    """Which worker has died, and how, as "worker 1 (pid 7) ended with exit code 3"; None if none has.
+    """The worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or None.
 
-    Args:
-        workers: the process objects of an iterator, which has not been shut down.
-        error: what its ``next`` has raised.
+    ``workers`` are the process objects of the iterator, which has not been shut down.
     """
     named = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
     for number, worker in enumerate(workers or _of_iterator(error)):
         code = _exitcode(worker)
-        # Workers of an iterable dataset end with 0 when they have no more; torch's text says that others must not.
+        # 0 is a normal end of a worker with an iterable dataset, unless the error names the worker.
         if code or (code == 0 and named and str(worker.pid) in re.findall(r"\d+", str(error))):
             return f"worker {number} (pid {worker.pid}) {how(code)}"
     return _by_text(str(error)) if named else None
 
 
 def _of_iterator(error: BaseException) -> list[Any]:
-    """The workers of an iterator that has failed in its ``__init__``: it knows those that it has started."""
+    """The workers that an iterator had started when its ``__init__`` failed, from the traceback."""
     trace = error.__traceback__
     while trace is not None:
         workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
@@ -74,7 +72,7 @@ def _of_iterator(error: BaseException) -> list[Any]:
 
 
 def _by_text(text: str) -> str:
-    """What torch's text says about a worker that no iterator knows."""
+    """A death as torch's message describes it, for a worker that is not in the list."""
     if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {found[1]}) {how(int(found[2]))}"
     if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
@@ -84,40 +82,35 @@ def _by_text(text: str) -> str:
 
 
 def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Workers that have failed and that nothing has waited for, as number and exit code.
-
-    Args:
-        workers: process ids, by number.
-    """
+    """Number and exit code of failed workers that have not been reaped. ``workers``: process ids by number."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
 def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
-    """What is known about a process that hangs: workers that are dead or stopped, and where main and workers are in the
-    user's code. Where that is unknown of all, where they are in a library.
+    """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
+    code. If all are outside user code, library frames are shown.
 
     Args:
         group: the process, which called ``stacks.install``.
-        workers: process ids, by number.
+        workers: process ids by number.
         descriptor: what ``stacks.install`` returned.
     """
-    processes = {f"worker {number}": pid for number, pid in workers.items()}
-    odd = [f"{name} (pid {pid}) {state}" for name, pid in processes.items() if (state := _odd(pid))]
+    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
     yield from odd[:_ASKED]
     if descriptor is None:
         return
-    of_users: list[str] = []
-    of_libraries: list[str] = []
-    for name, pid in [("the main process", group), *list(processes.items())[:_ASKED]]:
+    by_owner: dict[bool, list[str]] = {True: [], False: []}
+    processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
+    for name, pid in processes[: 1 + _ASKED]:
         place, is_users = stacks.place(pid, group, descriptor)
         if place:
-            (of_users if is_users else of_libraries).append(f"{name} (pid {pid}) is at {place}")
-    yield from of_users if of_users or odd else of_libraries
+            by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
+    yield from by_owner[bool(by_owner[True] or odd)]
 
 
 def kill(group: int) -> None:
-    """Ends a process group at once. multiprocessing's resource tracker is left to clean up (semaphores, shared memory)
-    and to end by itself, which is waited for."""
+    """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
+    shared memory, and has ended by itself."""
     deadline = time.monotonic() + _CLEANING
     while (found := list(members(group))) and time.monotonic() < deadline:
         for pid in found:
@@ -128,15 +121,14 @@ def kill(group: int) -> None:
 
 
 def _odd(pid: int) -> str:
-    """What is wrong with a process that cannot be at any place; "" if nothing is."""
+    """Why a process makes no progress, if its state shows it; else ""."""
     if code := exit_code(pid):
         return how(code)
     return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state(pid), "")
 
 
 def _exitcode(worker: Any) -> int | None:
-    try:
+    with contextlib.suppress(AttributeError, ValueError):  # not a process, or a closed one
         code: int | None = worker.exitcode
-    except (AttributeError, ValueError):  # no process, or one that the program has closed
-        return None
-    return code
+        return code
+    return None

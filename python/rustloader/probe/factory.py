@@ -1,4 +1,4 @@
-"""Loaders of the user's own: ``module:function`` or ``file.py:function``."""
+"""Calls a user's factory, ``module:function`` or ``file.py:function``, and checks the loader that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.probe.failure import Failure, failure
 
 __all__ = ["Unusable", "check_target", "find", "make"]
 
-# What a program may return in the place of a loader: an attribute that such an object has, and what to return instead.
+# By an attribute of an object that a factory may return by mistake: what it should return.
 _INSTEAD = {
     "train_dataloader": "return its train_dataloader()",
     "get_train_dataloader": "return its get_train_dataloader()",
@@ -27,12 +27,8 @@ _SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
 
 
 class Unusable(Exception):
-    """There is nothing to compare or to measure.
-
-    Args:
-        cause: what is wrong, and the way out.
-        details: a longer form for ``--verbose``, such as a traceback; "" if there is none.
-    """
+    """There is nothing to compare or to measure. ``cause`` names the way out; ``details``, such as a traceback, are
+    printed with ``--verbose``."""
 
     def __init__(self, cause: str, details: str = "") -> None:
         super().__init__(cause, details)
@@ -49,13 +45,9 @@ class Unusable(Exception):
 
 
 def check_target(target: str) -> tuple[str, str, bool]:
-    """Checks a target's form, and that its file exists; imports nothing.
+    """Checks the form of a target, and that its file exists, without an import.
 
-    Returns:
-        The module or the file, the name in it, and whether it is a file.
-
-    Raises:
-        Unusable: the target names no function, or there is no such file.
+    Returns the module or file, the name in it, and whether it is a file. Raises ``Unusable``.
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
@@ -68,11 +60,7 @@ def check_target(target: str) -> tuple[str, str, bool]:
 
 
 def find(target: str) -> Callable[[], Any]:
-    """The function that a target names. What the user's code sees in sys.argv is that file or module alone.
-
-    Raises:
-        Unusable: there is none.
-    """
+    """Imports the function that a target names, or raises ``Unusable``. sys.argv becomes the file or module alone."""
     place, name, is_file = check_target(target)
     sys.argv = [place]
     found: Any = _file(place) if is_file else _module(place)
@@ -94,16 +82,13 @@ def find(target: str) -> Callable[[], Any]:
 
 
 def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
-    """A loader.
+    """Calls a factory. Raises ``Unusable`` if it fails or returns no loader with workers.
 
     Args:
-        factory: what ``find`` has found.
-        target: its name.
-        workers: the loader's num_workers; None: as the factory sets it, which must not be 0.
+        factory: the function that ``find`` returned.
+        target: its name, for errors.
+        workers: num_workers to set; None keeps the factory's, which must not be 0.
         remedy: what else the user can do about num_workers=0, as a continuation of the sentence.
-
-    Raises:
-        Unusable: the factory fails, or returns no loader with workers.
     """
     from torch.utils.data import DataLoader
 
@@ -116,13 +101,18 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         if inspect.iscoroutine(loader):
             loader.close()
         raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
-    if workers is not None:
-        _set_workers(loader, workers)
-    elif loader.num_workers == 0:
-        raise Unusable(
-            "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-            f"Set num_workers to 1 or more in {target}{remedy}."
-        )
+    if workers is None:
+        if loader.num_workers == 0:
+            raise Unusable(
+                "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+                f"Set num_workers to 1 or more in {target}{remedy}."
+            )
+        return loader
+    loader.num_workers = workers
+    if workers == 0:
+        loader.timeout = 0  # torch's loop without workers accepts no other
+    elif loader.prefetch_factor is None:
+        loader.prefetch_factor = PREFETCH_FACTOR
     return loader
 
 
@@ -135,16 +125,13 @@ def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
 
 
 def _missing(function: Any) -> list[str]:
-    """Names of the parameters that a call has to give."""
+    """Names of the required parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []  # the call decides
     return [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        it.name for it in parameters if it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
     ]
 
 
@@ -154,7 +141,7 @@ def _a(kind: str) -> str:
 
 
 def _hint(found: Any) -> str:
-    """What to return instead of what a factory has returned."""
+    """What a factory should return instead of the object that it returned."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -171,21 +158,12 @@ def _hint(found: Any) -> str:
     if isinstance(found, Dataset):
         return "; return a DataLoader of it"
     for name, instead in _INSTEAD.items():
-        # Not getattr: such objects may compute what they do not have.
+        # Not hasattr, which runs properties and __getattr__.
         if inspect.getattr_static(found, name, None) is not None:
             return f"; {instead}"
     if "DataLoader" in type(found).__name__ or "CombinedLoader" in type(found).__name__:
         return "; return a DataLoader as it is before a framework wraps it"
     return ""
-
-
-def _set_workers(loader: Any, workers: int) -> None:
-    """Sets num_workers of a loader, with the attributes that depend on it."""
-    loader.num_workers = workers
-    if workers == 0:
-        loader.timeout = 0  # torch's own loop takes no other
-    elif loader.prefetch_factor is None:
-        loader.prefetch_factor = PREFETCH_FACTOR
 
 
 def _module(name: str) -> Any:
@@ -201,13 +179,13 @@ def _file(path: str) -> Any:
     name = os.path.splitext(file)[0]
     if name in sys.modules or "." in name:
         raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
-    # By its name, so that workers that are spawned can import it as well.
+    # By name, so that spawned workers can import it as well.
     sys.path.insert(0, folder)
     return _import(name, path)
 
 
 def _import(name: str, shown: str) -> Any:
-    """A module. ModuleNotFoundError only if it is this one, or a package of it, that is missing."""
+    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a package of it, is missing."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""Exceptions of the user's code in a short form: the error, and the user's innermost frame."""
+"""Short forms of exceptions: the error, and the innermost frame in user code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Failure", "failure", "short_path", "users"]
 
-# torch's text for an exception out of a worker.
+# torch's message for an exception raised in a worker.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -22,19 +22,14 @@ _LIBRARIES = sorted(
     key=len,
     reverse=True,
 )
-# Longest text of an error that the short form shows, in characters.
+# Maximum length of the error in the short form, in characters.
 _LONGEST = 1000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What an exception says.
-
-    Attributes:
-        text: the type and the message.
-        where: the user's innermost frame, as "file.py:12 in function"; with the worker, if it was one; may be "".
-        details: the whole traceback.
-    """
+    """The text of an exception: type and message; the innermost frame in user code as "file.py:12 in function", with
+    the worker if there is one, or ""; and the whole traceback."""
 
     text: str
     where: str
@@ -48,7 +43,7 @@ class Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """The short and the long form of an exception. One out of a worker is described by the worker's traceback."""
+    """Describes an exception. One that was raised in a worker is described by the worker's traceback."""
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = text.splitlines()
     if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
@@ -65,12 +60,12 @@ def failure(error: BaseException) -> Failure:
 
 
 def users(file: str) -> bool:
-    """Whether a file with code is the user's own: no library's, and not part of this package."""
+    """Whether a source file is user code: neither in a library nor in this package."""
     return not file.startswith(("<", _OURS + os.sep, *_LIBRARIES))
 
 
 def short_path(file: str) -> str:
-    """A file's path, relative to the current directory if it lies below that, or to where libraries lie."""
+    """A path relative to the current directory or to the folder of the libraries, if it lies below one of them."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)
@@ -90,7 +85,7 @@ def _of_worker(lines: list[str]) -> Failure:
 
 
 def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
-    """The last of the frames that is the user's."""
+    """The last frame in user code."""
     found = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
     return found[-1] if found else ""
 

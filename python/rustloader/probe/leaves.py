@@ -1,4 +1,4 @@
-"""What a batch consists of, bit for bit."""
+"""Compares batches bit for bit, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Leaf", "difference", "leaves", "nbytes", "summary"]
 
 
 class Leaf(NamedTuple):
-    """A part of a batch that has no parts, or the kind of one that has."""
+    """A part of a batch without parts of its own, or the type of a container."""
 
     path: str
     kind: str
@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
-    """The leaves of a batch in order; containers are leaves of their own, with their type and length."""
+    """The leaves of a batch in order. A container yields a leaf with its type and length before its parts."""
     if id(value) in above:
         yield Leaf(path, "a reference to what it lies in", None)
         return
@@ -47,19 +47,19 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
             yield from leaves(item, f"{path}[{k}]", inside)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray)):
         yield Leaf(path, type_name(value), value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif isinstance(value, type) or not (dataclasses.is_dataclass(value) or hasattr(value, "__dict__")):
+        yield Leaf(path, type_name(value), value)
+    elif dataclasses.is_dataclass(value):
         yield Leaf(path, type_name(value), None)
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name, None), f"{path}.{field.name}", inside)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
+    else:
         yield Leaf(path, type_name(value), None)
         yield from leaves(vars(value), f"{path}.__dict__", inside)
-    else:
-        yield Leaf(path, type_name(value), value)
 
 
 def summary(batch: Any) -> list[tuple[str, str, bytes]]:
-    """(path, kind, digest) of each leaf: what two batches have to agree in."""
+    """(path, kind, digest) of each leaf. Equal batches have equal summaries."""
     return [
         (leaf.path, leaf.kind, hashlib.blake2b(_content(leaf.value), digest_size=16).digest()) for leaf in leaves(batch)
     ]
@@ -71,7 +71,7 @@ def nbytes(batch: Any) -> int:
 
 
 def difference(theirs: Any, ours: Any) -> str:
-    """Where two batches that differ do so first, in words."""
+    """Describes the first difference between two batches."""
     first, second = list(leaves(theirs)), list(leaves(ours))
     for a, b in zip(first, second, strict=False):
         if a.path != b.path:
@@ -110,7 +110,7 @@ def _content(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception:
-        return repr(type(value)).encode()  # what cannot be pickled did not come from a worker
+        return repr(type(value)).encode()  # an object that cannot be pickled did not come from a worker
 
 
 def _nbytes(value: Any) -> int:

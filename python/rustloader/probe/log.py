@@ -1,4 +1,4 @@
-"""What the loader logs."""
+"""Captures the package's log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ __all__ = ["warnings"]
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:
-    """The lines that the loader logs at WARNING."""
+    """Collects the messages that the package logs at WARNING or above."""
     lines: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Collect(logging.WARNING)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("rustloader")
     logger.addHandler(handler)
     try:

@@ -1,4 +1,4 @@
-"""What figures were measured on, and the processor time of processes."""
+"""Describes this machine, and measures processor time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["cpu_seconds", "machine"]
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, kernel, versions."""
+    """Describes the processor, the cores this process may use, memory, kernel and versions."""
     import torch
 
     from rustloader import __version__
@@ -34,8 +34,8 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_seconds(workers: Iterable[int]) -> float:
-    """Processor time of this process, of the children it has waited for, and of workers that run, by process id. One
-    that ends meanwhile counts as 0."""
+    """Processor time of this process, of the children it has reaped, and of running workers, given by process id. A
+    worker that has ended counts as 0."""
     total = sum(seconds for seconds in map(of_threads, workers) if seconds is not None)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)

@@ -1,4 +1,4 @@
-"""The command's end of a process that has the user's loader on one engine, with a limit on each wait."""
+"""The command's end of a process with the user's loader on one engine. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rustloader.procfs import members
 
 __all__ = ["MORE_TIME", "Probe"]
 
-# Until `serve` has its own handler, an interrupt ends the process without a traceback: there is nothing to clean up.
+# Before `serve` installs its handler there is nothing to clean up: an interrupt ends the process without a traceback.
 _CODE = """\
 import os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -27,31 +27,30 @@ from rustloader.probe.side import serve
 serve(*map(int, sys.argv[1:]))
 """
 _STDERR = 2
-# Seconds between two looks at the workers.
+# Seconds between two checks of the workers.
 _BETWEEN = 0.5
 MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 
 
 class Probe:
-    """A process that has the user's loader on one engine, and its workers.
+    """A process with the user's loader on one engine, and its workers.
 
-    They are a process group of their own: Ctrl-C reaches the command alone, and nothing of the group is left after the
-    ``with`` statement.
+    They form a process group: Ctrl-C reaches the command alone, and the ``with`` statement ends the whole group.
 
     Args:
-        side: what the process does. Its ``target`` has been checked.
-        timeout: seconds without progress after which it is given up.
-        environment: variables that the process gets in addition.
+        side: answers the requests in the process. Its ``target`` has been checked.
+        timeout: seconds without progress until ``answer`` gives up.
+        environment: additional environment variables.
     """
 
     def __init__(self, side: Side, timeout: float, environment: Mapping[str, str] | None = None) -> None:
         self.engine, self.target, self.timeout = side.engine, side.target, timeout
-        # What an answer is awaited to: "ready" before the process has started, then the name of the request.
+        # The request that is being answered; "ready" until the process has started.
         self._awaited = "ready"
         self._asked = "ready"
         self._stacks: int | None = None
         self._workers: dict[int, int] = {}
-        # Nothing is to be expected of the process but that it hangs.
+        # The process will not end by itself.
         self._stuck = False
         self._connection, there = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -60,7 +59,7 @@ class Probe:
                 [sys.executable, *flags, "-c", _CODE, str(there.fileno()), str(os.getpid())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # what the user's code prints is no result
+                stdout=_STDERR,  # stdout is for results alone
                 process_group=0,
                 env=os.environ | (environment or {}),
             )
@@ -84,14 +83,10 @@ class Probe:
         self._send(request)
 
     def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
-        """The answer to the last request.
-
-        Args:
-            meanwhile: called again and again until it arrives.
+        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly.
 
         Raises:
-            Unusable: the process cannot go on, there is no progress, or a worker has died and its iterator does not
-                notice.
+            Unusable: the process failed, makes no progress, or a worker died and its iterator does not notice.
         """
         progress = due = time.monotonic()
         unnoticed: dict[int, float] = {}
@@ -106,7 +101,7 @@ class Probe:
             due = now + _BETWEEN
             for number, code in dead(self._workers):
                 if now - unnoticed.setdefault(number, now) >= UNNOTICED:
-                    self._stuck = True  # its `next` may block for ever
+                    self._stuck = True  # its `next` may never return
                     raise self.died(f"worker {number} (pid {self._workers[number]}) {how(code)}")
             if now - progress >= self.limit(self._awaited):
                 raise self._hang()
@@ -128,19 +123,19 @@ class Probe:
             elif name != "progress":
                 return value
 
-    # --- texts, which a command may choose
+    # --- limits and texts, which a command may override
 
     def limit(self, awaited: str) -> float:
-        """Seconds without progress for a request; "ready" is the start of the process."""
+        """Seconds without progress until a request is given up; "ready" is the start of the process."""
         return self.timeout
 
     def hang(self, awaited: str) -> tuple[str, str]:
-        """What to say of a request that hangs, and the way out."""
+        """The message for a request that hangs, and the way out."""
         what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch came"
         return f"with {self.engine}'s iterator, {what} within {self.timeout:g} s", MORE_TIME
 
     def died(self, worker: str, details: str = "") -> Unusable:
-        """What to say of a worker that has died, as ``deaths.death`` names it."""
+        """The error for a dead worker, which ``deaths.death`` has described."""
         return Unusable(f"with {self.engine}'s iterator, {worker}\n  {advice(worker)}", details)
 
     def _hang(self) -> Unusable:
@@ -151,11 +146,11 @@ class Probe:
     # --- the connection
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended at once: `answer` says how
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` reports it
             self._connection.send(message)
 
     def _receive(self, look: Callable[[], object], every: float) -> tuple[str, Any]:
-        """The next message, as its name and its value. ``look`` is called at that interval, in seconds."""
+        """The next message: its name and value. Calls ``look`` every ``every`` seconds."""
         while not self._connection.poll(every):
             if self._ended() is not None and not self._connection.poll():
                 raise self._gone()
@@ -176,15 +171,15 @@ class Probe:
         self._connection.close()
         try:
             if self._stuck or (kind is not None and not issubclass(kind, Exception)):
-                # At once: on a signal workers that are still being started would print tracebacks.
+                # SIGKILL: workers that are still starting would print tracebacks on other signals.
                 kill(self.group)
-            # Between two requests the process sees that the connection is closed.
+            # Between two requests the process notices the closed connection.
             elif not self._await(lambda: self._ended() is not None, 10.0 if kind is None else 2.0):
                 os.killpg(self.group, signal.SIGINT)
                 self._await(lambda: self._ended() is not None, 5.0)
             self._await(lambda: not any(members(self.group)), 1.0)
         finally:
-            # The number cannot be reused before the process is waited for.
+            # The id cannot be reused until the process is reaped.
             os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 

@@ -1,7 +1,7 @@
-"""The end of a probe with the loader: a process that answers requests until the command closes the connection.
+"""The process with the loader, which answers requests until the command closes the connection.
 
-Each engine has a process of its own: neither finds memory, imports or threads that the other has left, and one that
-hangs can be ended from outside.
+Each engine has a process of its own: no memory, imports or threads of the other can affect it, and the command can end
+it if it hangs.
 """
 
 from __future__ import annotations
@@ -18,36 +18,57 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import rustloader
 from rustloader.probe import stacks
 from rustloader.probe.deaths import death
 from rustloader.probe.factory import Unusable, find, make
 from rustloader.probe.failure import failure
 from rustloader.probe.log import warnings as logged_warnings
 
-__all__ = ["Side", "end_workers", "serve"]
+__all__ = ["ENGINES", "Side", "end_workers", "serve"]
 
 _PR_SET_PDEATHSIG = 1
-# Seconds that a process has to end after an interrupt. The shutdown of workers takes up to 5.5.
+# Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
 _SWALLOWED = 15
 
 
-class Side:
-    """The user's loader on one engine. Subclasses add the requests: methods, by their names.
+@contextlib.contextmanager
+def on_torch() -> Iterator[None]:
+    """Puts every loader on torch's iterator, ``rustloader.DataLoader`` included."""
+    from rustloader.dataloader import DataLoader
 
-    The command makes it and sends it to the process, where it does its work.
+    get_iterator = DataLoader._get_iterator
+    del DataLoader._get_iterator
+    try:
+        yield
+    finally:
+        DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
+
+
+# By the name that results show.
+ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "torch": on_torch,
+    "rustloader": lambda: rustloader.installed(),  # the attribute imports torch
+}
+
+
+class Side:
+    """The user's loader on one engine. Each method of a subclass is a request.
+
+    The command creates it and sends it to the process.
 
     Args:
         target: the factory.
         engine: a name of ``ENGINES``.
-        quiet: whether Python's warnings are hidden, because another process has shown them.
+        quiet: whether to hide Python's warnings, because another process has shown them.
     """
 
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
         self.loader: Any = None
-        # Sends the command a note (name, value) before the answer.
+        # Sends the command a note (name, value) before the answer. `serve` sets it.
         self.note: Callable[[str, Any], None] = _no_command
-        # The worker that has died, in words.
+        # Describes the worker that has died.
         self.dead: str | None = None
         self._factory: Callable[[], Any] | None = None
         self._workers: list[Any] = []
@@ -60,12 +81,10 @@ class Side:
 
     def make(self, workers: int | None = None, remedy: str = "") -> None:
         """Calls the factory; see ``factory.make``."""
-        import rustloader
-
         assert self._factory is not None, "load() comes first"
-        rustloader.uninstall()  # by RUSTLOADER_INSTALL, or by the user's module
+        rustloader.uninstall()  # RUSTLOADER_INSTALL or the user's module may have installed it
         self.loader = make(self._factory, self.target, workers, remedy)
-        rustloader.uninstall()  # by the factory
+        rustloader.uninstall()  # and so may the factory
 
     def seed(self, number: int) -> None:
         """Seeds torch, numpy and random."""
@@ -78,40 +97,35 @@ class Side:
 
     @contextlib.contextmanager
     def on_engine(self) -> Iterator[None]:
-        """Iterators that are made meanwhile are the engine's."""
-        import rustloader
-        from rustloader.probe.engines import ENGINES
-
+        """Iterators that are created in the block use the engine."""
         with ENGINES[self.engine](), logged_warnings() as self._logged:
             self._served_before = rustloader.engine_batches()
             yield
 
     def served(self) -> tuple[int, str]:
-        """The batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
-        import rustloader
-
+        """Batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def began(self, iterator: Any) -> None:
-        """Tells the command the workers of an iterator, so that it can name one that dies or hangs."""
+        """Sends the command the process ids of the workers, so that it can name one that dies or hangs."""
         self._workers = list(getattr(iterator, "_workers", ()))
         pids = {k: worker.pid for k, worker in enumerate(self._workers) if getattr(worker, "pid", None)}
         self.note("workers", pids)
 
     def beat(self) -> None:
-        """Tells the command that there is progress."""
+        """Reports progress to the command."""
         self.note("progress", None)
 
     def failed(self, error: BaseException) -> None:
-        """Looks for a worker whose death is the reason of an error, before the iterator's end ends all of them."""
+        """Notes the worker whose death caused an error, before the iterator's shutdown ends all of them."""
         self.dead = self.dead or death(self._workers, error)
 
     def close(self) -> None:
-        """Ends what is left of the loader."""
+        """Ends workers that are left."""
 
 
 def end_workers(iterator: Any) -> None:
-    """Ends the workers of an iterator. A loader's class may wrap torch's in one of its own."""
+    """Ends the workers of an iterator: torch's, or one of a class that wraps it."""
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):
             getattr(iterator, end)()
@@ -119,14 +133,14 @@ def end_workers(iterator: Any) -> None:
 
 
 def _no_command(name: str, value: Any) -> None:
-    raise AssertionError("this is the command's process")
+    raise AssertionError("only the process that serves can send notes")
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers requests, each (name, arguments...), with (name, value), until the other end is closed or SIGINT arrives.
+    """Answers requests (name, arguments...) with (name, value), until the connection closes or SIGINT arrives.
 
     Args:
-        descriptor: the connection. A ``Side`` comes first.
+        descriptor: the connection. Its first message is a ``Side``.
         parent: process id of the command.
     """
     os.set_inheritable(descriptor, False)
@@ -138,7 +152,7 @@ def serve(descriptor: int, parent: int) -> None:
         _answer(connection, connection.recv())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (EOFError, BrokenPipeError):  # the command ended at once
+    except (EOFError, BrokenPipeError):  # the command has ended
         pass
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,7 +162,7 @@ def _answer(connection: Connection, side: Side) -> None:
     if side.quiet:
         warnings.simplefilter("ignore")
     side.note = lambda name, value: connection.send((name, value))
-    # torch's workers only print that a batch cannot be pickled, and their main process waits for ever.
+    # torch's workers only print that a batch cannot be pickled, and the main process never stops waiting.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
         lambda error, batch: _send_unsent(side, error)
     )
@@ -157,21 +171,21 @@ def _answer(connection: Connection, side: Side) -> None:
             name, *arguments = connection.recv()
             connection.send((name, getattr(side, name)(*arguments)))
     except (Exception, SystemExit) as error:
-        # Also while a request is awaited: torch's handler for SIGCHLD raises the death of a worker.
+        # Also between two requests: torch's SIGCHLD handler raises when a worker dies.
         side.failed(error)
-        with contextlib.suppress(OSError):  # the other end is closed
+        with contextlib.suppress(OSError):  # the connection is closed
             side.note(*_end(side, error))
     finally:
         side.close()
 
 
 def _send_unsent(side: Side, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # another worker was first, and the command has ended
+    with contextlib.suppress(OSError):  # another worker has reported it, and the command has ended
         side.note("unsent", failure(error).text)
 
 
 def _end(side: Side, error: BaseException) -> tuple[str, Any]:
-    """What the command is told of an error."""
+    """The note that reports an error."""
     if isinstance(error, Unusable):
         return "unusable", error
     found = failure(error)
@@ -181,7 +195,7 @@ def _end(side: Side, error: BaseException) -> tuple[str, Any]:
 
 
 def _interrupt(*_: object) -> None:
-    """Once: a second time would disturb the end. Where user code swallows the interrupt, an alarm kills the group."""
+    """Raises KeyboardInterrupt once. If user code swallows it, an alarm kills the group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(_SWALLOWED)

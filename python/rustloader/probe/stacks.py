@@ -1,7 +1,7 @@
-"""Where a process that hangs is in the user's code, asked for from outside.
+"""Reads the stack of a process that hangs.
 
-The process to be asked installs faulthandler for a signal, which writes the stack without waiting for the GIL. Workers
-that are forked inherit it; of others nothing is known.
+The process installs faulthandler for a signal, which writes the stack without the GIL. Forked workers inherit it; the
+stacks of other workers are unavailable.
 """
 
 from __future__ import annotations
@@ -19,33 +19,25 @@ __all__ = ["install", "place"]
 
 # The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
-# Seconds that a process has to write its stack.
+# Seconds for a process to write its stack.
 _WAIT = 1.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
-_kept: list[int] = []
 
 
 def install() -> int | None:
-    """Prepares this process and those that it forks. Returns the descriptor of the file that stacks are written to;
-    None where the system does not allow it."""
+    """Prepares this process and those that it forks. Returns the descriptor of the file that receives the stacks; None
+    if the system does not allow it."""
     try:
         fd = os.memfd_create("rustloader-stacks", os.MFD_CLOEXEC)
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
     except (OSError, RuntimeError):
         return None
-    _kept.append(fd)
     return fd
 
 
 def place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """The user's innermost frame in a process, as "file.py:12 in function"; "" if it is not known. Where there is none,
-    the innermost of a library. The second part says whether it is the user's.
-
-    Args:
-        pid: the process to ask.
-        owner: the process that ``install`` was called in.
-        descriptor: what it returned.
-    """
+    """The innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost frame in a
+    library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``."""
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
             before = file.seek(0, os.SEEK_END)
@@ -58,14 +50,14 @@ def place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal, which would end it otherwise."""
+    """Whether a process handles the signal. It would be killed otherwise."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (_SIGNAL - 1) & 1)
 
 
 def _read(descriptor: int, offset: int) -> str:
-    """What is written from an offset on, once it has stopped growing."""
+    """The content of a file from an offset on, once it has stopped growing."""
     text = b""
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:
