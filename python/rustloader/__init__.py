@@ -4,9 +4,9 @@ The loader:
     DataLoader: Loads batches with worker processes; torch's arguments, torch's batches in torch's order.
 
 Loaders that a framework builds:
-    install, uninstall: Make every DataLoader of torch in this process use the engine, and take that back.
-    installed: The same for the body of a ``with`` statement.
-    is_installed: Answers whether that is in force.
+    install, uninstall: Make every DataLoader of torch in this process use the engine, and undo that.
+    installed: Does the same for the body of a ``with`` statement.
+    is_installed: Answers whether torch's loaders use the engine now.
     Options: Holds their options.
 
 Errors:
@@ -14,21 +14,20 @@ Errors:
     LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
 
 Statistics:
-    stats: Gives the figures of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
+    stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind: What they give.
+    Stats, WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind: The results.
 
-All public names of ``torch.utils.data`` are here as well, and are torch's own objects, so that a program changes only
-its import::
+All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
     from rustloader import DataLoader, Dataset, random_split
 
-A program that a framework drives needs one line, or none: ``rustloader.install()``, ``python -m rustloader run
+A program that a framework drives needs one line or none: ``rustloader.install()``, ``python -m rustloader run
 train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
 
-``import rustloader`` does not import torch; the first use of a name does. On systems other than Linux there is no
-engine: all names are there, and loaders run on torch's own loop.
+``import rustloader`` does not import torch; the first use of a name does. Systems other than Linux have no engine: all
+names exist, and loaders run on torch's own loop.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ elif importlib.util.find_spec("rustloader._core") is None:
         name="rustloader._core",
     )
 
-# Modules that a program reaches as attributes: `data.distributed.DistributedSampler`.
+# Modules that programs use as attributes: `data.distributed.DistributedSampler`.
 _TORCHS_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
 _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCHS_MODULES}
 

@@ -1,4 +1,4 @@
-"""Cleaning up without hiding the error that made it necessary."""
+"""Cleans up without hiding the error that made it necessary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
 
 
 def quietly(step: Callable[..., object], *args: Any) -> None:
-    """Runs one step of a shutdown. If it fails, the log says so and the other steps follow; an interrupt is raised."""
+    """Runs one step of a shutdown. Logs an error, so that the other steps follow; an interrupt is raised."""
     try:
         step(*args)
     except Exception as error:

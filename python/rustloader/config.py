@@ -1,7 +1,7 @@
-"""Limits, intervals and environment variables of the Python side; ``src/config.rs`` has those of the Rust core.
+"""Limits, intervals and environment variables of the Python side; docs/options.md lists the variables.
 
-What both sides need stands there, and ``rustloader._core`` exports it. Importing this module imports neither torch nor
-the extension. docs/options.md lists the variables.
+``src/config.rs`` has those of the Rust core and shared ones, which ``rustloader._core`` exports. Importing this module
+imports neither torch nor the extension.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 from rustloader.options import NO, YES, Options, option_of
 
-# The oldest and the newest minor version of torch that the tests run with.
+# The oldest and newest minor versions of torch that the tests run with.
 TORCH_VERSIONS = ((2, 6), (2, 15))
 
-# Seconds from SIGTERM to SIGKILL at shutdown. A worker without a handler of its own ends at once.
+# Seconds from SIGTERM to SIGKILL at shutdown. A worker without its own handler ends at once.
 KILL_AFTER = 0.5
-# Seconds for workers to leave by themselves at the interpreter's exit, and from SIGTERM to SIGKILL there.
+# Seconds that workers have to exit at the interpreter's exit, and seconds from SIGTERM to SIGKILL there.
 EXIT_GRACE = 0.5
 EXIT_KILL_AFTER = 0.2
-# Seconds to wait after SIGKILL, which only a process in the kernel's uninterruptible sleep outlives.
+# Seconds to wait after SIGKILL. Only a process in uninterruptible sleep lives longer.
 KILLED_AFTER = 5.0
-# Seconds after which a Ctrl-C that a destructor caught is raised again: the object must be gone by then.
+# Seconds until a Ctrl-C that a destructor caught is raised again: the object must be gone by then.
 INTERRUPT_AFTER = 0.02
 # Seconds to wait for the fork server to report how a worker ended.
 STATUS_AFTER = 1.0
-# Characters of an index batch in errors and warnings.
+# Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
 
 
@@ -36,11 +36,7 @@ class Seconds(NamedTuple):
     default: float
 
     def get(self) -> float:
-        """The value now.
-
-        Raises:
-            ValueError: The variable is no such number.
-        """
+        """The current value. Raises ValueError if it is not a nonnegative number."""
         text = os.environ.get(self.name, "")
         try:
             value = float(text) if text else self.default
@@ -53,25 +49,19 @@ class Seconds(NamedTuple):
         return value
 
 
-# A worker without a first batch is named in the log after this time; 0: never.
+# Seconds without a first batch until a stall warning; 0: no warning.
 STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
-# A worker that works on a single batch is named in the log after this time; 0: never.
+# Seconds of work on one batch until a stall warning; 0: no warning.
 STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
-# How long the main process waits for that worker's stack; 0: the stack is not requested.
+# Seconds to wait for the stack of the stalled worker; 0: no stack.
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
-# If the program handles SIGTERM: a worker that alone received one dies of it after this time.
+# If the program handles SIGTERM: seconds until a worker that alone received one dies of it.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM)
 
 
 class StallLimits(NamedTuple):
-    """When a worker counts as stuck, in seconds; 0: never. The engine reads the fields by name.
-
-    Attributes:
-        start_seconds: Without a first batch.
-        item_seconds: At a single batch.
-        stack_seconds: How long its stack is waited for; 0: it is not requested.
-    """
+    """The values of `STALL_START`, `STALL_ITEM` and `STALL_STACK`. The engine reads the fields by name."""
 
     start_seconds: float
     item_seconds: float
@@ -79,23 +69,19 @@ class StallLimits(NamedTuple):
 
 
 def stall_limits() -> StallLimits:
-    """The limits that the environment sets.
-
-    Raises:
-        ValueError: A variable is no number of seconds.
-    """
+    """The limits from the environment. Raises ValueError as `Seconds.get` does."""
     return StallLimits(STALL_START.get(), STALL_ITEM.get(), STALL_STACK.get())
 
 
-# `import rustloader` installs the engine, as parse_install() says.
+# Makes `import rustloader` install the engine, see parse_install().
 INSTALL = "RUSTLOADER_INSTALL"
 
 
 def parse_install(setting: str) -> dict[str, Any] | None:
-    """The options that ``RUSTLOADER_INSTALL`` sets, by name; None if it does not install.
+    """The options by name that a value of ``RUSTLOADER_INSTALL`` sets, or None if it does not install.
 
     Raises:
-        ValueError: It is neither 1 nor 0 nor a list of options.
+        ValueError: The value is neither 1 nor 0 nor a list of options.
     """
     text = setting.strip().lower()
     if text in ("", *NO):

@@ -1,4 +1,4 @@
-"""The processor cores that a process may use."""
+"""Processor cores that a process may use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 
 from rustloader._core import cpu_quota as _read_quota
 
-# Read once per process: cgroups change rarely, and statistics ask often.
+# Read once per process: cgroups rarely change.
 cpu_quota = functools.cache(_read_quota)
 
 
 def effective_cores(affinity: int | None = None) -> float:
-    """Cores by the affinity (this process's, unless given) and by the CPU quota of this process's cgroups."""
+    """Cores that the affinity (default: this process's) and the CPU quota of this process's cgroups allow."""
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cpu_quota()
     return cores if quota is None else min(cores, quota)
 
 
 def usable_cores(affinity: int | None = None) -> int:
-    """The same as a whole number, rounded up."""
+    """The effective cores, rounded up."""
     return max(1, math.ceil(effective_cores(affinity)))

@@ -1,4 +1,4 @@
-"""``rustloader.DataLoader``: torch's class with our iterator."""
+"""``rustloader.DataLoader``: torch's class with the engine's iterator."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["DataLoader"]
 if TYPE_CHECKING:
     _T_co = TypeVar("_T_co", covariant=True)
 else:
-    # torch's own, so that both classes say the same of themselves.
+    # torch's own, so that both classes have the same parameters.
     (_T_co,) = torch_data.DataLoader.__parameters__
 
 
 def __getattr__(name: str) -> Any:
-    """What else torch's module of this name holds: ``rustloader.dataloader.default_collate``."""
+    """Provides the other names of torch's module, such as ``rustloader.dataloader.default_collate``."""
     if name.startswith("__") or not hasattr(torch_dataloader, name):
         raise AttributeError(f"module 'rustloader.dataloader' has no attribute {name!r}")
     return getattr(torch_dataloader, name)
@@ -37,19 +37,18 @@ def __getattr__(name: str) -> Any:
 class DataLoader(torch_data.DataLoader[_T_co]):
     """Loads batches of a dataset with worker processes, in place of ``torch.utils.data.DataLoader``.
 
-    Attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and it takes the same
-    arguments; torch's documentation applies to them. With ``num_workers=0``, and on systems other than Linux, torch's
-    own loop runs. With workers, these things differ:
+    Arguments, attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and its
+    documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs. With workers:
 
-    * Batches come through a shared-memory arena that is reused from batch to batch. A batch stays untouched for as long
-      as anything of it is kept (a tensor, a view, a ``.numpy()`` array), also after the loader and its workers have
-      ended. Each tensor of 16 KiB or more keeps only its own memory.
-    * Nothing is put into ``/dev/shm``, and no file descriptor travels with a batch. ``tensor.is_shared()`` is False.
-    * A batch that cannot be sent is an error in its place, and the death of a worker is an error at once.
+    * Batches arrive in a shared-memory arena that is reused. A batch stays valid while the program keeps any part of it
+      (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. Each tensor of 16 KiB
+      or more keeps only its own memory.
+    * ``/dev/shm`` is not used, and no file descriptor travels with a batch. ``tensor.is_shared()`` is False.
+    * A batch that cannot be sent raises an error in its place, and the death of a worker raises an error at once.
     * ``rustloader.stats(loader)`` has figures.
 
-    A dataset that the engine cannot serve, such as a DataPipe, runs on torch's own loop; the logger ``rustloader`` says
-    so once per loader.
+    A dataset that the engine cannot serve, such as a DataPipe, runs on torch's own loop; the logger ``rustloader``
+    warns once per loader.
 
     Args:
         dataset: Map-style or iterable dataset, as for torch.
@@ -64,7 +63,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             of the engine.
         drop_last: True leaves out a last batch that is not full (default: False).
         timeout: Seconds to wait for a batch, 0 for no limit (default: 0).
-        worker_init_fn: Is called with the worker's number in each worker, after seeding (default: None).
+        worker_init_fn: Called with the worker's number in each worker, after seeding (default: None).
         multiprocessing_context: Start method or context of the workers (default: None, Python's own).
         generator: Source of the seeds and of the random order (default: None, torch's global generator).
         prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
@@ -85,14 +84,14 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         tensor([4, 5, 6, 7])
     """
 
-    # A class does not inherit them.
+    # Classes do not inherit annotations.
     __annotations__ = dict(torch_data.DataLoader.__annotations__)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
             return super()._get_iterator()
         if not sys.platform.startswith("linux"):
-            unsupported.tell()
+            unsupported.warn()
             return super()._get_iterator()
         other = _other_iterator(super()._get_iterator)
         if other is not None:
@@ -102,14 +101,14 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         return _MultiProcessingDataLoaderIter(self)
 
 
-# What torch writes as texts in its annotations is looked up in the module of the class that has them.
+# String annotations of torch are resolved in the module of the class that has them.
 for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):
     if hasattr(torch_dataloader, _name):
         globals().setdefault(_name, getattr(torch_dataloader, _name))
 
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Why torch's loader would make no iterator of torch's, which the engine's replaces; None when it would."""
+    """Why torch's loader would make an iterator that the engine's cannot replace, or None."""
     if not is_torchs(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter

@@ -1,6 +1,6 @@
-"""``RUSTLOADER_INSTALL``: :func:`rustloader.install` without a line of code, as soon as torch has been imported.
+"""Follows ``RUSTLOADER_INSTALL``: calls :func:`rustloader.install` once the program has imported torch.
 
-Not sooner: a program may set variables that torch reads when it is imported, or never import it.
+It does not import torch itself: programs may set variables for that import, or never do it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rustloader.config import INSTALL, parse_install
 
 logger = logging.getLogger("rustloader")
 
-# What waits for torch, once the variable is followed.
+# The import hook that waits for torch; None until the variable takes effect.
 _following: _AfterTorch | None = None
 
 
 def follow(setting: str) -> None:
-    """Does what the variable says: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
+    """Applies a value of the variable: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
 
     Raises:
-        ValueError: It says something else.
+        ValueError: The value is none of these.
     """
     global _following
     options = parse_install(setting)
@@ -39,7 +39,7 @@ def follow(setting: str) -> None:
         _children_follow()
         if "torch" not in sys.modules:
             sys.meta_path.insert(0, _following)
-    # `run` has options beside those of the variable that it found.
+    # The command `run` adds options to those of the variable.
     _following.options |= options
     if _following not in sys.meta_path:
         _install(options)
@@ -53,7 +53,7 @@ def _install(options: dict[str, Any]) -> None:
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as the other finders do, and installs when its code has run."""
+    """Finds torch with the other finders, and installs after its import."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -86,7 +86,7 @@ class _AfterTorch(MetaPathFinder):
 
 
 class _Here:
-    """What unpickles as an import of this package, wherever the child process would look for it."""
+    """Imports this package when unpickled, from the same place."""
 
     def __reduce__(self) -> Any:
         parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -94,8 +94,8 @@ class _Here:
 
 
 def _children_follow() -> None:
-    """Processes that multiprocessing spawns, as launchers of distributed training do, follow the variable as well. They
-    unpickle what this function gives before they import the program's main module."""
+    """Makes processes that multiprocessing spawns follow the variable. They unpickle the preparation data before they
+    import the program's main module."""
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The errors that a loader raises about its workers. Each is a RuntimeError with torch's text."""
+"""Errors about workers. Each is a RuntimeError with torch's text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class WorkerDiedError(RuntimeError):
         text: The message.
         worker_id: The worker's number, from 0.
         pid: The worker's process id.
-        exitcode: How it ended: an exit code, the negative number of a signal, or None where the system does not say.
+        exitcode: Its exit code, or the negative number of the signal that killed it; None if unknown.
         index: The index batch that the worker was to fetch, as the sampler gave it; None if it had none.
-        restarts: How often the worker was restarted before.
+        restarts: Number of earlier restarts of the worker.
 
     Examples:
         >>> error = rustloader.WorkerDiedError("it died", worker_id=1, pid=4711, exitcode=-9)
@@ -41,7 +41,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class LoaderTimeoutError(RuntimeError, TimeoutError):
-    """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call goes on waiting.
+    """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call keeps waiting.
 
     Examples:
         >>> isinstance(rustloader.LoaderTimeoutError("too late"), TimeoutError)
@@ -50,5 +50,5 @@ class LoaderTimeoutError(RuntimeError, TimeoutError):
 
 
 for _error in (WorkerDiedError, LoaderTimeoutError):
-    # Where programs find it: shown in tracebacks, named in pickles.
+    # Tracebacks and pickles name the module that programs import from.
     _error.__module__ = "rustloader"

@@ -1,4 +1,4 @@
-"""What ``rustloader.installed()`` returns."""
+"""The result of ``rustloader.installed()``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Installed(ContextDecorator):
         return self._entered.pop().__exit__(*error)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorates a function. A generator or a coroutine runs after its call has returned, outside of the context."""
+        """Decorates a function. Generators and coroutines are refused: they run after the call, outside the context."""
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(is_kind(function) for is_kind in kinds):
             name = getattr(function, "__qualname__", "the function")

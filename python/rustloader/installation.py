@@ -1,4 +1,4 @@
-"""``rustloader.install()``: every DataLoader of the process gets the engine, also those that a framework builds."""
+"""``rustloader.install()``: every DataLoader of the process uses the engine, also those that a framework builds."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ logger = logging.getLogger("rustloader")
 
 _NAME = "_MultiProcessingDataLoaderIter"
 _lock = threading.RLock()
-# Names that held our class before it was installed, with the namespaces that they stand in: they keep it.
-_meant: dict[tuple[int, str], dict[str, Any]] = {}
-# The tuples that were made, and what they stand for.
+# Names that held the engine's class before the installation, with their namespaces. Uninstalling keeps them.
+_kept: dict[tuple[int, str], dict[str, Any]] = {}
+# Replaced tuples: (replacement, original).
 _tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-_told = False
-_told_of: weakref.WeakSet[type] = weakref.WeakSet()
+_logged = False
+_warned_of: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
-    For programs whose loaders are built by a framework. torch's iterator class is replaced, in torch's module and
-    under the names by which other loaded modules hold it. Loaders that exist already use the engine from their next
-    iterator on. A class derived from torch's iterator before this call stays on it, and one that overrides what the
-    engine has no place for falls back to it; the logger ``rustloader`` says so at WARNING.
+    For programs whose loaders are built by a framework. It replaces torch's iterator class in torch's module and in
+    other loaded modules that hold it. Existing loaders use the engine from their next iterator on. A class derived from
+    torch's iterator before this call stays on it, and one that overrides methods without a counterpart in the engine
+    falls back to it; the logger ``rustloader`` then warns.
 
-    The arguments are options that frameworks drop when they build a loader anew. Each applies to all loaders that have
-    torch's default for it, until ``uninstall()``; a further call adds to those of earlier ones.
+    The arguments are options that frameworks drop when they rebuild a loader. Each applies to all loaders that have
+    torch's default for it, until ``uninstall()``; further calls add options.
 
     Raises:
         TypeError: An option has the wrong type.
         ValueError: An option cannot have that value.
-        RuntimeError: The program has put a class of its own in the place of torch's iterator.
+        RuntimeError: The program has replaced torch's iterator class.
 
     Examples:
         >>> rustloader.install(prefetch_factor=4)
@@ -69,9 +69,9 @@ def install(values: dict[str, Any]) -> None:
 
 
 def uninstall() -> None:
-    """Takes back what ``install()`` did, its options included.
+    """Undoes ``install()``, its options included.
 
-    Iterators that are at work go on with the engine. Does nothing where nothing is installed.
+    Running iterators keep using the engine. Does nothing if nothing is installed.
 
     Examples:
         >>> rustloader.install()
@@ -82,14 +82,14 @@ def uninstall() -> None:
     with _lock:
         options.replace({})
         if IterType.stand_in is None:
-            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # somebody has put it back
+            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has restored it
                 torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
             return
         IterType.stand_in = None
         for _, namespace, key, value in _places(OurIter):
-            if (id(namespace), key) not in _meant:
+            if (id(namespace), key) not in _kept:
                 namespace[key] = _restored(value)
-        _meant.clear()
+        _kept.clear()
         _tuples.clear()
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not TorchIter:
@@ -119,15 +119,15 @@ def is_installed() -> bool:
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """Installs the engine for the body of a ``with`` statement, in all threads; then things are as they were before.
+    """Installs the engine for the body of a ``with`` statement, in all threads, and then restores the previous state.
 
     Returns:
-        A context manager; also a decorator. It has no truth value: to ask, call ``rustloader.is_installed()``.
+        A context manager, also a decorator. It has no truth value: call ``rustloader.is_installed()`` to ask.
 
     Raises:
         TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
         ValueError: An option cannot have that value; on entering.
-        RuntimeError: The program has put a class of its own in the place of torch's iterator; on entering.
+        RuntimeError: The program has replaced torch's iterator class; on entering.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -155,28 +155,28 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _put_in() -> None:
-    """Puts our class where torch's is held."""
+    """Replaces torch's class wherever loaded modules hold it."""
     older = list(_derived(TorchIter))
     homes = {cls.__module__ for cls in older} - {torch_dataloader.__name__}
-    _meant.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(OurIter)})
-    _meant.pop((id(vars(torch_dataloader)), _NAME), None)  # as above
+    _kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(OurIter)})
+    _kept.pop((id(vars(torch_dataloader)), _NAME), None)  # the program has restored it
     rebound = []
     for module, namespace, key, value in _places(TorchIter):
-        # Where a class was derived from torch's, its code may name that as its base: `super(Name, self)`.
+        # Code of derived classes may name torch's class as their base: `super(Name, self)`.
         if module not in homes:
             namespace[key] = _replaced(value)
             rebound.append(f"{module}.{key}")
     IterType.stand_in = OurIter
-    _tell(rebound, older)
+    _log(rebound, older)
 
 
 def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Where loaded modules hold a class, by itself or in a tuple: (module, its namespace, name, value)."""
+    """The places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "rustloader":
             continue
         try:
-            # Not by getattr, which has modules that load themselves late do so.
+            # getattr would make lazy modules load.
             namespace = object.__getattribute__(module, "__dict__")
         except AttributeError:
             continue
@@ -203,25 +203,25 @@ def _restored(value: Any) -> Any:
 
 
 def _derived(cls: Any) -> Iterator[type]:
-    """The classes derived from torch's iterator that have not ours as a base."""
+    """The classes derived from torch's iterator, without the engine's and its subclasses."""
     for derived in cls.__subclasses__():
         if derived is not OurIter:
             yield derived
             yield from _derived(derived)
 
 
-def _tell(rebound: list[str], older: list[type]) -> None:
-    global _told
-    # A process that was spawned runs the script's top level once more; it is not the one to speak.
+def _log(rebound: list[str], older: list[type]) -> None:
+    global _logged
+    # A spawned process runs the script's top level again, and must not repeat the message.
     process = multiprocessing.current_process()
-    quiet = _told or process.daemon or getattr(process, "_inheriting", False)
+    quiet = _logged or process.daemon or getattr(process, "_inheriting", False)
     level = logging.DEBUG if quiet else logging.INFO
-    _told = True
+    _logged = True
     text = "".join(f", {name}={value!r}" for name, value in options.current().items())
     logger.log(level, "DataLoaders with workers use the Rust engine%s; replaced: %s", text, ", ".join(rebound))
     for cls in older:
-        if cls not in _told_of:
-            _told_of.add(cls)
+        if cls not in _warned_of:
+            _warned_of.add(cls)
             logger.warning(
                 "%s.%s was derived from torch's iterator before rustloader.install(), and stays on it; "
                 "call install() before the class is made",

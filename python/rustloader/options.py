@@ -1,8 +1,8 @@
-"""``rustloader.Options``, and the options that ``install()`` has put in force.
+"""``rustloader.Options``, and the options that ``install()`` has set.
 
-A new option is one field of ``Options``. The parameters of ``install()`` and ``installed()``, the text of
-``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields. This file needs neither torch nor the rest of
-the package: scripts/docs_signature.py loads it by its path.
+To add an option, add a field to ``Options``. The parameters of ``install()`` and ``installed()``, the syntax of
+``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields. scripts/docs_signature.py loads this file by its
+path, without torch and the rest of the package.
 """
 
 # No `from __future__ import annotations`: signatures show the types themselves.
@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
-# True and False in the environment.
+# Texts for True and False in the environment.
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _METHODS = multiprocessing.get_all_start_methods()
 
@@ -28,19 +28,19 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What there is to know of a field of ``Options`` beside its type and its default.
+    """Metadata of a field of ``Options``.
 
     Attributes:
         text: Description in docstrings.
         help: Description of the flag of ``run``.
         unset: Values of a loader's attribute that the option overrides: torch's defaults.
-        check: Raises TypeError or ValueError for (name, value) if the option cannot have that value.
-        parse: Turns a text of the environment or the command line into a value, or raises ValueError.
-        expected: Describes these texts, as in "must be ...".
+        check: Raises TypeError or ValueError for an invalid (name, value).
+        parse: Converts a text of the environment or the command line, or raises ValueError.
+        expected: Describes valid texts, as in "must be ...".
         flag: Flag of ``run``.
         metavar: Name of the flag's value in the help; empty for a flag without a value.
-        flag_value: What a flag without a value sets.
-        effective: Turns a value into the loader's attribute.
+        flag_value: Value that a flag without a value sets.
+        effective: Converts a value to the loader's attribute.
     """
 
     text: str
@@ -103,9 +103,9 @@ def _field(*args: Any, **kw: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
-    """Holds options of loaders; the keyword arguments of ``rustloader.install()`` are its fields.
+    """Holds options of loaders; its fields are the keyword arguments of ``rustloader.install()``.
 
-    An option that is None leaves loaders as they are. Any other value applies to loaders that have torch's default.
+    None leaves loaders as they are. Any other value applies to loaders that have torch's default.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -174,18 +174,17 @@ def _given(options: Options) -> dict[str, Any]:
 
 
 def option_of(name: str) -> Option:
-    """The option of a field."""
     option: Option = Options.__dataclass_fields__[name].metadata["option"]
     return option
 
 
 def with_fields(docstring: str | None, heading: str) -> str | None:
-    """A docstring with a section that describes the fields, before the returns or errors."""
+    """Inserts a section that describes the fields into a docstring, before the returns or errors."""
     if docstring is None:  # python -OO
         return None
     at = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
     place = at.start() if at else len(docstring)
-    # From Python 3.13 on, docstrings have lost their indentation.
+    # Python 3.13 and later strip the indentation.
     indent = at[1] if at else ""
     entries = [f"{name}: {option_of(name).text}" for name in Options.__dataclass_fields__]
     lines = [f"{indent}{heading}"]
@@ -201,28 +200,23 @@ _current = Options()
 
 
 def current() -> dict[str, Any]:
-    """The options in force, by name."""
+    """The current options by name."""
     return _given(_current)
 
 
 def replace(values: dict[str, Any]) -> None:
-    """Puts options in force instead of all others."""
+    """Replaces all options."""
     global _current
     _current = Options(**values)
 
 
 def add(values: dict[str, Any]) -> None:
-    """Puts options in force beside the others; None stands for one that was not given.
-
-    Raises:
-        TypeError: An option has the wrong type.
-        ValueError: An option cannot have that value.
-    """
+    """Adds to the current options, or raises as ``Options`` does. None leaves an option as it is."""
     replace(current() | {name: value for name, value in values.items() if value is not None})
 
 
 def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]], _R]], Callable[_P, _R]]:
-    """Decorates a function of a dict of options: callers pass these as keyword arguments.
+    """Decorates a function that takes a dict of options, so that callers pass them as keyword arguments.
 
     Type checkers and ``inspect.signature`` see the parameters of ``Options``, and the docstring describes them.
     """

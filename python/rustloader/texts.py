@@ -1,4 +1,4 @@
-"""Numbers as texts: counts with their plural, times and sizes with a unit; names of types."""
+"""Formats counts, times, sizes, index batches and type names."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ _PLURALS = {"batch": "batches", "copy": "copies"}
 
 
 def count_of(count: int, what: str) -> str:
-    """A number of things: "1 worker", "2,500 batches"."""
+    """A count with its noun: "1 worker", "2,500 batches"."""
     if count != 1:
         what = _PLURALS.get(what, f"{what}s")
     return f"{count:,} {what}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds with the unit that suits them, three digits: "17.2 us", "123 ms", "4.56 s"."""
+    """Seconds in a suitable unit with three digits: "17.2 us", "123 ms", "4.56 s"."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if 0 < seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"
@@ -30,7 +30,7 @@ def size(count: float) -> str:
 
 
 def short_index(index: str, limit: int = 40) -> str:
-    """An index batch as a text; the beginning of a long one, and how many there are where it says so."""
+    """The text of an index batch; of a long one the beginning, and the total count where the text has it."""
     if len(index) <= limit:
         return index
     head, _, in_all = index.partition(", ... ")

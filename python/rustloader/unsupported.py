@@ -1,7 +1,4 @@
-"""macOS, Windows and whatever else is not Linux: the public names without the engine, on torch's own iterator.
-
-Nothing here needs the extension, which is built for Linux alone.
-"""
+"""The public names on systems other than Linux. They need no extension, and loaders run on torch's own iterator."""
 
 from __future__ import annotations
 
@@ -25,35 +22,35 @@ from rustloader.metrics.wrappers import loader_in
 logger = logging.getLogger("rustloader")
 
 _WHY = f"the engine of rustloader needs Linux, and this is {sys.platform}"
-_told = False
+_warned = False
 
 
 def __getattr__(name: str) -> Any:
-    """``__version__``, which the extension has where there is one."""
+    """Provides ``__version__``, which is the extension's on Linux."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return metadata.version("rustloader")
 
 
-def tell() -> None:
-    """Says in the log, once, that loaders run on torch's iterator."""
-    global _told
-    # A worker that is spawned runs the script's top level once more; it is not the one to speak.
+def warn() -> None:
+    """Logs once that loaders run on torch's iterator."""
+    global _warned
+    # A spawned worker runs the script's top level again, and must not repeat the warning.
     process = multiprocessing.current_process()
-    if not (_told or process.daemon or getattr(process, "_inheriting", False)):
-        _told = True
+    if not (_warned or process.daemon or getattr(process, "_inheriting", False)):
+        _warned = True
         logger.warning("DataLoaders run on torch's own iterator: %s", _WHY)
 
 
 def engine_batches() -> int:
-    """Batches that the engine has delivered in this process: none."""
+    """Always 0: there is no engine."""
     return 0
 
 
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
-    """Does nothing but say so in the log: loaders stay on torch's iterator, with the options that they have."""
-    tell()
+    """Only logs a warning: loaders stay on torch's iterator, with their own options."""
+    warn()
 
 
 def uninstall() -> None:
@@ -61,7 +58,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """False: there is no engine here."""
+    """Always False: there is no engine."""
     return False
 
 
@@ -73,16 +70,12 @@ def installed(values: dict[str, Any]) -> Installed:
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    tell()
+    warn()
     yield
 
 
 def stats(source: Any) -> Stats:
-    """The statistics of a loader or an iterator: none, and why.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Returns statistics whose note says why there are none. Raises TypeError for other objects."""
     source = loader_in(source, lambda _: False)
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
         raise no_loader(source)
@@ -92,11 +85,7 @@ def stats(source: Any) -> Stats:
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls ``callback`` with ``stats(source)`` once, at the end of the body of a ``with`` statement.
-
-    Raises:
-        ValueError: ``every`` is not greater than 0.
-    """
+    """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError as the engine's does."""
     check_interval(every)
     try:
         yield

@@ -285,7 +285,7 @@ def test_the_engine_takes_no_such_pid(pid):
         from rustloader.config import StallLimits
         from rustloader.iterator import interrupts
         from rustloader.workers import serialize, stalls
-        callbacks = serialize.loads, serialize.dump_index, interrupts.is_interrupt, stalls.tell
+        callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
         engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
         try:
             engine.started(0, {pid})
@@ -302,7 +302,7 @@ def test_the_engine_takes_no_such_pid(pid):
 @pytest.mark.ours
 def test_s9_a_stranger_is_watched_and_not_signalled():
     """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
-    callbacks = serialize.loads, serialize.dump_index, interrupts.is_interrupt, stalls.tell
+    callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
     engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
     read, write = os.pipe()
     if os.fork() == 0:

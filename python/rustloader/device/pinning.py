@@ -1,4 +1,4 @@
-"""What the pin thread calls in Python: torch's pinned allocator, torch's rules, torch's texts."""
+"""Callbacks of the pin thread: torch's pinned allocator, its rules and its error texts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from torch.utils.data import _utils
 from rustloader._core import Engine
 from rustloader.torch_side import is_torchs
 
-# torch's function and method; None if a program had replaced them before this import.
+# torch's function and method, or None if a program replaced them before this import.
 _pin_memory: Any = _utils.pin_memory.pin_memory
 if not is_torchs(_pin_memory, _utils.pin_memory):
     _pin_memory = None
 _tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.Tensor.pin_memory
 
-# In 2.6 torch's function makes lists of tuples, in 2.15 tuples.
+# torch 2.6 turns tuples into lists; 2.15 keeps them.
 _TUPLES_BECOME_LISTS = _pin_memory is not None and isinstance(_pin_memory(()), list)
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """Pinned memory of torch's caching host allocator, which knows what streams still read of it.
+    """Allocates an uninitialized ``uint8`` tensor of shape ``(nbytes,)`` in pinned memory.
 
-    Args:
-        nbytes: how many bytes.
-
-    Returns:
-        A ``uint8`` tensor of shape ``(nbytes,)`` with whatever was there before.
+    The memory is from torch's caching host allocator, which knows which streams still read it.
     """
-    # The device is named because the default type of tensors may be another device's.
+    # The default device of tensors may be another one.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
@@ -41,38 +37,37 @@ class Pinner:
 
     def __init__(self, device: str | None) -> None:
         self.device = device
-        # Each thread has a current device of its own, and the first one is not that of every rank.
+        # Each thread has its own current device, which defaults to the first one: wrong for most ranks.
         self.device_index = torch.accelerator.current_device_index()
-        # What the allocator sets up at its first use is set up here: under way in the thread, some of it would hold
-        # locks of the C library, and a process forked just then could not exit. An error comes again at each batch.
+        # Initializes the allocator here. In the thread, its initialization would hold locks of the C library, and a
+        # process forked at that moment could not exit. Each batch raises an error of the allocator again.
         with contextlib.suppress(Exception):
             allocate(1)
 
     def begin(self) -> None:
-        """The thread's first act."""
-        # Otherwise a copy would take all cores.
+        # A copy would otherwise use all cores.
         torch.set_num_threads(1)
         torch.accelerator.set_device_index(self.device_index)
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
-        """For batches of plain containers and tensors: what allocates, and whether tuples become lists. None where
-        torch's function or method has been replaced, which then has to be called."""
+        """The allocator for batches of plain containers and tensors, and whether tuples become lists. None if a program
+        has replaced torch's function or method: these must then be called."""
         if _utils.pin_memory.pin_memory is _pin_memory and torch.Tensor.pin_memory is _tensor_pin_memory:
             return allocate, _TUPLES_BECOME_LISTS
         return None
 
     def pin(self, data: Any) -> Any:
-        """Any batch, pinned as torch does it."""
+        """Pins any batch with torch's function."""
         return _utils.pin_memory.pin_memory(data, self.device)
 
     def failure(self, error: Exception) -> ExceptionWrapper:
-        """What is delivered in the place of a batch that could not be pinned."""
+        """Wraps the error that is delivered instead of a batch that could not be pinned."""
         where = f"in pin memory thread for device {self.device_index}"
         return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
 
 
 class Thread:
-    """In the place of torch's ``_pin_memory_thread``."""
+    """Stands in for torch's ``_pin_memory_thread``."""
 
     name = "rl_pin"
     daemon = True
@@ -81,26 +76,22 @@ class Thread:
         self._core = core
 
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._core.pinning()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the thread's end, at most ``timeout`` seconds."""
         self._core.join_pinning(timeout)
 
 
 class DoneEvent:
-    """In the place of torch's ``_pin_memory_thread_done_event``."""
+    """Stands in for torch's ``_pin_memory_thread_done_event``."""
 
     def __init__(self, core: Engine) -> None:
         self._core = core
         self._set = False
 
     def set(self) -> None:
-        """Tells the thread to end."""
         self._set = True
         self._core.stop_pinning()
 
     def is_set(self) -> bool:
-        """Whether it was told to, or has ended by itself."""
         return self._set or self._core.closing or not self._core.pinning()

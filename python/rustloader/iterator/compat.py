@@ -1,8 +1,8 @@
-"""Stand-ins for the queues, events and counters of torch's iterator, which programs use although they are private.
+"""Stand-ins for the private queues, events and counters of torch's iterator.
 
-Shutdown routines that were copied out of torch touch its queues and its event; subclasses read its counters. The
-engine has no such parts: the stand-ins here answer for them, so that such code does no harm and ends the workers.
-If a program puts itself between these parts, :mod:`rustloader.iterator.fallback` sees it, and torch's iterator runs.
+Shutdown routines copied from torch touch its queues and its event; subclasses read its counters. The engine has none
+of these. The stand-ins keep such code working: it ends the workers and does no harm. For a program that replaces parts
+of torch's loop, :mod:`rustloader.iterator.fallback` chooses torch's iterator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rustloader._core import Engine
 
 
 class Iter(Protocol):
-    """What the stand-ins need of the iterator."""
+    """The members of the iterator that the stand-ins use."""
 
     _workers: list[Any]
 
@@ -28,7 +28,7 @@ class Iter(Protocol):
 
 
 class _DoneEvent:
-    """In the place of the event that tells torch's workers to leave."""
+    """Stands in for the event that tells torch's workers to exit."""
 
     def __init__(self, iterator: Iter) -> None:
         self._core = iterator._engine()
@@ -41,23 +41,17 @@ class _DoneEvent:
 
 
 class _Queue:
-    """In the place of a queue of torch's: takes what a shutdown routine puts into it."""
+    """Stands in for a queue of torch's. It drops what a shutdown routine puts into it, and has no thread."""
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Nothing waits at the other end."""
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None: ...
 
-    def cancel_join_thread(self) -> None:
-        """There is no thread."""
+    def close(self) -> None: ...
 
-    def close(self) -> None:
-        """There is nothing to close."""
-
-    def join_thread(self) -> None:
-        """There is no thread."""
+    cancel_join_thread = join_thread = close
 
 
 class _IndexQueue(_Queue):
-    """In the place of a worker's queue; ``None`` in it tells the worker to leave."""
+    """Stands in for a worker's index queue. Putting ``None`` tells the worker to exit."""
 
     def __init__(self, iterator: Iter, worker_id: int) -> None:
         self._iterator, self._worker_id = iterator, worker_id
@@ -72,10 +66,10 @@ class _IndexQueue(_Queue):
 
 
 class _Part:
-    """An attribute of torch's iterator, with a stand-in for its value.
+    """An attribute of torch's iterator whose value is a stand-in.
 
-    What stands in the ``__dict__`` comes first, and with torch's own iterator all of it does. This is no
-    ``__getattr__`` of the class, with which each look at any attribute would take Python's slow way.
+    It is a non-data descriptor: values in the ``__dict__``, where torch's iterator keeps its own, take precedence. A
+    ``__getattr__`` of the class would slow down every attribute access.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +84,7 @@ class _Part:
 
 
 def _counter(name: str, count: Callable[..., Any]) -> Callable[[Iter], Any]:
-    """What answers for a counter that ``count`` makes of the engine's own."""
+    """A stand-in for a counter, which ``count`` derives from the engine's progress."""
 
     def read(iterator: Iter) -> Any:
         progress = iterator._engine().progress()
@@ -105,7 +99,7 @@ def _cycle(sent: int, workers: int) -> Iterator[int]:
     return itertools.islice(itertools.cycle(range(workers)), sent % workers, None)
 
 
-# From (tasks sent, tasks without a result, tasks not delivered by worker, (number, worker) of tasks not delivered).
+# Each takes (tasks sent, tasks without a result, undelivered tasks per worker, (number, worker) of undelivered tasks).
 _COUNTERS: dict[str, Callable[..., Any]] = {
     "_send_idx": lambda sent, outstanding, loads, tasks: sent,
     "_rcvd_idx": lambda sent, outstanding, loads, tasks: tasks[0][0] if tasks else sent,
@@ -119,13 +113,13 @@ _PARTS: dict[str, Callable[[Iter], Any]] = {
     "_workers_done_event": _DoneEvent,
     "_index_queues": lambda iterator: [_IndexQueue(iterator, i) for i in range(len(iterator._workers))],
     "_worker_result_queue": lambda iterator: _Queue(),
-    # Deaths are seen without torch's registry of workers.
+    # The engine detects deaths without torch's registry of workers.
     "_worker_pids_set": lambda iterator: False,
     **{name: _counter(name, count) for name, count in _COUNTERS.items()},
 }
 
 
 def add_parts(cls: type) -> None:
-    """Has the iterator's class answer for the attributes of torch's that it does not have."""
+    """Adds the stand-ins to the iterator's class."""
     for name in _PARTS:
         setattr(cls, name, _Part(name))

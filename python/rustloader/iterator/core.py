@@ -26,7 +26,7 @@ from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
 
-# torch's own; None if a program had replaced it by then. Most batches need no further check.
+# None if a program replaced torch's method before this import. Comparing with it spares most batches a further check.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_torchs(_torchs_next_index, torch_dataloader):
     _torchs_next_index = None
@@ -37,33 +37,31 @@ _LENGTH_WARNING = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
-# In older versions of torch this warning points into torch's own file.
+# In older versions of torch this warning points into torch's file.
 _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     """Iterates over a loader with worker processes.
 
-    It has two modes, decided before anything else in ``__init__``. In one, the *engine* does the work: workers, order
-    and transport. Where the engine cannot keep a promise of torch's (the list is closed: DataPipes, a multiprocessing
-    context whose processes are not multiprocessing's, a ``_worker_loop`` or a method of torch's iterator that a program
-    has replaced, a subclass with hooks that the engine has no place for, a system without memfd) the iterator is
-    torch's own in every method, and the logger ``rustloader`` warns, once per loader and reason.
+    ``__init__`` first chooses one of two modes. Normally the engine does the work: workers, order and transport. Where
+    it cannot behave as torch does (`fallback.why_not` lists the cases, and the system may have no memfd), every method
+    is torch's own, and the logger ``rustloader`` warns once per loader and reason.
     """
 
-    # Defaults for methods that may run before `__init__` is through, or without it.
+    # Defaults for methods that may run before `__init__` has finished, or without it.
     _group: WorkerGroup | None = None
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
-    # What every later `next` raises, once the epoch has ended or a worker has died.
+    # Makes the error that every later `next` raises once the epoch has ended or a worker has died.
     _last: Callable[[], BaseException] | None = None
-    # An answer that a signal handler cut off on its way to the caller: it is the next call's.
+    # An answer that a signal handler kept from the caller. The next call returns it.
     _rescued: list[Any] | None = None
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # A class from before `install()` calls its base by the name in torch's module.
+            # A class made before `install()` calls its base by the name in torch's module.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
@@ -74,7 +72,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     def _set_up(self, loader: Any) -> None:
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
-        # Compared as in torch, whose TypeError says how.
+        # The comparison raises torch's TypeError for values of other types.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
             core, reason = fallback.make_engine(loader)
         if reason is not None:
@@ -101,7 +99,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         self._reset(loader, first_iter=True)
 
     def _abandon_torchs(self) -> None:
-        """Ends what torch's constructor had started before it failed: its own clean-up needs what was not made."""
+        """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
         try:
             super()._shutdown_workers()
         except Exception as error:
@@ -110,14 +108,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             if not isinstance(error, AttributeError):
                 raise
 
-    # --- workers -----------------------------------------------------------------------------------------------
-
     def _own(self, core: Engine) -> None:
-        """Takes an engine, whose workers have yet to be started."""
+        """Takes an engine without workers."""
         self._group = WorkerGroup(core, self._workers, weakref.WeakMethod(self._note_exit))
 
     def _note_exit(self) -> None:
-        """The interpreter's exit has ended the workers."""
+        """Records that the interpreter's exit has ended the workers."""
         self._shutdown = True
 
     def _start_workers(self) -> None:
@@ -143,12 +139,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 self._pin_memory_thread = pinning.Thread(core)  # type: ignore[assignment]
                 self._pin_memory_thread_done_event = pinning.DoneEvent(core)  # type: ignore[assignment]
         except BaseException as error:
-            # Half of the workers are no use; a further iter() of a persistent loader starts anew.
+            # Some workers are of no use. A further iter() of a persistent loader starts them all again.
             clean_up_after(error, self._shutdown_workers)
             raise
 
     def _restart(self) -> None:
-        """New workers for a persistent loader whose workers have died or were shut down."""
+        """Starts new workers for a persistent loader whose workers died or were shut down."""
         self._shutdown_workers()
         core, reason = fallback.make_engine(self)
         if core is None:
@@ -174,8 +170,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         """Number of batches that the Rust engine has delivered; 0 when torch's own iterator does the work."""
         return 0 if self._group is None else self._group.engine.batches
 
-    # --- an epoch ----------------------------------------------------------------------------------------------
-
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if self._passthrough:
             super()._reset(loader, first_iter)
@@ -197,7 +191,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
-        """The source of the next index. With no Python frame in between, an interrupt cannot lose one on its way."""
+        """The source of the next index. Without a Python frame in between, an interrupt cannot lose an index."""
         next_index = type(self)._next_index
         if next_index is _torchs_next_index or is_torchs(next_index, torch_dataloader):
             return self._sampler_iter
@@ -218,7 +212,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             self._reset()  # type: ignore[call-arg]
         data = self._next_data()
         self._num_yielded += 1
-        # Still no call: see `_next_data`.
+        # No call here either, as in `_next_data`.
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
@@ -237,7 +231,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if self._shutdown:
             if self._core is not None:
                 self._core.stay()
-            # As torch's, whose workers are then all marked as unavailable.
+            # As in torch, which has then marked all workers as unavailable.
             raise StopIteration
         answer, self._rescued = self._rescued, None
         if answer is None:
@@ -249,15 +243,15 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                     self._workers_status[:] = core.active() or self._workers_status
             except BaseException as error:
                 if answer[0] is not None:
-                    # A signal handler has raised just after the answer came: it is the next call's.
+                    # A signal handler raised just after the answer arrived. The next call returns it.
                     self._rescued = answer
                 elif isinstance(error, RuntimeError):
-                    # Another thread may have found the end, or a death, while this one waited.
+                    # Another thread may have reached the end, or found a death, while this one waited.
                     last = self._last
                     if last is not None:
                         raise last()  # noqa: B904
                 raise
-        # From here to the return there is no call, so no signal handler can come between and take the batch away.
+        # No call may come between here and the return: a signal handler could run in it, and the batch would be lost.
         code, value = answer
         if code == BATCH:
             return value
@@ -273,14 +267,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 self._shutdown_workers()
             raise StopIteration
         self._died_or_late(code, value)
-        raise AssertionError(f"an answer of the engine that is none: {code}")
+        raise AssertionError(f"the engine returned an unknown code: {code}")
 
     def _died_or_late(self, code: int, value: Any) -> None:
         if code == TIMED_OUT:
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds")
         core = self._engine()
         if code == DEAD:
-            # User code can reach this list and may have emptied it.
+            # Programs can reach this list and may have emptied it.
             process = self._workers[value.worker_id] if value.worker_id < len(self._workers) else None
             self._last = deaths.error_of(value, process)
             core.close()
@@ -288,15 +282,13 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         if code == NO_PIN_THREAD:
             self._last = deaths.pin_thread_error(value)
             core.close()
-            # Its last word comes just before its end.
+            # The thread reports its failure just before it ends.
             core.join_pinning(EXIT_GRACE)
             raise self._last()
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
     def _shutdown_workers(self) -> None:
-        """Ends the workers: they leave between two samples, or after the deadline of
-        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5) for all together are made to.
+        """Ends the workers. They exit between two samples; after ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL``
+        seconds (5), one deadline for all, signals end them.
 
         Safe from any thread, from a signal handler, more than once, and after a failed construction. Does nothing
         while the interpreter exits, and in a forked child.
@@ -318,8 +310,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         except KeyboardInterrupt:
             interrupt_again()
 
-    # --- what copied code reaches for --------------------------------------------------------------------------
-
     def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
         if self._passthrough:
             super()._mark_worker_as_unavailable(worker_id, shutdown)
@@ -327,7 +317,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             self._dismiss(worker_id)
 
     def _dismiss(self, worker_id: int) -> None:
-        """A copied shutdown routine tells a worker to leave; when it has told them all, they do."""
+        """Marks a worker as dismissed by a copied shutdown routine. Once all are, the workers exit."""
         self._workers_status[worker_id] = False
         if not any(self._workers_status):
             self._engine().close()

@@ -1,4 +1,4 @@
-"""Decides whether the engine can serve a loader. Otherwise it runs on torch's own iterator, and the log says why."""
+"""Decides whether the engine can serve a loader; otherwise falls back to torch's iterator and logs why."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
 
-# What torch uses of a worker's process. The engine waits for the process itself and signals it, so it can stand in for
-# multiprocessing's methods alone.
+# The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
+# for the process and signals it without them.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
-# Methods of torch's loop that have no counterpart in the engine.
+# Methods of torch's loop without a counterpart in the engine.
 _FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
-# A subclass whose own code names one of these works inside torch's loop, as a copy of its `_next_data` does. (A copied
-# shutdown routine is none of these: see `compat`.)
+# A subclass whose code uses one of these works inside torch's loop, as a copy of its `_next_data` does. Copied shutdown
+# routines do not: `compat` serves them.
 _FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
-# Methods of torch's iterator in whose place the engine works, or that it has no place for.
+# Methods of torch's iterator that the engine replaces or cannot call.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
 def why_not(cls: type, base: type, loader: Any) -> str | None:
-    """Why the engine cannot serve a loader; None if it can. The list is closed. ``cls``, the iterator's class, is
-    ``base`` or a subclass of it."""
+    """Why the engine cannot serve a loader, or None. The iterator's class ``cls`` is ``base`` or a subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     foreign = _foreign_process(context_of(loader))
@@ -46,15 +45,15 @@ def why_not(cls: type, base: type, loader: Any) -> str | None:
 
 
 def context_of(loader: Any) -> Any:
-    """What starts the workers of a loader."""
+    """The multiprocessing context that starts a loader's workers."""
     context = loader.multiprocessing_context
     return torch.multiprocessing if context is None else context
 
 
 def _foreign_process(context: Any) -> str | None:
-    """How the processes of a context differ from those of multiprocessing; None when they do not."""
+    """How the processes of a context differ from those of multiprocessing, or None."""
     kind = process_class(context)
-    # What a function returns is known only after the call, which is then torch's to make.
+    # The result of a factory function is known only after the call, so torch makes it.
     if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
         return "the Process of its multiprocessing context is not a subclass of multiprocessing.process.BaseProcess"
     for name in _PROCESS_METHODS:
@@ -66,7 +65,7 @@ def _foreign_process(context: Any) -> str | None:
 
 
 def _replaced_part(torchs: type) -> str | None:
-    """What of torch's own iterator or worker a program has replaced; None when all is torch's."""
+    """Which part of torch's own iterator or worker a program has replaced, or None."""
     if not is_torchs(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
     for name in _REPLACED_METHODS:
@@ -76,7 +75,7 @@ def _replaced_part(torchs: type) -> str | None:
 
 
 def _foreign_part(cls: type, base: type) -> str | None:
-    """How a subclass of the iterator takes part in torch's own loop; None when it does not."""
+    """How a subclass of the iterator takes part in torch's own loop, or None."""
     for owner in cls.__mro__[: cls.__mro__.index(base)]:
         for name, value in vars(owner).items():
             if name in _FOREIGN_METHODS:
@@ -90,13 +89,13 @@ def _foreign_part(cls: type, base: type) -> str | None:
 
 
 def fall_back(source: Any, reason: str) -> None:
-    """Notes that a loader, or an iterator of one, runs on torch's iterator. Logs each reason once per loader."""
+    """Records that a loader or an iterator runs on torch's iterator. Logs each reason once per loader."""
     if ledger.of(source).fall_back(reason):
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
 def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
-    """An engine for the settings of a loader or of an iterator; or why there is none."""
+    """An engine for the settings of a loader or an iterator, or the reason why there is none."""
 
     def setting(name: str) -> Any:
         return getattr(settings, name) if hasattr(settings, name) else getattr(settings, "_" + name)
@@ -110,9 +109,9 @@ def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
             float(setting("timeout")),
             stall_limits(),
             loads=serialize.loads,
-            dump_index=serialize.dump_index,
+            dump_index=serialize.dumps_alone,
             is_interrupt=interrupts.is_interrupt,
-            warn_stall=stalls.tell,
+            warn_stall=stalls.warn,
         )
     except (OSError, MemoryError) as error:
         return None, f"cannot create the engine: {error}"

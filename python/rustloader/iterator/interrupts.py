@@ -1,4 +1,4 @@
-"""Tells an error that a signal handler raised from one of the code that it interrupted."""
+"""Distinguishes errors raised by signal handlers from errors of the interrupted code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether a signal handler raised an error, or one that it came out of.
+    """Whether a signal handler raised an error or one in its context chain.
 
-    An installed handler has a frame in the traceback then. Python's own handler of Ctrl-C has none, but its error has a
-    type of its own.
+    The traceback then has a frame of an installed handler. Python's own handler for Ctrl-C has no frame, but raises
+    KeyboardInterrupt.
     """
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     seen: set[int] = set()
@@ -30,7 +30,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 def _code_of(handler: Any) -> types.CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
-    # SIG_DFL and SIG_IGN are numbers.
+    # SIG_DFL and SIG_IGN are integers.
     if callable(handler) and not isinstance(handler, (types.FunctionType, types.MethodType)):
         handler = type(handler).__call__
     return getattr(handler, "__code__", None)

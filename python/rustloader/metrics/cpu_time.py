@@ -1,7 +1,7 @@
 """Processor time of workers.
 
-The kernel keeps it; it is read when statistics are taken, and once more before workers are ended. A worker itself only
-notes, once, what its start has taken: that of Python and of the program's imports is no work on batches.
+It is read from the kernel when statistics are taken, and a last time before workers end. A worker only records how much
+its start took, because the start of Python and the program's imports are no work on batches.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
 from rustloader.procfs import read, stat
 
-# The number of the field in /proc/PID/stat, from 0, behind the name of the program: the process's start.
+# Index of the start time among the fields of /proc/PID/stat that `stat` returns.
 _STARTED = 19
 
 
 class ProcessorTime(NamedTuple):
-    """Seconds that a process ran on a core, and seconds that its main thread waited for one (None: unknown)."""
+    """Seconds that a process ran, and seconds that its main thread waited for a core (None: unknown)."""
 
     cpu: float
     queued: float | None
 
 
 class WorkTime(NamedTuple):
-    """Processor time of a worker's processes since their first tasks; None where it is unknown for all of them.
+    """Processor time of a worker's processes since their first tasks, None if unknown for all of them.
 
-    ``unmeasured`` is how many of the worker's busy seconds belong to processes whose processor time is unknown.
+    ``unmeasured`` counts the busy seconds of processes with unknown processor time.
     """
 
     cpu: float | None = None
@@ -43,12 +43,11 @@ NOTHING = WorkTime()
 
 
 def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
-    """Processor time of a process that exists; None if the system does not report it.
+    """Processor time of an existing process with its threads and the children it has waited for; None if unreported.
 
-    All threads count, and child processes that it has waited for. With ``start``, what `started` has given: None, too,
-    if another process has the number by now.
+    ``start`` is an earlier result of `started`. None also if another process has the pid by now.
     """
-    # Before the clock: where the process ends in between, all of it is unknown.
+    # Read before the clock: if the process ends in between, all of its time is unknown.
     queued = _queued(pid)
     own = of_threads(pid)
     if own is None:
@@ -61,7 +60,7 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
 
 
 def of_threads(pid: int) -> float | None:
-    """Seconds that all threads of a process ran, those that have ended included; None if the process has ended."""
+    """Seconds that all threads of a process ran, ended ones included; None if the process has ended."""
     # What clock_getcpuclockid(3) computes: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
@@ -69,18 +68,13 @@ def of_threads(pid: int) -> float | None:
 
 
 def started(pid: int) -> str | None:
-    """When a process was started, as the kernel writes it: tells it from a later one of the same number."""
+    """Start time of a process as the kernel writes it. It distinguishes processes with the same pid."""
     fields = stat(pid)
     return fields[_STARTED] if len(fields) > _STARTED else None
 
 
 def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
-    """What of a process's time is work on batches: all since its first task.
-
-    Args:
-        time: all of its time; None where it is unknown.
-        figures: a worker's, of one iterator.
-    """
+    """The part of a process's total ``time`` since its first task: work on batches. None is unknown time."""
     if not figures.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
@@ -95,7 +89,7 @@ def _queued(pid: int) -> float | None:
 
 
 class Workers:
-    """The worker processes of one engine, by the worker's number, and the meter of that engine."""
+    """The worker processes of one engine, by worker number, and its meter."""
 
     def __init__(self, pids: list[int], meter: Meter) -> None:
         self._processes = [(pid, started(pid)) for pid in pids]
@@ -104,29 +98,28 @@ class Workers:
 
     @property
     def ended(self) -> bool:
-        """True once `end` was called."""
         return self._ended is not None
 
     def end(self) -> None:
-        """Keeps the times as they are now: the processes are about to end."""
-        # While the interpreter exits, parts of Python are already gone.
+        """Saves the current times before the processes end."""
+        # During finalization, parts of Python are already gone.
         if self._ended is None and not sys.is_finalizing():
             self._ended = self.times()
 
     def times(self) -> list[WorkTime]:
-        """By the worker's number."""
+        """Returns the times by worker number."""
         if self._ended is not None:
             return self._ended
         workers = figures_of([self._meter]).workers
         times = [of_process(pid, start) for pid, start in self._processes]
-        # In a forked child there may be no figures.
+        # A forked child may have no figures.
         found = [of_work(time, figures) for time, figures in zip(times, workers, strict=False)]
-        # Where another thread has ended the processes meanwhile, some were no longer there to ask.
+        # If another thread called `end` in between, some processes were gone above.
         return found if self._ended is None else self._ended
 
 
 def total(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:
-    """Sums by the worker's number."""
+    """Sums two lists by worker number."""
     return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=NOTHING)]
 
 

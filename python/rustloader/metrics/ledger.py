@@ -1,7 +1,7 @@
 """Counters of loaders and iterators, kept in a weak side table.
 
-A loader's attributes, copies and pickles stay torch's, and one attribute more would cost an iterator the compact form
-that Python has for few.
+The table keeps a loader's attributes, copies and pickles the same as torch's. One more attribute would also cost
+iterators Python's compact layout for objects with few attributes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rustloader.metrics.cpu_time import Workers, WorkTime, total
 
 _NUMBER = re.compile(r"\d+")
 
-# Held for a swap alone. Reentrant, because the collector or a signal handler may make an iterator in the midst of one.
+# Held only for a swap. Reentrant, because the collector or a signal handler may create an iterator during one.
 _swap = threading.RLock()
 
 
 def _renew_lock() -> None:
     global _swap
-    # In the parent another thread may have held it.
+    # Another thread of the parent may have held the lock.
     _swap = threading.RLock()
 
 
@@ -33,36 +33,36 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Ledger:
-    """The counters of a loader's iterators, or of one iterator. It holds neither loader nor iterator."""
+    """The counters of a loader's iterators, or of one iterator. It keeps neither alive."""
 
     def __init__(self, loaders: Ledger | None = None) -> None:
-        # Of an iterator: that of its loader, which gets all that it gets.
+        # For an iterator: its loader's ledger, which receives the same counts.
         self._loaders = loaders
         # Iterators that the engine has served.
         self.iterators = 0
-        # Why iterators were torch's own, and how many.
+        # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
         self._ended = Meter()
         self._meters: list[Meter] = []
-        # The times of processes that have ended, and those that may run. Swapped as one, for readers in other threads.
+        # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
     def serve(self) -> None:
-        """Notes an iterator that the engine serves."""
+        """Counts an iterator that the engine serves."""
         self.iterators += 1
         if self._loaders is not None:
             self._loaders.serve()
 
     def add(self, meter: Meter) -> None:
-        """Takes in the counters of one more engine."""
-        # One for each epoch would come to a lot.
+        """Adds the counters of another engine."""
+        # Meters of ended engines are merged, because there may be one per epoch.
         self._ended.absorb(self._meters)
         self._meters.append(meter)
         if self._loaders is not None:
             self._loaders.add(meter)
 
     def start_workers(self, pids: list[int], meter: Meter) -> None:
-        """Notes the processes of one more engine, by the worker's number, and its counters."""
+        """Adds the processes of another engine, by worker number, and its counters."""
         self._watch(Workers(pids, meter))
 
     def _watch(self, workers: Workers) -> None:
@@ -81,32 +81,31 @@ class Ledger:
             self._loaders._watch(workers)
 
     def end_workers(self) -> None:
-        """Keeps the processor times of an iterator's workers, which are about to end."""
+        """Saves the processor times of an iterator's workers before they end."""
         if self._loaders is not None:
             for workers in self._processes[1]:
                 workers.end()
 
     def processor_times(self) -> list[WorkTime]:
-        """Processor times by the worker's number."""
+        """Processor times by worker number."""
         times, watched = self._processes
         for workers in watched:
             times = total(times, workers.times())
         return times
 
     def fall_back(self, reason: str) -> bool:
-        """Notes an iterator that is torch's own. True for the first of its loader with this reason."""
-        # Of texts that differ in numbers alone, such as the memory that is left, the first stands for all.
+        """Counts an iterator on torch's own loop. Returns True for the first of its loader with this reason."""
+        # Reasons that differ only in numbers, such as the free memory, count as the first of them.
         known = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
         is_new = known not in self.fallbacks
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def figures(self) -> Totals:
-        """What has been counted."""
         return figures_of([self._ended, *self._meters])
 
 
-# By the object's id: loaders may compare by value, and then have no hash.
+# Keyed by the object's id: loaders that compare by value may not be hashable.
 _ledgers: dict[int, tuple[weakref.ref[Any], Ledger]] = {}
 
 
@@ -117,30 +116,29 @@ def find(source: Any) -> Ledger | None:
 
 
 def of(source: Any) -> Ledger:
-    """The ledger of a loader or an iterator; a new one where there is none."""
+    """The ledger of a loader or an iterator, created if there is none."""
     return find(source) or _keep(source, Ledger())
 
 
 def open_for(iterator: Any, loader: Any) -> None:
-    """Makes the ledger of an iterator."""
     _keep(iterator, Ledger(of(loader)))
 
 
 def end_workers(iterator: Any) -> None:
-    """Keeps the processor times of an iterator's workers, which are about to end."""
+    """Saves the processor times of an iterator's workers before they end."""
     ledger = find(iterator)
     if ledger is not None:
         ledger.end_workers()
 
 
 def _keep(source: Any, ledger: Ledger) -> Ledger:
-    """Keeps a ledger for as long as its object lives; not at all where nothing can look after that."""
+    """Keeps a ledger while its object is alive, if that supports weak references."""
     key = id(source)
 
     def forget(reference: weakref.ref[Any]) -> None:
-        # Where the collector takes an iterator, its destructor finds no ledger any more.
+        # If the collector frees an iterator, its destructor no longer finds the ledger.
         ledger.end_workers()
-        # The id may be another object's by now.
+        # Another object may have the id by now.
         if _ledgers.get(key, (None,))[0] is reference:
             del _ledgers[key]
 

@@ -6,28 +6,27 @@ from dataclasses import dataclass
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class WorkerStats:
-    """Holds the figures of one worker; for a loader, of all workers that had this number.
+    """Holds the statistics of one worker; for a loader, of all workers that had this number.
 
-    All times are wall time but for ``cpu_seconds``.
+    All times but ``cpu_seconds`` are wall time.
 
     Attributes:
         id: Number of the worker, from 0.
-        pid: Process id, of the latest.
+        pid: Process id; for a loader, the latest one.
         alive: Whether that process runs now.
         rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end.
-        tasks: Batches sent, and errors sent in the place of a batch.
+        tasks: Number of batches sent, and of errors sent instead of a batch.
         starting_seconds: Before the first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
         idle_seconds: Waiting for tasks.
         fetch_seconds: In the dataset.
         collate_seconds: In ``collate_fn``.
         pack_seconds: Writing batches into the arena, or pickling them, and publishing them.
-        cpu_seconds: Processor time in seconds since the first task: of all threads, and of child processes that have
-            ended. The start of the process is not in it. Compare it with ``busy_seconds - unmeasured_seconds``: a
-            worker that waits for storage has much less. None where it is unknown: the system does not report it, or
-            the worker was killed.
-        queued_seconds: Seconds since the first task in which the worker was ready to run and had no core. None where it
-            is unknown.
-        unmeasured_seconds: Part of ``busy_seconds``: of processes whose processor time is unknown, such as killed ones.
+        cpu_seconds: Processor time in seconds since the first task, of all threads and of child processes that have
+            ended. Compare it with ``busy_seconds - unmeasured_seconds``: a worker that waits for storage has much less.
+            None if unknown: the system does not report it, or the worker was killed.
+        queued_seconds: Seconds since the first task in which the worker was ready to run but had no core; None if
+            unknown.
+        unmeasured_seconds: Part of ``busy_seconds``: of processes with unknown processor time, such as killed ones.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -59,11 +58,11 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Names one of the slowest batches, and where its time went.
+    """Describes one of the slowest batches.
 
     Attributes:
-        index: Index batch as a text; of a large one the beginning.
-        worker: Number of the worker that made it.
+        index: Index batch as text; of a large one the beginning.
+        worker: Number of the worker.
         fetch_seconds: In the dataset.
         collate_seconds: In ``collate_fn``.
         pack_seconds: Writing it into the arena, or pickling it.
@@ -83,19 +82,19 @@ class SlowBatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the worker took for it."""
+        """Seconds of work on the batch: fetch, collate and pack."""
         return self.fetch_seconds + self.collate_seconds + self.pack_seconds
 
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Holds the shared memory of the iterators that are at work now.
+    """Holds the shared memory of the iterators that run now.
 
     Attributes:
-        leased_bytes: Bytes of blocks that tensors of the main process lie in.
-        warm_bytes: Bytes of all blocks that have pages.
-        high_water_bytes: The most bytes that one iterator's arena has had (the sum over its regions).
-        blocks: Number of blocks made.
+        leased_bytes: Bytes of blocks that tensors of the main process use.
+        warm_bytes: Bytes of all blocks with resident pages.
+        high_water_bytes: Peak bytes of one iterator's arena (the sum over its regions).
+        blocks: Number of blocks created.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -113,14 +112,12 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class CopyStats:
-    """Counts the copies that could be avoided.
-
-    A batch that ``default_collate`` has built lies in the arena already and is not copied.
+    """Counts avoidable copies. Batches of ``default_collate`` are built in the arena and not copied.
 
     Attributes:
         count: Number of tensors, arrays and bytes objects that workers copied into the arena.
         bytes: Bytes of these.
-        pickled: Number of batches that were pickled, because they are no plain trees of dicts, lists and tuples.
+        pickled: Number of pickled batches: those that are not plain trees of dicts, lists and tuples.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=set)
@@ -136,12 +133,12 @@ class CopyStats:
 
 @dataclass(frozen=True)
 class PinningStats:
-    """Holds the figures of the pin thread.
+    """Holds the statistics of the pin thread.
 
     Attributes:
-        running: Whether there is one now.
+        running: Whether the thread runs now.
         batches: Number of batches pinned.
-        seconds: Seconds of work on them.
+        seconds: Seconds of work on batches.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -156,7 +153,7 @@ class PinningStats:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Tells why iterators ran on torch's own loop, and how many.
+    """Counts the iterators that ran on torch's own loop for one reason.
 
     Attributes:
         reason: Why the engine could not serve them.
@@ -204,6 +201,6 @@ class Figures:
         return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
 
 
-# The module that users import them from: it is what pickles and reprs name.
+# Pickles and reprs name the module that programs import from.
 for _cls in (WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback):
     _cls.__module__ = "rustloader"

@@ -1,4 +1,4 @@
-"""``rustloader.report()``: statistics for metrics, at an interval."""
+"""``rustloader.report()``: statistics at an interval."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from rustloader.metrics.stats import stats
 
 
 class _Reporter:
-    """One ``report`` that is in force."""
+    """An active ``report``."""
 
     def __init__(self, source: Any, callback: Callable[[Stats], object], every: float) -> None:
         self.source, self.callback, self.every = source, callback, every
         self.due = time.monotonic() + every
 
     def look(self) -> None:
-        """Calls the callback if it is due. `_core.observed()` has each `next` come here."""
+        """Calls the callback if it is due. Runs in each `next` while `_core.observed()`."""
         if time.monotonic() >= self.due:
             self.call()
 
     def call(self) -> None:
-        """Calls the callback."""
-        # First, so that a callback which iterates over a loader itself does not come back here.
+        # First, so that a callback that iterates over a loader does not recurse.
         self.due = time.monotonic() + self.every
         self.callback(stats(self.source))
 
 
 def _forget_all() -> None:
-    """In a forked child: workers report nothing, whatever loaders they have."""
+    """Ends all reports in a forked child: workers report nothing."""
     hooks.before_next.clear()
     set_reporting(False)
 
@@ -44,10 +43,9 @@ def _forget_all() -> None:
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
     """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
 
-    There is no thread behind it: the callback runs in the training loop, at the first ``next`` of a rustloader iterator
-    after ``every`` seconds, before it takes a batch, and once more at the end of the body. An error of the callback
-    comes out of that ``next``; no batch is lost. Its time counts as part of the training step. With ``num_workers=0``
-    the callback runs only at the end.
+    There is no thread: the callback runs in the training loop, at the first ``next`` of a rustloader iterator after
+    ``every`` seconds, before it takes a batch, and once at the end of the body. That ``next`` raises errors of the
+    callback; no batch is lost. Its time counts as training step. With ``num_workers=0`` it runs only at the end.
 
     Args:
         source: A loader or an iterator, as for ``rustloader.stats()``.
@@ -60,7 +58,7 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
 
     Raises:
         ValueError: ``every`` is not greater than 0; on entering.
-        TypeError: ``source`` is no loader and no iterator; when the callback is due.
+        TypeError: ``source`` is neither a loader nor an iterator; when the callback is due.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)

@@ -1,9 +1,9 @@
-"""Statistics as a reader sees them: one line, a text, a table in a notebook."""
+"""Formats statistics as one line, as text, and as tables for a notebook."""
 
 from __future__ import annotations
 
-import html as _html
 from collections.abc import Iterable, Iterator
+from html import escape
 
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict
@@ -14,7 +14,7 @@ _WORKERS_SHOWN = 16
 
 
 def headline(stats: Figures) -> str:
-    """What was done, in one line."""
+    """A summary in one line."""
     if stats.note:
         return f"no figures: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
@@ -23,7 +23,7 @@ def headline(stats: Figures) -> str:
 
 
 def _times(stats: Figures) -> list[tuple[str, float, str]]:
-    """The parts of the loop's time that are not zero: name, seconds, what they are."""
+    """The nonzero parts of the loop's time: name, seconds, description."""
     of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
     of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
     parts = [
@@ -59,7 +59,7 @@ def _memory(stats: Figures) -> str:
 
 
 def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
-    """What else is not zero: name, text."""
+    """The other nonzero figures: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     if memory := _memory(stats):
@@ -78,7 +78,7 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
 
 
 def lines(stats: Figures) -> Iterator[str]:
-    """The printed form: what is not zero."""
+    """The printed form, without figures that are zero."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"
@@ -98,10 +98,10 @@ def lines(stats: Figures) -> Iterator[str]:
 
 
 def html(stats: Figures, verdict: Verdict) -> str:
-    """Tables for a notebook. They set no colours, so that they can be read in light and dark themes."""
-    parts = [f"<p><b>{_escaped(headline(stats))}</b>"]
+    """Tables for a notebook. They set no colours and suit light and dark themes."""
+    parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
-        parts.append(f"<br>{_escaped(verdict.sentence)}<br><small>{_escaped(verdict.reason)}</small>")
+        parts.append(f"<br>{escape(verdict.sentence)}<br><small>{escape(verdict.reason)}</small>")
     parts.append("</p>")
     if not stats.note and (times := _times(stats)):
         loop = sum(seconds for _, seconds, _ in times)
@@ -117,7 +117,7 @@ def html(stats: Figures, verdict: Verdict) -> str:
 def _workers(stats: Figures) -> str:
     shown = stats.workers[:_WORKERS_SHOWN]
     times = [dict(_worker_times(worker)) for worker in shown]
-    # In the order in which they stand in a worker's line; those that no worker has are left out.
+    # In the order of a worker's line, without those that no worker has.
     names = list(dict.fromkeys(name for of_worker in times for name in of_worker))
     rows = [
         (
@@ -135,12 +135,8 @@ def _workers(stats: Figures) -> str:
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     def row(cells: Iterable[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in cells)}</tr>"
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
     head = list(head)
     top = f"<thead>{row(head, 'th')}</thead>" if head else ""
     return f"<table>{top}<tbody>{''.join(row(cells, 'td') for cells in rows)}</tbody></table>"
-
-
-def _escaped(text: str) -> str:
-    return _html.escape(text)

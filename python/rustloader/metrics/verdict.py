@@ -1,5 +1,6 @@
-"""What limits a loader, judged by its statistics."""
+"""Judges from statistics what limits a loader."""
 
+# No `from __future__ import annotations`: field annotations must be types, not strings.
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -8,7 +9,6 @@ from typing import Literal, NamedTuple
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.texts import count_of, duration, short_index
 
-# No `from __future__ import annotations`: field annotations must be types, not strings.
 VerdictKind = Literal[
     "step",
     "workers",
@@ -25,21 +25,21 @@ VerdictKind = Literal[
     "unknown",
 ]
 
-# Fewer batches say little: the first ones find workers that have just been started.
+# Fewer batches give no verdict: the first ones arrive from workers that have just started.
 _FEW = 20
 # Waiting above this share of the loop's time makes the loader the bottleneck.
 _WAITS = 0.1
-# Workers that are at work for less than this share of the time are not what the loop waits for.
+# Workers that are busy for less than this share of the time are not the bottleneck.
 _BUSY, _HARDLY_BUSY = 0.7, 0.3
 # A worker or a task that takes this many times as long as the others is slow.
 _SLOW = 2.0
 _NAMED = 3
-# Seconds per batch, and share of the loop's time: a shorter step is no training step.
+# Seconds per batch, and share of the loop's time, below which a step is no training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 _MOST = 0.5
-# Workers that keep this share of the cores busy do not wait for storage, whatever else they wait for.
+# Workers that keep this share of the cores busy do not wait for storage.
 _SATURATED = 0.5
-# Limits of the advice where workers wait for storage: per core, and times as many as there are now.
+# Limits of the advice if workers wait for storage: workers per core, and multiple of the current number.
 _PER_CORE, _STEP_UP = 4, 4
 
 _OWN_WORK = (
@@ -50,18 +50,18 @@ _NO_NUMBER = "How many workers are needed is unknown: this loop has no training 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Names what limits a loader, and the remedy.
+    """Names what limits a loader and the remedy.
 
     Attributes:
         kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
             cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
             batches), "pinning", "transport" (between the processes) or "starting" (of each epoch). "too_few" and
-            "unknown": there is no verdict.
+            "unknown" mean no verdict.
         sentence: The same in words, with the remedy.
         reason: The figures behind it.
-        workers_needed: The ``num_workers`` to try next. None where more workers do not help, or where the loop did no
-            training step. More than the cores only where workers wait for storage.
+        workers_needed: The ``num_workers`` to try next. None if more workers do not help, or the loop had no training
+            step. It exceeds the number of cores only if workers wait for storage.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -86,7 +86,7 @@ Verdict.__module__ = "rustloader"
 
 
 def judge(stats: Figures) -> Verdict:
-    """What limits the loader or iterator that statistics were taken of. Depends on them alone."""
+    """The verdict on statistics, which depends on nothing else."""
     verdict = _judge(stats)
     if verdict.kind == "unknown" or not stats.fallbacks:
         return verdict
@@ -111,7 +111,7 @@ def _judge(stats: Figures) -> Verdict:
     if stats.epochs > 1 and stats.first_seconds > loop:
         return _starting(stats, loop)
     if waited > _WAITS * loop:
-        # Epochs in which a worker makes hardly more than its first batch.
+        # Epochs so short that a worker makes little more than its first batch.
         if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
             return _starting(stats, loop)
         return _waiting(stats, loop)
@@ -149,7 +149,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
 
 
 def _waiting(stats: Figures, loop: float) -> Verdict:
-    """The loop waits; for what?"""
+    """The verdict on a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
@@ -167,7 +167,7 @@ def _waiting(stats: Figures, loop: float) -> Verdict:
             return Verdict("pinning", sentence, reason)
     busy_share = min(1.0, busy / (count * loop))
     if busy_share < _BUSY and stats.blocked_seconds > stats.waited_seconds / 2:
-        # A loop that waits for a slow batch waits while its worker is at work.
+        # While a loop waits for a slow batch, that batch's worker is busy.
         if busy > stats.blocked_seconds / 2:
             return _head_of_line(stats, loop, busy_share, per_task)
         starting = sum(worker.starting_seconds for worker in stats.workers)
@@ -182,7 +182,7 @@ def _waiting(stats: Figures, loop: float) -> Verdict:
 
 
 class _Shares(NamedTuple):
-    """What the workers did while they were at work, as shares of that time."""
+    """What workers did while they were busy, as shares of that time."""
 
     cpu: float
     queued: float
@@ -193,7 +193,7 @@ class _Shares(NamedTuple):
 
 
 def _shares(stats: Figures) -> _Shares | None:
-    """None where no processor time is known. Processes without it are left out."""
+    """The shares of processes with known processor time, or None if there are none."""
     cpu = queued = busy = 0.0
     for worker in stats.workers:
         if worker.cpu_seconds is not None and worker.queued_seconds is not None:
@@ -201,20 +201,19 @@ def _shares(stats: Figures) -> _Shares | None:
             busy += worker.busy_seconds - worker.unmeasured_seconds
     if busy <= 0:
         return None
-    # Some of both belongs to later epochs' starts and to waking up: too much rather than too little, so that nothing
-    # is taken for waiting that is not.
+    # Both include starts of later epochs and wake-ups. Rather too much than too little, which would look like waiting.
     share = min(1.0, cpu / busy)
     return _Shares(share, min(1 - share, queued / busy))
 
 
 def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
-    """All workers are at work, and the loop waits."""
+    """The verdict if all workers are busy and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
     pack = sum(worker.pack_seconds for worker in stats.workers) / tasks
     count, shares = _count(stats), _shares(stats)
-    # What the main process itself takes for a batch; None without a training step.
+    # Seconds per batch of the main process itself; None without a training step.
     pace = (loop - stats.waited_seconds) / stats.batches if _has_step(stats, loop) else None
     reason = f"{_waits(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
     reason += f"{duration(collate)} collating, {duration(pack)} packing)"
@@ -248,13 +247,13 @@ def _has_step(stats: Figures, loop: float) -> bool:
 def _saturated(stats: Figures, loop: float) -> bool:
     """Whether the workers alone keep the cores busy."""
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
-    # The start of the processes is in neither.
+    # Neither side includes the start of the processes.
     since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
     return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
 def _storage(stats: Figures, needed: int | None, shares: _Shares, reason: str) -> Verdict:
-    """Workers that wait do not need a core each."""
+    """The verdict on workers that wait. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
     if needed is None:
@@ -269,7 +268,7 @@ def _storage(stats: Figures, needed: int | None, shares: _Shares, reason: str) -
 
 
 def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
-    """Workers that compute need a core each. ``most`` is what takes most of their time."""
+    """The verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
     count, cores = _count(stats), stats.cores
     number = None if needed is None or count >= cores else min(needed, cores)
     if most == "collate":
@@ -313,13 +312,13 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
 
 
 def _slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
-    """The worker that is much slower than the others, and the seconds that they take for a batch."""
+    """The worker that is much slower than the others, and the others' seconds per batch."""
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:
         return None
     usual = statistics.median(worker.busy_seconds / worker.tasks for worker in workers[:-1])
     slowest = workers[-1]
-    # By chance the few slow batches may all have been one worker's, but hardly all of its batches were slow.
+    # A few slow batches may all be one worker's by chance, but then its other batches are not slow.
     typical = [task for task in stats.slowest if task.worker == slowest.id]
     if slowest.busy_seconds / slowest.tasks < _SLOW * usual or not typical:
         return None
@@ -327,7 +326,7 @@ def _slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
 
 
 def _count(stats: Figures) -> int:
-    """Workers that the loader has now; it may have had more."""
+    """The current number of workers. Earlier there may have been more."""
     return stats.num_workers or len(stats.workers)
 
 

@@ -1,4 +1,4 @@
-"""Loaders in the objects that libraries wrap around them."""
+"""Finds loaders inside the objects that libraries wrap around them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# What a loader is fed from is none that serves it.
+# Attributes that a loader reads from. A loader in one of them is not the wrapped one.
 _FED_FROM = {"dataset", "sampler", "batch_sampler"}
 
 
 def loader_in(source: Any, has_figures: Callable[[Any], bool]) -> Any:
-    """The loader that does the work of ``source``; that itself where it wraps none.
+    """The loader that ``source`` wraps, or ``source`` itself.
 
     A wrapper is an iterable with just one loader among its attributes, and without figures of its own: accelerate's
     loaders have ``base_dataloader``, Fabric's ``_dataloader``, timm's prefetcher ``loader``.
@@ -36,5 +36,5 @@ def _is_iterable(thing: Any) -> bool:
 
 
 def _is_loader(thing: Any, has_figures: Callable[[Any], bool]) -> bool:
-    # fastai's is no torch.utils.data.DataLoader, and has figures all the same.
+    # fastai's loaders are no torch.utils.data.DataLoader, but have figures.
     return isinstance(thing, DataLoader) or (has_figures(thing) and not isinstance(thing, _BaseDataLoaderIter))

@@ -1,4 +1,4 @@
-"""What a worker is started with: its connection, its job and the dataset, on their way to the worker."""
+"""The payload that a worker starts with: its connection, its job and the dataset."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from multiprocessing import reduction
 from typing import Any
 
 from rustloader._core import Engine, Port
-from rustloader.workers import serialize
 
 
 class Connection:
     """The descriptors and numbers with which a worker opens its port.
 
-    Under fork the worker inherits the engine with its mapping; under spawn and forkserver the descriptors travel
-    with the pickle, and the port is opened as soon as they have arrived: the dataset, which is unpickled after that,
-    may take its time or hang.
+    Under fork the worker inherits the engine with its mapping. Under spawn and forkserver the descriptors travel with
+    the pickle. Unpickling opens the port at once, because unpickling the dataset afterwards may be slow or hang.
     """
 
     def __init__(self, engine: Engine, worker_id: int) -> None:
@@ -38,18 +36,18 @@ class Connection:
         memfd, doorbell = (fd.detach() for fd in descriptors)
         for fd in (memfd, doorbell):
             os.set_inheritable(fd, False)
-        self._port = _guarded(Port(memfd, doorbell, geometry, worker_id, serialize.load_index), parent)
+        self._port = _guarded(Port(memfd, doorbell, geometry, worker_id, pickle.loads), parent)
 
     def open(self) -> Port:
-        """The port, in the worker."""
+        """Opens the port in the worker, unless unpickling has done so."""
         if self._port is None:
             *_, parent = self._shipment
-            self._port = _guarded(Port.inherit(self._engine, self._worker_id, serialize.load_index), parent)
+            self._port = _guarded(Port.inherit(self._engine, self._worker_id, pickle.loads), parent)
         return self._port
 
 
 def _guarded(port: Port, parent: tuple[int, int]) -> Port:
-    """Ends this process with the main process, and lets that see where it is stuck. Before any code of the user's."""
+    """Ends this process with the main process and offers its stack for stall warnings, before any user code runs."""
     port.watch(parent)
     port.offer_stack()
     return port
@@ -57,7 +55,7 @@ def _guarded(port: Port, parent: tuple[int, int]) -> Port:
 
 @dataclass
 class Job:
-    """What a worker works with; the same for all workers of an iterator."""
+    """The settings that all workers of an iterator share."""
 
     dataset_kind: int
     auto_collation: bool
@@ -66,19 +64,18 @@ class Job:
     base_seed: int
     init_fn: Any
     num_workers: int
-    # Where the main process has a handler for SIGTERM, one that goes to the whole process group is for it to react to;
-    # one that no other worker has received after this many seconds was meant for this one. None: it has no handler.
+    # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
+    # that no other worker has received after this many seconds ends the worker.
     sigterm_seconds: float | None = None
-    # Signals that were blocked for the start, so that they find the worker ready for them.
+    # Signals that are blocked during the start. The worker unblocks them once it can handle them.
     unblock: list[int] = field(default_factory=list)
 
 
-class Parcel:
-    """What a worker is given: its connection, its position and the dataset, with a job.
+class Payload:
+    """The argument of a worker process: its connection, the dataset, its job and its number.
 
-    To a fresh interpreter it goes through a file in memory. multiprocessing writes what it sends into a pipe, which
-    holds 64 KiB: with a larger dataset each start would wait until the interpreter has imported torch and reads on, one
-    worker after the other.
+    It travels to a fresh interpreter in a memfd. multiprocessing would write it into a pipe, which holds 64 KiB: with a
+    larger dataset each start would wait until the interpreter has imported torch, one worker after the other.
     """
 
     def __init__(self, connection: Connection, dataset: Any, job: Job, worker_id: int) -> None:
@@ -89,26 +86,26 @@ class Parcel:
     def __reduce__(self) -> Any:
         self.close()
         self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
-        # The connection first: it is unpickled before the dataset.
+        # The connection comes first, so that it is unpickled before the dataset.
         contents = self.connection, *self._dataset, self.job, self.worker_id
         reduction.dump(contents, self._file)
         self._file.flush()
-        return _received, (reduction.DupFd(self._file.fileno()),)
+        return _receive, (reduction.DupFd(self._file.fileno()),)
 
     def close(self) -> None:
-        """Gives the file back; after the start, which it has to last for."""
+        """Closes the file. The start needs it open."""
         if self._file is not None:
-            # What could not be written has been an error before.
+            # A failed write has raised before.
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def take_dataset(self) -> Any:
-        """The dataset, once: nothing here is to hold it any longer than the worker does."""
+        """Returns the dataset, once, and drops the reference: only the worker may keep it alive."""
         return self._dataset.pop()
 
 
-def _received(duplicate: Any) -> Parcel:
-    """A parcel, in a fresh interpreter."""
+def _receive(duplicate: Any) -> Payload:
+    """Reads the payload in a fresh interpreter."""
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
-        return Parcel(*pickle.load(file))
+        return Payload(*pickle.load(file))

@@ -1,4 +1,4 @@
-"""default_collate writes into the arena: what a worker process replaces in torch."""
+"""Replaces parts of torch in a worker process, so that default_collate writes into the arena."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rustloader._core import Port, heap_storage
 def use_arena(port: Port) -> Callable[[], None]:
     """Makes default_collate of this process allocate in ``port``'s region. Returns a function that undoes this.
 
-    ``UntypedStorage._new_shared`` is where torch's function, copies of its table, and PyG's collater all get their
-    memory. On top of it plain tensors, floats and ints are collated in Rust, where the table still names
-    torch's own function for them; whatever is not plain goes to that function, with its errors and quirks.
+    torch's function, copies of its table and PyG's collater all allocate with ``UntypedStorage._new_shared``. Where the
+    table still has torch's functions for tensors, floats and ints, Rust collates plain ones. The others go to torch's
+    function, with its errors and quirks.
     """
     torchs_new_shared = torch.UntypedStorage._new_shared
     before = vars(torch.UntypedStorage).get("_new_shared")
@@ -24,7 +24,7 @@ def use_arena(port: Port) -> Callable[[], None]:
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
             return torchs_new_shared(size, device=device)
-        # As torch's shared storages, neither of the two can be resized.
+        # Neither can be resized, like torch's shared storages.
         return port.storage(size) or heap_storage(size)
 
     torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment,method-assign]
@@ -46,9 +46,9 @@ def use_arena(port: Port) -> Callable[[], None]:
         float: collate.collate_float_fn,
         int: collate.collate_int_fn,
     }
-    ours: dict[type, Any] = {torch.Tensor: tensors, float: floats, int: ints}
+    fast: dict[type, Any] = {torch.Tensor: tensors, float: floats, int: ints}
     table: dict[Any, Any] = collate.default_collate_fn_map
-    replaced = {kind: ours[kind] for kind, function in torchs.items() if table.get(kind) is function}
+    replaced = {kind: fast[kind] for kind, function in torchs.items() if table.get(kind) is function}
     table.update(replaced)
 
     def restore() -> None:

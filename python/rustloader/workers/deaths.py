@@ -1,62 +1,58 @@
-"""The error of a worker's death: torch's texts."""
+"""Errors for dead workers and the dead pin thread, with torch's texts."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing.connection
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from rustloader._core import Death
 from rustloader.config import STATUS_AFTER
 from rustloader.errors import WorkerDiedError
 from rustloader.workers import stalls
 
-_Error = TypeVar("_Error", bound=BaseException)
-
 
 def error_of(death: Death, process: Any) -> Callable[[], WorkerDiedError]:
-    """What makes the error of a death, anew for each call that raises it.
+    """Returns a function that makes the error of a death; each call that raises it makes a new one.
 
-    ``process`` is the worker's, or None. The user may have closed it, or may have put something else in its place.
+    ``process`` is the worker's, or None. Programs may have closed or replaced it.
     """
     exitcode, name = death.exitcode, death.signal
     if exitcode is None:
-        exitcode = _asked(process)
+        exitcode = _exitcode_of(process)
         if exitcode is not None and exitcode < 0:
             name = signal.strsignal(-exitcode) or f"Unknown signal {-exitcode}"
     if death.index is None:
         note = f"It was worker {death.worker_id}."
     else:
         note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
-    error = functools.partial(
-        WorkerDiedError,
-        _text(death.pid, exitcode, name),
-        worker_id=death.worker_id,
-        pid=death.pid,
-        exitcode=exitcode,
-        index=death.index,
-    )
-    return functools.partial(_with_note, error, note)
+    text, index = _text(death.pid, exitcode, name), death.index
+
+    def make() -> WorkerDiedError:
+        error = WorkerDiedError(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index)
+        error.add_note(note)
+        return error
+
+    return make
 
 
 def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
-    """What makes the error of the pin thread's end, anew for each call that raises it."""
-    return functools.partial(_with_note, lambda: RuntimeError("Pin memory thread exited unexpectedly"), cause)
+    """Returns a function that makes the error of the pin thread's end."""
+
+    def make() -> RuntimeError:
+        error = RuntimeError("Pin memory thread exited unexpectedly")
+        if cause:
+            error.add_note(cause)
+        return error
+
+    return make
 
 
-def _with_note(make: Callable[[], _Error], note: str) -> _Error:
-    error = make()
-    if note:
-        error.add_note(note)
-    return error
-
-
-def _asked(process: Any) -> int | None:
-    # Under forkserver the main process is not the parent: the fork server alone knows, and says it a little later. Not
-    # join(): where somebody has closed all descriptors that would wait without end.
+def _exitcode_of(process: Any) -> int | None:
+    # Under forkserver only the fork server learns how a worker ended, and reports it a little later. join() could wait
+    # without limit where a program has closed all descriptors.
     with contextlib.suppress(Exception):
         multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
     with contextlib.suppress(Exception):

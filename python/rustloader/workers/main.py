@@ -1,4 +1,4 @@
-"""The worker process: seeds, dataset, fetcher and loop, as torch's ``_worker_loop`` has them."""
+"""The worker process: seeds, dataset, fetcher and loop, as in torch's ``_worker_loop``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 import numpy as np
-import numpy.random  # in the main process, not in each worker
+import numpy.random  # imported by the main process, once for all forked workers
 import torch
 import torch.multiprocessing
 from torch._utils import ExceptionWrapper
@@ -20,13 +20,12 @@ from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
 from rustloader.texts import type_name
 from rustloader.torch_side import is_torchs
 from rustloader.workers import serialize
-from rustloader.workers.bootstrap import Job, Parcel
+from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
 
 
-def run(parcel: Parcel) -> None:
-    """The target of a worker's process."""
-    connection, job = parcel.connection, parcel.job
+def run(payload: Payload) -> None:
+    connection, job = payload.connection, payload.job
     port = connection.open()
     context = WorkerContext()
     try:
@@ -34,33 +33,33 @@ def run(parcel: Parcel) -> None:
         if job.sigterm_seconds is not None:
             port.survive_group_signal(connection.main, job.sigterm_seconds)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
-        _Worker(port, context, parcel.take_dataset(), job, parcel.worker_id).loop()
+        _Worker(port, context, payload.take_dataset(), job, payload.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):
-        # The main process gets the Ctrl-C as well, and raises it.
+        # The main process gets the Ctrl-C as well and raises it.
         pass
     finally:
-        # First of all: a Ctrl-C has no effect after it.
+        # This comes first: a Ctrl-C has no effect after it.
         port.leave()
         context.restore()
 
 
 class _Worker:
-    """One worker's loop and what it works with."""
+    """The loop of one worker and its state."""
 
     def __init__(self, port: Port, context: WorkerContext, dataset: Any, job: Job, worker_id: int) -> None:
         self.port = port
         self.dataset = dataset
         self.job = job
         self.where = f"in DataLoader worker process {worker_id}"
-        # An error of worker_init_fn or of iter(dataset): it stands in the place of each batch of this worker.
+        # An error of worker_init_fn or iter(dataset). It replaces every batch of this worker.
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
         self.fetcher: Any = None
-        # Its method, if that is torch's own.
+        # The fetcher's `fetch`, if it is torch's own.
         self.torchs_fetch: Any = None
-        # The collector is called when blocks hang on garbage. What exists already is no garbage, and is shared with the
-        # main process until one of them writes to it.
+        # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
+        # shared with the main process until one side writes to them.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
@@ -81,7 +80,7 @@ class _Worker:
             self.make_fetcher()
 
     def make_fetcher(self) -> None:
-        """torch's fetcher of a new epoch; for an iterable dataset this calls ``iter(dataset)``."""
+        """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset."""
         job = self.job
         collate_fn = job.collate_fn
         is_torchs_own = _is_torchs_own_fetcher(job.dataset_kind)
@@ -97,7 +96,7 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
 
     def loop(self) -> None:
-        """Answers tasks until the main process says that it is enough, or is gone."""
+        """Answers tasks until the main process ends the worker or is gone."""
         port = self.port
         while True:
             code, task, index = port.receive()
@@ -129,13 +128,13 @@ class _Worker:
                     self.send_error(task, ExceptionWrapper(where=self.where))
             else:
                 self.send(task, data)
-                # Its blocks are free as soon as the main process has done with them.
+                # The main process alone then decides when the blocks are free.
                 del data
             del index
 
     def stoppable(self, index: Any) -> Any:
-        """An index batch that ends the fetch between two samples on shutdown, where torch's fetcher will only
-        iterate over it."""
+        """Wraps an index batch so that a shutdown ends the fetch between two samples, where torch's fetcher only
+        iterates over it."""
         if not self.job.auto_collation or type(self.fetcher).fetch is not self.torchs_fetch:
             return index
         if self.job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
@@ -143,7 +142,7 @@ class _Worker:
         return self.port.stoppable(index)
 
     def send(self, task: int, data: Any) -> None:
-        """Sends a batch, or in its place the error that keeps it from being sent."""
+        """Sends a batch, or the error that prevents it."""
         try:
             if not self.port.send(task, data, serialize.leaves_are_ours()):
                 self.send_pickle(task, data)
@@ -152,14 +151,12 @@ class _Worker:
             self.send_error(task, ExceptionWrapper(where=where))
 
     def send_pickle(self, task: int, data: Any) -> None:
-        """Sends a batch that is no plain tree."""
         if not self.port.send_pickle(task, *serialize.dumps(data)):
-            # Tensors at odd places of memory that they share.
+            # Tensors share memory at offsets that views cannot express.
             if not self.port.send_pickle(task, *serialize.dumps(data, views=False)):
                 raise RuntimeError("a batch whose storages cannot be sent")
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
-        """Sends an exception in the place of a batch."""
         try:
             payload = serialize.dumps_alone(error)
         except Exception as reason:
@@ -171,7 +168,7 @@ class _Worker:
 
 
 def _is_torchs_own_fetcher(dataset_kind: int) -> bool:
-    """Whether the fetcher will be torch's, in its class and its ``fetch``; libraries replace them."""
+    """Whether the fetcher's class and its ``fetch`` will be torch's. Libraries replace them."""
     fetch = _utils.fetch
     kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
     return (

@@ -1,4 +1,4 @@
-"""One worker process: how multiprocessing starts it, and how its end is noted."""
+"""Starts a worker process with multiprocessing, and records its end there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rustloader._core import descends
 from rustloader.config import STATUS_AFTER
 from rustloader.torch_side import in_torch
 
-# multiprocessing's own set of the children that it ends and joins at the interpreter's exit.
+# The children that multiprocessing ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
-# The way out where the system has no process, or no descriptor, for a worker.
+# Remedies where the system refuses to start another process.
 _REFUSED_STARTS = {
     errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
     errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for one more process",
@@ -35,7 +35,7 @@ _PICKLE_WARNING = (
 
 
 def process_class(context: Any) -> Any:
-    """The class of a context's processes, where it names one."""
+    """The class of a context's processes, or a function that makes them, or None."""
     kind = getattr(context, "Process", None)
     while isinstance(kind, functools.partial):
         kind = kind.func
@@ -43,9 +43,9 @@ def process_class(context: Any) -> Any:
 
 
 def start_helpers(context: Any) -> None:
-    """Starts multiprocessing's own helper processes, which outlive the loader: started with SIGINT blocked, they would
-    pass that on to every process that the user starts later."""
-    # A context need not know its method: torch does not ask. multiprocessing goes by the class as well.
+    """Starts multiprocessing's helper processes, which outlive the loader, before SIGINT is blocked: every process that
+    the program starts later inherits their signal mask."""
+    # Contexts need not know their method. The class does, as for multiprocessing itself.
     method = process_class(context)._start_method or multiprocessing.get_start_method()
     if method == "forkserver":
         forkserver.ensure_running()
@@ -54,7 +54,7 @@ def start_helpers(context: Any) -> None:
 
 
 def start(process: Any, worker: str) -> None:
-    """Starts a process. ``worker`` names it in the error of a system that refuses it."""
+    """Starts a process. ``worker`` names it in the error if the system refuses."""
     try:
         process.start()
     except (TypeError, AttributeError, PicklingError):
@@ -67,24 +67,24 @@ def start(process: Any, worker: str) -> None:
 
 
 def kill(process: Any) -> None:
-    """Ends a process that torch's iterator has started. A thread in its place is left alone, and so is every process
-    that does not descend from this one."""
+    """Kills a process that torch's iterator started. Leaves threads alone, and processes that do not descend from this
+    one."""
     if isinstance(process, multiprocessing.process.BaseProcess) and descends(process.pid or 0):
         process.kill()
         process.join()
 
 
 def note_end(process: Any, has_ended: bool) -> None:
-    """Lets multiprocessing note the end of a worker."""
-    # Under forkserver to join is to wait for a descriptor, whose number may be another file's by now.
-    # A process that the user has closed answers with an error.
+    """Lets multiprocessing record the end of a worker."""
+    # Under forkserver, join() waits for a descriptor, whose number may belong to another file by now.
+    # A process that the program has closed raises ValueError.
     with contextlib.suppress(ValueError):
         if has_ended and process.exitcode is None:
             process.join(STATUS_AFTER)
-    # If other code has reaped it, multiprocessing would keep it among the living for ever.
+    # multiprocessing would list a process that other code has reaped as alive forever.
     _mp_children.discard(process)
 
 
 def forget(processes: list[Any]) -> None:
-    """Keeps multiprocessing from ending processes at the exit of this process."""
+    """Keeps multiprocessing from ending processes when this process exits."""
     _mp_children.difference_update(processes)

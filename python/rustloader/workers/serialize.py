@@ -1,9 +1,9 @@
-"""Pickling of what is no plain tree of tensors, arrays and numbers.
+"""Pickles values that are not plain trees of tensors, arrays and numbers.
 
-The dispatch table is ForkingPickler's, so reducers that torch and users registered there are honoured. Only those of
-plain CPU tensors, plain arrays and CPU storages are this module's. A batch's pickle holds tokens in their place; they
-travel beside it (protocol 5) through the codec, which knows what they share and how little of their storages
-they show. What torch's other reducers make of a tensor ends in a storage, which travels as the tensor of its bytes.
+The dispatch table is ForkingPickler's, with the reducers that torch and programs registered there. This module replaces
+only those of plain CPU tensors, plain arrays and CPU storages. A batch's pickle holds tokens for these; the objects
+travel out of band (protocol 5) through the codec, which knows what memory they share and which part of their storages
+they use. torch's reducers of other tensors end in a storage, which travels as a tensor of its bytes.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 
-# The first with buffers beside the pickle.
+# The first protocol with out-of-band buffers.
 _PROTOCOL = 5
 
 _extra_reducers: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
-# One reducer for each type in `_TORCHS`.
 _Reducers = dict[type, Callable[[Any], Any]]
 
-# The reducers, or none, that this module's replace; any other reducer is left alone.
-_TORCHS: dict[type, Callable[[Any], Any] | None] = {
-    torch.UntypedStorage: reductions.reduce_storage,
-    torch.Tensor: reductions.reduce_tensor,
-    torch.nn.Parameter: reductions.reduce_tensor,
-    np.ndarray: None,
-}
 
-# What reducers of these modules make lies in the pickle, beside it, or with the resource sharer.
+def _reducers(storage: Any, tensor: Any, array: Any) -> _Reducers:
+    return {torch.UntypedStorage: storage, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: array}
+
+
+# The reducers (None: no reducer) that this module replaces. It keeps all others.
+_TORCHS = _reducers(reductions.reduce_storage, reductions.reduce_tensor, None)
+
+# Results of these packages' reducers lie in the pickle, out of band, or with the resource sharer.
 _SELF_CONTAINED = ("torch", "multiprocessing")
 
 _sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
 
-
-# For `leaves_are_ours`, which is asked for each batch.
+# For `leaves_are_ours`, which runs per batch.
 _Tensor, _UntypedStorage, _ndarray = torch.Tensor, torch.UntypedStorage, np.ndarray
 _reducer_of = _extra_reducers.get
 _reduce_tensor_of_torchs, _reduce_storage_of_torchs = _TORCHS[_Tensor], _TORCHS[_UntypedStorage]
 
 
 def leaves_are_ours() -> bool:
-    """Whether no program has registered reducers for tensors and arrays, so that a plain batch needs no pickle."""
+    """Whether a plain batch needs no pickle: no program has registered reducers for tensors or arrays."""
     return (
         _reducer_of(_Tensor) is _reduce_tensor_of_torchs
         and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
@@ -62,12 +60,12 @@ def leaves_are_ours() -> bool:
 
 
 def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
-    """Whether what a reducer makes may last no longer than its process, for all that we know."""
+    """Whether results of a reducer may depend on its process being alive."""
     package = str(getattr(reducer, "__module__", None)).partition(".")[0]
     return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
 
 
-# Reducers that were looked at already.
+# Reducers that are known not to be foreign.
 _known = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_foreign(reducer)}
 
 
@@ -76,11 +74,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    # torch's reducer drops both bits, and the values arrive wrong.
+    # torch's reducer drops both bits, and the values would arrive wrong.
     if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()) and tensor.is_leaf:
         return _rebuild_leaf, (type(tensor), tensor.detach().resolve_conj().resolve_neg(), tensor.requires_grad)
     if tensor.is_quantized:
-        # torch's reducer for other processes loses the quantizer; the one for files keeps it.
+        # torch's reducer between processes loses the quantizer; the one for files keeps it.
         return tensor._reduce_ex_internal(2)
     return reductions.reduce_tensor(tensor)
 
@@ -91,16 +89,16 @@ def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
-        # Protocol 5 would make it a view on a buffer; as from torch's loader it owns its memory.
+        # Protocol 5 would make it a view of a buffer. With torch's loader it owns its memory.
         return array.__reduce_ex__(4)
-    # With torch's loader arrays arrive in C or F order, in the machine's order of bytes, and can be written to; a
-    # buffer keeps what it has of all three.
+    # With torch's loader arrays arrive in C or F order, in native byte order, and writable. A buffer would keep
+    # what the array has.
     dtype = array.dtype
     native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
     if native is not dtype or not (array.flags.writeable and array.flags.forc):
         array = array.astype(native, order="A")
     if native.kind in "mM":
-        # NumPy exports no buffer of these.
+        # NumPy exports no buffers of datetimes and timedeltas.
         return _rebuild_times, (array.view(np.int64), native)
     return array.__reduce_ex__(_PROTOCOL)
 
@@ -117,13 +115,8 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     return _rebuild_storage, (pickle.PickleBuffer(_bytes_of(storage).numpy()),)  # type: ignore[arg-type]
 
 
-# With everything in the pickle itself.
-_ALONE: _Reducers = {
-    torch.UntypedStorage: _reduce_storage,
-    torch.Tensor: _reduce_tensor,
-    torch.nn.Parameter: _reduce_tensor,
-    np.ndarray: _reduce_array,
-}
+# Everything goes into the pickle itself.
+_ALONE = _reducers(_reduce_storage, _reduce_tensor, _reduce_array)
 
 
 def _beside(obj: Any) -> Any:
@@ -132,7 +125,7 @@ def _beside(obj: Any) -> Any:
 
 def _storage_beside(content: torch.Tensor) -> torch.UntypedStorage:
     storage = content.untyped_storage()
-    if storage.nbytes() != content.numel():  # it came inside of a larger one
+    if storage.nbytes() != content.numel():  # it arrived inside a larger one
         storage = content.clone().untyped_storage()
     return storage
 
@@ -149,7 +142,7 @@ def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
-    """torch's reduction of a subclass's instance, but where that holds a whole storage this holds the view of it."""
+    """torch's reduction of a subclass's instance, with the tensor's view where torch's has the whole storage."""
     reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
         case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
@@ -159,13 +152,13 @@ def _reduce_subclass(tensor: torch.Tensor) -> Any:
     return reduced
 
 
-# What the pickler does with an object that its table has nothing for.
+# What the pickler does with types that are not in its table.
 _reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", _PROTOCOL)
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers of types. Subclasses of tensors are found when their first instance comes; other types are noted as
-    well, which spares a call for each object."""
+    """The reducers of types. The first instance of a type adds it: subclasses of tensors with their reducer, other
+    types to spare later instances a call."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):
@@ -175,29 +168,23 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
 
 class _Beside:
-    """The objects that travel beside a pickle, in the order of their tokens.
+    """The out-of-band objects of a pickle, in the order of their tokens.
 
-    A token is a buffer of one writable byte that the pickler takes for a large one; ``pickle.loads`` puts whatever
-    it is given in its place.
+    A token is a writable buffer of one byte. ``pickle.loads`` replaces it with the object that it is given.
     """
 
     def __init__(self, views: bool) -> None:
         self.objects: list[Any] = []
-        # Whether unpickling asks something of this process: a descriptor, memory of a device.
+        # Whether unpickling needs this process, for a descriptor or memory of a device.
         self.tied = False
         self._waiting: dict[int, Any] = {}
         self._views = views
 
     def reducers(self) -> _Reducers:
-        return {
-            torch.UntypedStorage: self._reduce_storage,
-            torch.Tensor: self._reduce_tensor,
-            torch.nn.Parameter: self._reduce_tensor,
-            np.ndarray: self._reduce_array,
-        }
+        return _reducers(self._reduce_storage, self._reduce_tensor, self._reduce_array)
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """The pickler's callback: False for what does not lie in the pickle."""
+        """The pickler's callback. Returns False for a buffer that travels out of band."""
         token = id(buffer)
         if token in self._waiting:
             self.objects.append(self._waiting.pop(token))
@@ -208,12 +195,12 @@ class _Beside:
             return True
         if raw.nbytes < INLINE_LIMIT:
             return True
-        # In a list, to tell it from an array that is to arrive as one.
+        # The list marks a buffer; an array alone arrives as an array.
         self.objects.append([np.frombuffer(raw, np.uint8)])
         return False
 
     def noted(self, reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A foreign reducer, whose use is noted."""
+        """Wraps a foreign reducer to record its use."""
 
         def reduce(obj: Any) -> Any:
             self.tied = True
@@ -235,7 +222,7 @@ class _Beside:
         if self._views:
             if is_plain_leaf(tensor):
                 return self._token(_beside, tensor)
-            # What torch's reducer keeps of such a tensor is its class and this one bit.
+            # torch's reducer keeps only the class and this bit of such a tensor.
             if tensor.requires_grad and tensor.is_leaf:
                 content = tensor.detach()
                 if is_plain_leaf(content):
@@ -254,12 +241,12 @@ class _Beside:
 
 def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_extra_reducers}
-    ours = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
-    if torch.UntypedStorage not in ours:
-        # torch's reducer of tensors ends in a foreign reducer.
-        ours.pop(torch.Tensor, None)
-        ours.pop(torch.nn.Parameter, None)
-    table.update(ours)
+    replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
+    if torch.UntypedStorage not in replacing:
+        # torch's reducer of tensors calls the program's reducer of storages.
+        replacing.pop(torch.Tensor, None)
+        replacing.pop(torch.nn.Parameter, None)
+    table.update(replacing)
     return table
 
 
@@ -272,11 +259,9 @@ def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffe
 
 
 def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
-    """The pickle of a batch, what travels beside it, and whether it has to be unpickled while this process lives.
+    """Pickles a batch. With ``views=False`` tensors travel as whole storages, which always works.
 
-    Args:
-        value: the batch.
-        views: whether tensors travel as views. False: as whole storages, which always works.
+    Returns the pickle, its out-of-band objects, and whether unpickling needs this process to be alive.
     """
     beside = _Beside(views)
     table = _table(beside.reducers())
@@ -292,20 +277,10 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
 
 
 def loads(payload: bytes, objects: Sequence[Any]) -> Any:
-    """What :func:`dumps` has pickled."""
+    """Unpickles the result of :func:`dumps`."""
     return pickle.loads(payload, buffers=[memoryview(obj[0]) if type(obj) is list else obj for obj in objects])
 
 
 def dumps_alone(value: Any) -> bytes:
-    """The pickle of an error."""
+    """Pickles an error or an index batch, with everything in the pickle itself."""
     return _pickle(value, _table(_ALONE))
-
-
-def dump_index(index: Any) -> bytes:
-    """The pickle of an index batch."""
-    return _pickle(index, _table(_ALONE))
-
-
-def load_index(payload: bytes) -> Any:
-    """What :func:`dump_index` has pickled."""
-    return pickle.loads(payload)

@@ -11,12 +11,12 @@ logger = logging.getLogger("rustloader")
 
 
 def index_text(index: Any) -> str:
-    """An index batch, as texts show it."""
+    """The text of an index batch, shortened."""
     text = repr(index)
     return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
 
 
-def tell(
+def warn(
     worker: int,
     pid: int,
     starting: bool,
@@ -26,7 +26,7 @@ def tell(
     stack: str | None,
     why_not: str | None,
 ) -> None:
-    """Logs a warning about a worker that is stuck. The engine calls it, in ``next``."""
+    """Logs a warning about a stuck worker. The engine calls it in ``next``."""
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     if starting:
         what = f"has not produced its first batch after {time}"
@@ -35,5 +35,5 @@ def tell(
         what = f"has worked on one batch for {time} (state: {state})"
         hint = f"{STALL_ITEM.name} sets the limit"
     batch = "" if index is None else f", the batch of index {index_text(index)}"
-    told = f"Its stack:\n{stack}" if stack is not None else f"Stack unavailable: {why_not}."
-    logger.warning("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, told)
+    dump = f"Its stack:\n{stack}" if stack is not None else f"Stack unavailable: {why_not}."
+    logger.warning("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)
