@@ -162,12 +162,10 @@ impl PyPort {
 
     fn receive(&self, py: Python<'_>) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         let entry = match self.port.take_up()? {
-            Some(entry) => entry,
-            None => match self.wait(py)? {
-                Some(entry) => entry,
-                None => return Ok((code::LEAVE, 0, None)),
-            },
+            None => self.wait(py)?,
+            entry => entry,
         };
+        let Some(entry) = entry else { return Ok((code::LEAVE, 0, None)) };
         let in_block = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
         let bytes = in_block.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
