@@ -102,12 +102,11 @@ impl PyEngine {
         let mut engine = py.detach(|| Engine::new(settings))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
-        let handle = engine.handle().clone();
         Ok(Self {
+            handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new() }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
-            handle,
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
         })
     }

@@ -40,10 +40,7 @@ impl<'py> Call<'_, 'py> {
             Some(index) => Some(index.into_bound(self.py)),
             None => next_item(self.next_index)?,
         };
-        match index {
-            Some(index) => self.submit(index),
-            None => Ok(()),
-        }
+        index.map_or(Ok(()), |index| self.submit(index))
     }
 
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
