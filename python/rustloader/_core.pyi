@@ -7,60 +7,15 @@ import torch
 
 from rustloader.config import StallLimits
 
-__all__ = [
-    "ARENA_MIN",
-    "BATCH",
-    "DEAD",
-    "END",
-    "ERROR",
-    "INLINE_LIMIT",
-    "LEAVE",
-    "NO_PIN_THREAD",
-    "RESUME",
-    "TIMED_OUT",
-    "UNREADABLE",
-    "Counts",
-    "Death",
-    "DeferredSignals",
-    "Engine",
-    "LeaseBuffer",
-    "Meter",
-    "Observed",
-    "ObservedWorker",
-    "Port",
-    "SlowTask",
-    "StoppableIndices",
-    "TimedCollate",
-    "Totals",
-    "WorkerStopped",
-    "WorkerTotals",
-    "__version__",
-    "_collate",
-    "_roundtrip",
-    "_trim_pool",
-    "begin_forks",
-    "cpu_quota",
-    "descends",
-    "end_forks",
-    "engine_batches",
-    "figures",
-    "heap_storage",
-    "inspect_arena",
-    "is_plain_leaf",
-    "memory_limits",
-    "observed",
-    "set_reporting",
-]
-
 __version__: Final[str]
 
-# Bytes of the smallest arena; it takes half of the address space that is left.
+# Bytes of the smallest arena, which takes half of the remaining address space.
 ARENA_MIN: Final[int]
 
-# Leaves of fewer bytes travel inside the message and are copied out on delivery.
+# Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# What `Engine.next` and `Engine.begin` answer.
+# Codes of `Engine.next` and `Engine.begin`.
 BATCH: Final[int]
 ERROR: Final[int]
 DEAD: Final[int]
@@ -68,17 +23,14 @@ END: Final[int]
 TIMED_OUT: Final[int]
 NO_PIN_THREAD: Final[int]
 
-# What `Port.receive` answers.
+# Codes of `Port.receive`.
 RESUME: Final[int]
 LEAVE: Final[int]
 UNREADABLE: Final[int]
 
 @type_check_only
 class StallWarning(Protocol):
-    """Names a stuck worker in the log.
-
-    ``index`` is the index batch that it is at, where that is known; ``why_not`` says why there is no ``stack``.
-    """
+    """Names a stuck worker in the log: ``index`` is its index batch or None, ``why_not`` why there is no ``stack``."""
 
     def __call__(
         self,
@@ -98,7 +50,7 @@ class WorkerStopped(BaseException):
 
 @final
 class Engine:
-    """The engine of one iterator. Methods wait for other threads in ``next`` unless marked "any time"."""
+    """The engine of one iterator. Methods wait for other threads in ``next`` unless marked "lock-free"."""
 
     def __new__(
         cls,
@@ -113,33 +65,32 @@ class Engine:
         is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
     ) -> Engine:
-        """``loads`` unpickles a result with what stands beside it, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` answers whether a signal handler raised an error."""
+        """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
+        ``is_interrupt`` returns whether a signal handler raised an error."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
-        """memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Any time."""
+        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
-        """Notes a worker that has been started."""
+        """Registers a started worker."""
 
     def begin(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool) -> None:
-        """Begins an epoch; for all but the first waits until the workers have answered."""
+        """Begins an epoch; all but the first wait until the workers have answered."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
-        """Puts the next thing to do into ``answer``: a code and its value. Waits without the GIL.
+        """Puts a code and its value into ``answer``. Waits without the GIL.
 
-        ``next_index`` is the iterator of the sampler, or a function that is called for each index and raises
-        StopIteration at the end.
-
-        RuntimeError: this thread is in ``next`` already, or the iterator has been shut down, or is another process's.
+        ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
+        the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
+        belongs to another process.
         """
 
     def active(self) -> list[bool] | None:
-        """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Any time."""
+        """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Lock-free."""
 
     def progress(self) -> tuple[int, int, list[int], list[tuple[int, int]]] | None:
-        """Tasks sent in this epoch; tasks without a result; tasks not delivered, by worker; (number, worker) of each
-        task that was not delivered. None while another thread is in ``next``. Any time."""
+        """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
+        undelivered task. None while another thread is in ``next``. Lock-free."""
 
     def start_pinning(
         self,
@@ -148,61 +99,61 @@ class Engine:
         pin: Callable[[Any], Any],
         failure: Callable[[Exception], Any],
     ) -> None:
-        """Starts the pin thread, after the workers. It calls the functions, see ``device.pinning.Pinner``."""
+        """Starts the pin thread, after the workers. ``device.pinning.Pinner`` documents the functions."""
 
     def pinning(self) -> bool:
-        """Whether a pin thread runs. Any time."""
+        """Whether a pin thread runs. Lock-free."""
 
     def stop_pinning(self) -> None:
-        """Tells the pin thread to end. Any time."""
+        """Tells the pin thread to end. Lock-free."""
 
     def join_pinning(self, seconds: float | None = None) -> bool:
-        """Waits for the pin thread's end, at most ``seconds``; says whether it has ended. Any time."""
+        """Waits up to ``seconds`` for the pin thread to end; returns whether it has. Lock-free."""
 
     @property
     def meter(self) -> Meter:
-        """The counters of this iterator. Any time."""
+        """The counters of this iterator. Lock-free."""
 
     @property
     def batches(self) -> int:
-        """Batches handed out so far. Any time."""
+        """Batches delivered so far. Lock-free."""
 
     @property
     def closing(self) -> bool:
-        """True once ``close`` was called. Any time."""
+        """True once ``close`` was called. Lock-free."""
 
     @property
     def is_ours(self) -> bool:
-        """False in a forked child. Any time."""
+        """False in a forked child. Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
-        """Tells the workers to leave and wakes a waiting ``next``, but not while ``exiting``. Any time."""
+        """Tells the workers to leave and wakes a waiting ``next``, unless ``exiting``. Lock-free."""
 
     def stay(self) -> None:
-        """Does not return to a daemon thread once the iterator was closed while ``exiting``. Any time."""
+        """Parks a daemon thread once the iterator was closed while ``exiting``. Lock-free."""
 
     def alive(self) -> int:
-        """Number of workers that run. Any time."""
+        """Number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits for the workers to end, for at most ``seconds`` and at most 0.25 s. Any time."""
+        """Waits for the workers to end, up to ``seconds`` or 0.25 s, whichever is less. Lock-free."""
 
     def signal_all(self, signal: int) -> None:
-        """Sends a signal to the workers that run. Any time."""
+        """Sends a signal to the running workers. Lock-free."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """What a worker says of itself: state, pid, task, times, tasks done, what it knows of a SIGTERM. Any time;
-        after the end what it said last."""
+        """A worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. Lock-free;
+        after the end its last status."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the arena that have pages, and those of them that somebody holds. Any time; none after the end."""
+        """Bytes of the arena that have pages, and bytes in use. Lock-free; both 0 after the end."""
 
     def finish(self) -> None:
-        """Gives everything back after the workers have ended, or as soon as a ``next`` has left. Any time."""
+        """Releases everything once the workers have ended; a running ``next`` does it on return. Lock-free."""
 
 @final
 class Counts:
-    """What the main process has counted."""
+    """Counters of the main process."""
 
     epochs: Final[int]
     batches: Final[int]
@@ -219,11 +170,11 @@ class Counts:
     pinned: Final[int]
     pinning_seconds: Final[float]
     def since(self, earlier: Counts) -> Counts:
-        """What has been counted since an earlier moment."""
+        """The difference from an earlier moment."""
 
 @final
 class WorkerTotals:
-    """What a worker has done. Times are in seconds; the last seven are those of its states."""
+    """Counters of a worker. Times are in seconds; the last seven are those of its states."""
 
     pid: Final[int]
     alive: Final[bool]
@@ -238,7 +189,7 @@ class WorkerTotals:
     publish: Final[float]
     left: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """What it has done since an earlier moment: tasks and the times of its states."""
+        """The difference from an earlier moment, in tasks and the times of its states."""
 
 @final
 class SlowTask:
@@ -301,43 +252,30 @@ class Observed:
 
 @final
 class Death:
-    """What the engine knows of a worker's death; the value beside DEAD."""
+    """A worker's death: the value of DEAD.
 
-    @property
-    def worker_id(self) -> int:
-        """The worker's number."""
+    ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
+    ``index`` is the worker's first unanswered index batch, or None. ``oldest``: it is the oldest undelivered batch.
+    """
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """As multiprocessing has it: negative for a signal. None where the kernel does not tell."""
-
-    @property
-    def signal(self) -> str | None:
-        """The C library's words for the signal, where one ended it."""
-
-    @property
-    def index(self) -> Any:
-        """The first index batch that the worker had not answered, or None."""
-
-    @property
-    def oldest(self) -> bool:
-        """Whether that batch was lost and is the oldest of those that are not delivered."""
+    worker_id: Final[int]
+    pid: Final[int]
+    exitcode: Final[int | None]
+    signal: Final[str | None]
+    index: Final[Any]
+    oldest: Final[bool]
 
 @final
 class Meter:
-    """The counters of one iterator, which they outlive; or those of ended iterators."""
+    """The counters of one iterator, which they outlive, or of ended iterators."""
 
     def __new__(cls) -> Meter: ...
     @property
     def ended(self) -> bool:
-        """True once nothing more will be counted."""
+        """Whether the iterator has ended, so that the counters are final."""
 
     def absorb(self, meters: list[Meter]) -> None:
-        """Takes those of ended iterators out of a list, and adds their figures to its own."""
+        """Removes ended iterators' meters from a list and adds their figures."""
 
 @final
 class Port:
@@ -355,41 +293,41 @@ class Port:
 
     @staticmethod
     def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
-        """Opens the port in a forked child."""
+        """Opens the port in a forked child, over the inherited engine."""
 
     def watch(self, parent: tuple[int, int]) -> None:
-        """Ends this process when the main process (pid, start time) has ended."""
+        """Ends this process after the main process (pid, start time) has ended."""
 
     def survive_group_signal(self, main: int, alone: float) -> bool:
-        """Has this process work on after a SIGTERM to the whole process group, while the main process reacts: after one
-        that no other worker has got within ``alone`` seconds it ends. False where the system refuses it."""
+        """Keeps this process alive after a SIGTERM to the process group, while the main process reacts. It ends if no
+        other worker gets one within ``alone`` seconds. False if the system refuses."""
 
     def offer_stack(self) -> None:
-        """Has faulthandler dump this process's stacks where the main process finds them, when that asks by a signal."""
+        """Lets the main process request a dump of this process's stacks by a signal, through faulthandler."""
 
     def receive(self) -> tuple[int, int, Any]:
-        """The next thing to do, waiting without the GIL: ``RESUME``, ``LEAVE``, ``UNREADABLE``, or another number for a
-        task to be fetched; the task's number; the index, or the exception that its unpickling has raised."""
+        """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
+        Returns that code, the task's number, and the index or the exception that unpickling it raised."""
 
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
-        """Sends a plain batch; False, and nothing sent, when it has to be pickled: always where tensors and arrays
-        are not ours to carry. MemoryError: no room."""
+        """Sends a plain batch. Returns False, and sends nothing, if it must be pickled: always unless
+        ``leaves_are_ours``, that is, with a custom reducer of tensors or arrays. MemoryError: no room."""
 
     def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
-        """Sends a batch as a pickle and the plain tensors and arrays beside it; False, and nothing sent, when they are
-        not plain. ``tied``: unpickling it asks something of this process. MemoryError: no room."""
+        """Sends a pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are not
+        plain. ``tied``: unpickling needs this process alive. MemoryError: no room."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""
 
     def exhausted(self, task: int) -> None:
-        """Says that the iterable dataset is at its end."""
+        """Reports that the iterable dataset is exhausted."""
 
     def resumed(self) -> None:
-        """Answers to the begin of a new epoch."""
+        """Acknowledges a new epoch."""
 
     def leave(self) -> None:
-        """The worker's last word."""
+        """Reports that the worker leaves, and ignores Ctrl-C from then on."""
 
     def stoppable(self, index: Any) -> StoppableIndices:
         """An index batch whose iteration ends with WorkerStopped when the loader shuts down."""
@@ -398,13 +336,13 @@ class Port:
         """``collate_fn``, timed."""
 
     def storage(self, nbytes: int) -> torch.UntypedStorage | None:
-        """A storage in the arena; None where ordinary memory is the better choice."""
+        """A storage in the arena; None if ordinary memory is the better choice."""
 
     def stack(self, batch: Any) -> torch.Tensor | None:
-        """default_collate of plain tensors of one dtype and shape; None: torch's function is to do it."""
+        """default_collate of plain tensors of one dtype and shape; None: left to torch's function."""
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
-        """default_collate of floats (float64) or ints (int64); None: torch's function is to do it."""
+        """default_collate of floats (float64) or ints (int64); None: left to torch's function."""
 
 @final
 class StoppableIndices:
@@ -418,24 +356,24 @@ class TimedCollate:
 
 @final
 class DeferredSignals:
-    """A context in which signals are deferred: the process's handlers take a note, and this thread has them blocked.
-    Signals that came meanwhile are raised in this thread when it is left. Entered once. Only SIGINT and SIGTERM, and
-    only where they have a handler, are deferred in the process's other threads."""
+    """A context, entered once, that defers signals: this thread blocks them, and the process's handlers only note them.
+    On exit deferred signals are raised in this thread. In the process's other threads only SIGINT and SIGTERM are
+    deferred, and only if they have a handler."""
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
-        """Those of them that this thread did not have blocked before."""
+        """The signals that this thread had not blocked before."""
 
     def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
 
 @final
 class LeaseBuffer:
-    """Memory of a batch, with a writable buffer; given back when nothing looks at it any more."""
+    """Memory of a batch as a writable buffer, released with its last user."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def storage(self) -> torch.UntypedStorage:
-        """A storage of just these bytes."""
+        """A storage that shares these bytes and keeps them alive."""
 
 def engine_batches() -> int:
     """Counts the batches that the Rust engine has delivered in this process, all loaders together.
@@ -453,43 +391,41 @@ def engine_batches() -> int:
     """
 
 def observed() -> bool:
-    """True while a profiler or another callback of torch would see ``record_function``, or a report is in force."""
+    """Whether a profiler or another callback of torch would see ``record_function``, or a report is in force."""
 
 def set_reporting(reporting: bool) -> None:
-    """Has ``observed`` answer True while reports are in force."""
+    """Makes ``observed`` return True while reports are in force."""
 
 def figures(meters: list[Meter]) -> Totals:
     """The figures of several iterators together, the latest last."""
 
 def inspect_arena(fd: int) -> Observed | None:
-    """What the arena behind a descriptor shows of an iterator of another process; None while no iterator has it. Reads
-    only. RuntimeError: it is no arena, or one of another version."""
+    """An iterator of another process, read from its arena's descriptor; None while no iterator uses the arena.
+    RuntimeError: the file is no arena, or one of another version."""
 
 def memory_limits() -> list[tuple[bool, int, int]]:
-    """The limits on memory, the machine's first: for each whether it is a cgroup's, its size and what is left of it, in
-    bytes."""
+    """The memory limits, the machine's first: whether it is a cgroup's, its size, and the free part, in bytes."""
 
 def cpu_quota() -> float | None:
-    """The cores' worth of CPU time that the cgroups of this process grant; None without a quota."""
+    """The CPU quota of this process's cgroups, in cores; None without a quota."""
 
 def is_plain_leaf(obj: Any) -> bool:
-    """Whether an object is a tensor or an array that the codec can describe."""
+    """Whether the codec can describe an object, a tensor or an array. It may still share memory in a way it cannot."""
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""
 
 def begin_forks() -> None:
-    """The forks of this thread from here to ``end_forks`` are the workers of one iterator."""
+    """Marks this thread's forks until ``end_forks`` as the workers of one iterator."""
 
 def end_forks() -> None:
-    """Ends what ``begin_forks`` began."""
+    """Ends the group that ``begin_forks`` began."""
 
 def descends(pid: int) -> bool:
-    """Whether a process is a child of this one, or a child of a child, as under the fork server; False for this process
-    itself, and for what is no pid."""
+    """Whether a process is a child or grandchild (under the fork server) of this one; False if ``pid`` is no pid."""
 
 def _trim_pool() -> int:
-    """Lets go of the arenas that wait for the next iterator; says how many there were."""
+    """Releases the pooled arenas; returns their number."""
 
 def _roundtrip(
     obj: Any,
@@ -500,7 +436,12 @@ def _roundtrip(
     raw: bool = False,
     adopt: int | None = None,
 ) -> tuple[bool, Any]:
-    """Encodes and decodes over ordinary memory, for tests."""
+    """Encodes and decodes over ordinary memory, for tests: (plain, object or None).
+
+    ``exchange=False`` avoids torch's C functions. ``damage`` overwrites (position, byte) of the payload; a position
+    beyond its end removes the last byte. ``indices`` uses the codec of index batches. ``raw``: ``obj`` is a payload,
+    with one leaf of 1 MiB. ``adopt``: large leaves lie this many bytes deep in memory that travels as it is.
+    """
 
 def _collate(batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The collate fast paths over ordinary memory, for tests."""

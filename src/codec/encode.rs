@@ -51,7 +51,6 @@ struct Encoder<'a, 'py> {
 /// # Errors
 /// What the sink says.
 pub fn encode<S: Sink>(
-    py: Python<'_>,
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
     out: &mut Vec<u8>,
@@ -69,7 +68,7 @@ pub fn encode<S: Sink>(
             // SAFETY: `from` is the first element of the view that the plan was made of, which the copy's owner keeps
             // alive; `to` points to as many fresh bytes as the plan writes.
             let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
-            if plan.bytes >= DETACH_FROM { py.detach(copy) } else { copy() }
+            if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
         });
         if let Err(error) = done {
             out.truncate(before);

@@ -76,7 +76,7 @@ pub fn _roundtrip(
     }
     let plain = match indices {
         true => encode_indices(obj, &mut payload),
-        false => encode(py, bridge, obj, &mut payload, &mut leaves)?,
+        false => encode(bridge, obj, &mut payload, &mut leaves)?,
     };
     if !plain {
         return Ok((false, None));

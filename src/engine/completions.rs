@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::metrics::{Count, Meter};
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::doorbell;
 use crate::shm::lease::{Lease, let_go};
@@ -32,6 +33,22 @@ impl Incoming {
     /// Whether it is a batch, not an error.
     pub fn is_batch(&self) -> bool {
         matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
+    }
+
+    /// Counts a batch: its bytes, the workers' copies, whether it was pickled.
+    #[inline]
+    pub fn count(&self, meter: &Meter) {
+        let load = &self.entry.load;
+        if self.is_batch() {
+            meter.add(Count::Bytes, load.bytes);
+            if load.copies > 0 {
+                meter.add(Count::Copies, u64::from(load.copies));
+                meter.add(Count::CopiedBytes, load.copied_bytes);
+            }
+            if self.entry.kind != ResultKind::Plain {
+                meter.add(Count::Pickled, 1);
+            }
+        }
     }
 }
 

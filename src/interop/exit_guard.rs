@@ -1,18 +1,22 @@
-//! Calls from Rust that run Python code, on threads that may be inside them when the interpreter exits: a user's daemon thread in
-//! `next`, the pin thread.
+//! Calls from Rust into Python on threads that may be in the call when the interpreter exits: a daemon thread in `next`, the
+//! pin thread.
 //!
-//! A thread that wants the GIL back while the interpreter ends is ended by Python (up to 3.13) with `pthread_exit`, which
-//! unwinds its stack, and Rust's part of it would abort the process. It is parked here instead, as Python 3.14 does.
+//! Python (up to 3.13) ends a thread that wants the GIL back during the exit with `pthread_exit`. That unwinds the stack, and
+//! aborts the process in Rust's frames. Such a thread is parked here instead, as Python 3.14 does.
 //!
-//! A return from [`Python::detach`], or a call of [`Python::attach`], needs none of this: PyO3 parks such a thread in the same way
-//! (`HangThread` in pyo3-ffi). But it does not cover a call that releases the GIL in Python, such as a sampler that sleeps.
+//! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi), but not in calls
+//! that release the GIL inside Python, such as a sampler that sleeps.
 
 use std::hint::black_box;
 use std::mem::{forget, transmute};
 
+use pyo3::exceptions::PyStopIteration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
+
+use crate::engine::Handle;
+use crate::sys::signal::gettid;
 
 type Object = *mut ffi::PyObject;
 type Call = unsafe extern "C" fn(Object, Object, Object) -> Object;
@@ -22,11 +26,10 @@ type UnwindingNext = unsafe extern "C-unwind" fn(Object) -> Object;
 type Release = unsafe extern "C" fn(Object);
 type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 
-// The functions are not declared once more as "C-unwind": the compiler has one declaration of a symbol in a unit of code, and
-// where pyo3's comes first it takes our call for one that cannot unwind, too. So it must not see what is called.
+// A second declaration as "C-unwind" would not do: the compiler keeps one declaration of a symbol in a unit of code, and with
+// pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
 
-/// Calls what runs Python code or waits without the GIL: users' code, pickle, torch's allocator. The arguments are dropped
-/// here.
+/// Calls a function that runs Python code or waits without the GIL: users' code, pickle, torch's allocator. Drops the arguments.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
@@ -34,14 +37,20 @@ pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyR
     let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
     // SAFETY: a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
-    // After the exception has been taken: what ends now may run code.
+    // After the exception is taken: finalizers may run code.
     release(function.py(), args.into_any().unbind());
     result
 }
 
-/// The next item of a user's iterator; `None` at its end.
-pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let py = iterator.py();
+/// The next item of an iterator, or of a function that raises StopIteration at the end; `None` at the end.
+pub fn next_item<'py>(items: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = items.py();
+    let Ok(iterator) = items.cast::<PyIterator>() else {
+        return match call(items, PyTuple::empty(py)) {
+            Err(error) if error.is_instance_of::<PyStopIteration>(py) => Ok(None),
+            item => item.map(Some),
+        };
+    };
     // SAFETY: as in `call`.
     let next = black_box(unsafe { transmute::<Next, UnwindingNext>(ffi::PyIter_Next) });
     // SAFETY: the GIL is held; the object is an iterator.
@@ -57,11 +66,11 @@ pub fn next_of<'py>(iterator: &Bound<'py, PyIterator>) -> PyResult<Option<Bound<
 pub fn release(_: Python<'_>, object: Py<PyAny>) {
     // SAFETY: as in `call`.
     let release = black_box(unsafe { transmute::<Release, UnwindingRelease>(ffi::Py_DecRef) });
-    // SAFETY: the GIL is held; the reference was the caller's, and is given up.
+    // SAFETY: the GIL is held; this gives up the caller's reference.
     guarded(|| unsafe { release(object.into_ptr()) });
 }
 
-/// Makes a call. If it unwinds the stack instead of returning, the thread is parked here.
+/// Makes a call. Parks the thread if the call unwinds the stack.
 fn guarded<R>(call: impl FnOnce() -> R) -> R {
     let guard = ParkOnUnwind;
     let result = call();
@@ -69,7 +78,14 @@ fn guarded<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Dropped only when the stack is unwound.
+/// Parks a daemon thread for good once the interpreter exits. Returns in all other threads.
+pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
+    if handle.exiting() && gettid() != std::process::id() as i32 {
+        py.detach(|| drop(ParkOnUnwind));
+    }
+}
+
+/// Parks the thread on drop.
 struct ParkOnUnwind;
 
 impl Drop for ParkOnUnwind {

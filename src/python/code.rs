@@ -9,26 +9,18 @@ macro_rules! codes {
 }
 
 codes! {
-    // Answers of `Engine.next` and `Engine.begin`. BATCH: a batch.
-    BATCH = 0,
-    // An error in a batch's place: its wrapper.
-    ERROR = 1,
-    // A worker died: its `Death`.
-    DEAD = 2,
-    // The epoch has ended, or has begun: None.
-    END = 3,
-    // The timeout expired: None.
-    TIMED_OUT = 4,
-    // The pin thread ended: its error text.
-    NO_PIN_THREAD = 5,
-
-    // Answers of `Port.receive`. RESUME: a new epoch begins.
-    RESUME = 1,
-    // The worker must leave.
-    LEAVE = 2,
-    // A task whose index cannot be unpickled.
-    UNREADABLE = 3,
+    // Answers of `Engine.next` and `Engine.begin`, and the value of each.
+    BATCH = 0, // the batch
+    ERROR = 1, // the wrapper of an error in a batch's place
+    DEAD = 2, // the `Death` of a worker
+    END = 3, // None: the epoch has ended, or has begun
+    TIMED_OUT = 4, // None
+    NO_PIN_THREAD = 5, // why the pin thread ended
+    // Answers of `Port.receive`.
+    RESUME = 1, // a new epoch begins
+    LEAVE = 2, // the worker must leave
+    UNREADABLE = 3, // a task whose index cannot be unpickled
 }
 
-/// An answer of `Port.receive`: a task to fetch. Python treats every other number so.
+/// Any other answer of `Port.receive`: a task to fetch.
 pub const FETCH: u8 = 0;

@@ -83,12 +83,10 @@ figures! {
     }
 }
 
-/// The entry of a worker's tasks, behind those of its states.
-const TASKS: usize = WorkerState::COUNT;
-
+// A worker's table: the times of its states, then its tasks.
 figures! {
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
-    numbers { tasks = TASKS, }
+    numbers { tasks = WorkerState::COUNT, }
     seconds {
         starting = WorkerState::Starting,
         idle = WorkerState::Idle,
@@ -101,8 +99,8 @@ figures! {
 }
 
 fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<WorkerTotals>> {
-    let mut table = [totals.tasks; TASKS + 1];
-    table[..TASKS].copy_from_slice(&totals.spent_ns);
+    let mut table = [totals.tasks; WorkerState::COUNT + 1];
+    table[..WorkerState::COUNT].copy_from_slice(&totals.spent_ns);
     let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
     Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
 }

@@ -1,14 +1,12 @@
 //! Exclusive access to an iterator, and its end when the iterator is shut down.
 
-use std::thread;
-
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::config::WAIT_SLICE;
 use crate::engine::Handle;
 use crate::engine::gate::{Attempt, Gate};
-use crate::sys;
+use crate::interop::exit_guard::park_at_exit;
 
 /// Waits for exclusive access without the GIL, until the iterator is shut down.
 pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
@@ -37,15 +35,4 @@ pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
     park_at_exit(py, handle);
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")
-}
-
-/// Parks a daemon thread for good once the interpreter exits. Returns in all other threads.
-pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
-    if handle.exiting() && sys::signal::gettid() != std::process::id() as i32 {
-        py.detach(|| {
-            loop {
-                thread::park();
-            }
-        })
-    }
 }

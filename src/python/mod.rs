@@ -5,7 +5,6 @@ mod engine;
 mod figures;
 mod functions;
 mod gate;
-mod pin;
 mod port;
 mod signals;
 
@@ -16,28 +15,26 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use super::engine::{PyDeath, PyEngine};
-    #[pymodule_export]
-    use super::figures::{
-        Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
+    use super::{
+        engine::{PyDeath, PyEngine},
+        figures::{
+            Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
+        },
+        functions::{
+            _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
+            set_reporting,
+        },
+        port::PyPort,
+        signals::DeferredSignals,
     };
-    #[pymodule_export]
-    use super::functions::{
-        _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
-        set_reporting,
-    };
-    #[pymodule_export]
-    use super::port::PyPort;
-    #[pymodule_export]
-    use super::signals::DeferredSignals;
     #[pymodule_export]
     use crate::codec::roundtrip::{_collate, _roundtrip};
     #[pymodule_export]
-    use crate::interop::dlpack::buffer::{LeaseBuffer, heap_storage};
-    #[pymodule_export]
-    use crate::interop::fetcher::{StoppableIndices, TimedCollate, WorkerStopped};
-    #[pymodule_export]
-    use crate::interop::tensor::is_plain_leaf;
+    use crate::interop::{
+        dlpack::buffer::{LeaseBuffer, heap_storage},
+        fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
+        tensor::is_plain_leaf,
+    };
 
     use pyo3::prelude::*;
 

@@ -58,16 +58,10 @@ impl PyPort {
     }
 
     /// Sends a plain tree; returns false, and sends nothing, for anything else.
-    fn encode(
-        &self,
-        py: Python<'_>,
-        task: u64,
-        kind: ResultKind,
-        value: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
+    fn encode(&self, task: u64, kind: ResultKind, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let mut payload = self.payload();
         let mut outgoing = Outgoing::new(&self.port);
-        let plain = codec::encode(py, Bridge::get(py)?, value, &mut payload, &mut outgoing)?;
+        let plain = codec::encode(Bridge::get(value.py())?, value, &mut payload, &mut outgoing)?;
         if plain {
             self.publish(outgoing, task, kind, &payload)?;
         }
@@ -162,12 +156,10 @@ impl PyPort {
 
     fn receive(&self, py: Python<'_>) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         let entry = match self.port.take_up()? {
-            Some(entry) => entry,
-            None => match self.wait(py)? {
-                Some(entry) => entry,
-                None => return Ok((code::LEAVE, 0, None)),
-            },
+            None => self.wait(py)?,
+            entry => entry,
         };
+        let Some(entry) = entry else { return Ok((code::LEAVE, 0, None)) };
         let in_block = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
         let bytes = in_block.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
@@ -192,15 +184,9 @@ impl PyPort {
         Ok((code::FETCH, entry.task, Some(index)))
     }
 
-    fn send(
-        &self,
-        py: Python<'_>,
-        task: u64,
-        batch: Bound<'_, PyAny>,
-        leaves_are_ours: bool,
-    ) -> PyResult<bool> {
+    fn send(&self, task: u64, batch: Bound<'_, PyAny>, leaves_are_ours: bool) -> PyResult<bool> {
         self.stopwatch.end_fetch(&self.port, WorkerState::Pack);
-        Ok(leaves_are_ours && self.encode(py, task, ResultKind::Plain, &batch)?)
+        Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, &batch)?)
     }
 
     fn send_pickle(
@@ -213,7 +199,7 @@ impl PyPort {
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
         let sum = codec::pickle_sum(&pickle);
-        self.encode(py, task, kind, (pickle, objects, sum).into_pyobject(py)?.as_any())
+        self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.as_any())
     }
 
     fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {

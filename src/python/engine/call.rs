@@ -15,10 +15,10 @@ use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Incoming, Step};
 use crate::interop::exit_guard::call;
 use crate::interop::text::short_text;
-use crate::metrics::{Count, SlowTask};
+use crate::metrics::SlowTask;
 use crate::python::code;
 use crate::python::gate::closed;
-use crate::wire::ResultKind;
+use crate::scheduler::Death;
 
 /// A call with exclusive access. Python finds its answer, a code and a value, in the list `answer`.
 pub(super) struct Call<'a, 'py> {
@@ -40,17 +40,14 @@ impl<'py> Call<'_, 'py> {
         if !is_first {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
             if let Some(death) = self.state.engine.death() {
-                return self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)));
+                return self.give_death(death);
             }
             self.state.engine.reset()?;
             while self.state.engine.resuming() {
-                match self.state.engine.step()? {
-                    Step::Deliver { .. } | Step::Submit | Step::End => {}
-                    step => {
-                        if self.carry_out(step)?.is_break() {
-                            return Ok(());
-                        }
-                    }
+                let step = self.state.engine.step()?;
+                let ignored = matches!(step, Step::Deliver { .. } | Step::Submit | Step::End);
+                if !ignored && self.carry_out(step)?.is_break() {
+                    return Ok(());
                 }
             }
         }
@@ -73,13 +70,9 @@ impl<'py> Call<'_, 'py> {
     fn find_answer(&mut self) -> PyResult<()> {
         self.state.engine.delivery().on_event(Event::NextBegan);
         loop {
-            match self.state.engine.step()? {
-                Step::Submit => self.refill()?,
-                step => {
-                    if self.carry_out(step)?.is_break() {
-                        return Ok(());
-                    }
-                }
+            let step = self.state.engine.step()?;
+            if self.carry_out(step)?.is_break() {
+                return Ok(());
             }
         }
     }
@@ -87,58 +80,44 @@ impl<'py> Call<'_, 'py> {
     /// Carries out a step; breaks once there is an answer.
     #[inline]
     fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, PyErr>) -> PyResult<ControlFlow<()>> {
-        match step {
+        let answered = match step {
+            Step::Submit => return self.refill().map(ControlFlow::Continue),
+            Step::Open { incoming, ready } => return self.open(&incoming, ready).map(ControlFlow::Continue),
+            Step::Wait(deadline) => return self.wait(deadline).map(ControlFlow::Continue),
             Step::Deliver { tag, incoming, ready } => {
                 self.count(&tag, &incoming);
                 drop(tag);
                 match ready {
-                    None => self.read(&incoming)?,
-                    Some(ready) => self.read_ready(ready)?,
+                    None => self.read(&incoming),
+                    Some(ready) => self.read_ready(ready),
                 }
             }
-            Step::Unread(ready) => self.read_ready(ready)?,
-            Step::Raise(error) => return Err(error),
-            Step::Dead(death) => {
-                self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)))?;
-            }
+            Step::Unread(ready) => self.read_ready(ready),
+            Step::Raise(error) => Err(error),
+            Step::Dead(death) => self.give_death(death),
             Step::End => {
                 self.state.engine.epoch_ends();
-                self.give(code::END, self.py.None())?;
+                self.give(code::END, self.py.None())
             }
-            Step::TimedOut => self.give(code::TIMED_OUT, self.py.None())?,
-            Step::Closed => return Err(closed(self.py, &self.engine.handle)),
-            Step::NoPinThread(cause) => self.give(code::NO_PIN_THREAD, cause)?,
-            Step::Open { incoming, ready } => {
-                self.open(&incoming, ready)?;
-                return Ok(ControlFlow::Continue(()));
-            }
-            Step::Wait(deadline) => {
-                self.wait(deadline)?;
-                return Ok(ControlFlow::Continue(()));
-            }
-            Step::Submit => unreachable!("`find_answer` and `begin` handle it"),
-        }
-        Ok(ControlFlow::Break(()))
+            Step::TimedOut => self.give(code::TIMED_OUT, self.py.None()),
+            Step::Closed => Err(closed(self.py, &self.engine.handle)),
+            Step::NoPinThread(cause) => self.give(code::NO_PIN_THREAD, cause),
+        };
+        answered.map(ControlFlow::Break)
+    }
+
+    fn give_death(&self, death: Death) -> PyResult<()> {
+        self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)))
     }
 
     /// Counts a result that is delivered now.
     #[inline]
     fn count(&self, index: &Py<PyAny>, incoming: &Incoming) {
-        let meter = &self.engine.handle.meter;
-        let entry = &incoming.entry;
-        if incoming.is_batch() {
-            meter.add(Count::Bytes, entry.load.bytes);
-            if entry.load.copies > 0 {
-                meter.add(Count::Copies, u64::from(entry.load.copies));
-                meter.add(Count::CopiedBytes, entry.load.copied_bytes);
-            }
-            if entry.kind != ResultKind::Plain {
-                meter.add(Count::Pickled, 1);
-            }
-        }
-        if meter.is_slow(&entry.timings) {
+        let (meter, timings) = (&self.engine.handle.meter, incoming.entry.timings);
+        incoming.count(meter);
+        if meter.is_slow(&timings) {
             let index = short_text(index.bind(self.py));
-            meter.note_slow(SlowTask { worker: incoming.worker, timings: entry.timings, index });
+            meter.note_slow(SlowTask { worker: incoming.worker, timings, index });
         }
     }
 

@@ -19,16 +19,16 @@ use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
-use super::gate::park_at_exit;
-use super::pin;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
-use crate::engine::pin::PinControl;
+use crate::engine::pin::{Body, PinControl};
 use crate::engine::{Engine, Handle};
-use crate::interop::detached::DetachedObject;
+use crate::interop::detached::{DetachedObject, attached};
+use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
 use crate::scheduler::Settings;
+use crate::sys::clock;
 use crate::worker::watchdog::Parent;
 
 /// The result of `progress`.
@@ -57,6 +57,19 @@ struct Callbacks {
 /// A time in seconds; `None` unless it is positive (NaN is not) and a clock can count it.
 fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
+}
+
+/// The longest time that a call may wait.
+fn limit(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+}
+
+/// The body of the pin thread. It attaches to Python once, and holds the GIL only where it needs it.
+fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
+    attached(|py| {
+        body.prepare().begin(py).map_err(|error| error.to_string())?;
+        py.detach(|| body.run())
+    })
 }
 
 /// `StallLimits` of `config.py`; 0 switches each off.
@@ -89,12 +102,11 @@ impl PyEngine {
         let mut engine = py.detach(|| Engine::new(settings))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
-        let handle = engine.handle().clone();
         Ok(Self {
+            handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new() }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
-            handle,
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
         })
     }
@@ -150,7 +162,7 @@ impl PyEngine {
         let [begin, plain, pin, failure, loads] =
             [begin, plain, pin, failure, self.callbacks.loads.clone_ref(py)].map(DetachedObject::new);
         let decoder = PinnedDecoder::new(PinCallbacks { begin, plain, pin, failure, loads });
-        Ok(self.enter(py)?.state().engine.start_pinning(decoder, pin::run)?)
+        Ok(self.enter(py)?.state().engine.start_pinning(decoder, run_pinning)?)
     }
 
     fn pinning(&self) -> bool {
@@ -165,7 +177,24 @@ impl PyEngine {
 
     #[pyo3(signature = (seconds = None))]
     fn join_pinning(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
-        pin::join(py, &self.handle, seconds)
+        if !self.handle.is_ours() {
+            return Ok(true);
+        }
+        let Some(control) = self.handle.pinning() else { return Ok(true) };
+        if control.is_current() {
+            return Ok(false);
+        }
+        let (limit, start) = (seconds.map_or(Duration::MAX, limit), clock::monotonic());
+        loop {
+            let left = limit.saturating_sub(clock::monotonic() - start);
+            if py.detach(|| control.join(left)) {
+                return Ok(true);
+            }
+            if left.is_zero() {
+                return Ok(false);
+            }
+            py.check_signals()?;
+        }
     }
 
     fn active(&self) -> Option<Vec<bool>> {
@@ -211,8 +240,7 @@ impl PyEngine {
     }
 
     fn wait_gone(&self, py: Python<'_>, seconds: f64) -> PyResult<bool> {
-        let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
-        Ok(py.detach(|| self.handle.wait_gone(limit))?)
+        Ok(py.detach(|| self.handle.wait_gone(limit(seconds)))?)
     }
 
     fn signal_all(&self, signal: i32) {

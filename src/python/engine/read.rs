@@ -26,14 +26,6 @@ enum Read {
     Pickled(Pickled),
 }
 
-/// Why unpickling failed.
-enum Failure {
-    /// The pickle raised: the error takes the batch's place.
-    Raised(PyErr),
-    /// A signal handler raised: the batch is sound.
-    Interrupted(PyErr),
-}
-
 impl<'py> Call<'_, 'py> {
     /// Answers with a result.
     #[inline]
@@ -64,11 +56,10 @@ impl<'py> Call<'_, 'py> {
         let opened = match read {
             Ok(Read::Batch(object)) => Ok(object),
             Ok(Read::Pickled(pickle)) => match self.load(&pickle) {
-                Ok(object) => Ok(object),
-                Err(Failure::Raised(error)) => Err(error),
-                Err(Failure::Interrupted(error)) => {
+                Ok(loaded) => loaded,
+                Err(interrupt) => {
                     self.state.engine.delivery().open_interrupted(Ready::Pickled(pickle));
-                    return Err(error);
+                    return Err(interrupt);
                 }
             },
             Err(error) => Err(error),
@@ -104,21 +95,20 @@ impl<'py> Call<'_, 'py> {
         Ok(read)
     }
 
-    /// Unpickles. That runs the user's code, and it runs signal handlers, whose errors look like those of the batch.
+    /// Unpickles: the inner error takes the batch's place. The outer error comes from a signal handler: the batch is sound.
     ///
-    /// Signals are not deferred: code that hangs here must stay interruptible. The user's code runs once, unless a handler
-    /// interrupts it: then the message is kept, and the next call runs it again.
-    fn load(&self, pickle: &Pickled) -> Result<Py<PyAny>, Failure> {
+    /// Unpickling runs the user's code, and signals are not deferred: code that hangs here must stay interruptible. The code runs
+    /// once, unless a handler interrupts it: then the caller keeps the message, and the next call runs it again.
+    fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
             let arguments = (&pickle.payload, &pickle.objects).into_pyobject(self.py)?;
             call(self.engine.callbacks.loads.bind(self.py), arguments).map(Bound::unbind)
         };
-        loads().map_err(|error| match self.is_interrupt(&error) {
-            Ok(false) => Failure::Raised(error),
-            Ok(true) => Failure::Interrupted(error),
-            // A handler raised during the check.
-            Err(second) => Failure::Interrupted(second),
-        })
+        match loads() {
+            // An error of the check itself comes from a handler, too.
+            Err(error) if self.is_interrupt(&error)? => Err(error),
+            loaded => Ok(loaded),
+        }
     }
 
     /// Whether a signal handler raised an error, rather than the code that it interrupted.
@@ -133,12 +123,10 @@ impl<'py> Call<'_, 'py> {
     fn read_pickle(&mut self, pickle: Pickled) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
         match self.load(&pickle) {
-            Ok(object) => self.deliver(code, object),
-            Err(Failure::Raised(error)) => Err(error),
-            Err(Failure::Interrupted(error)) => {
-                let interrupted = Event::DecodeInterrupted(Ready::Pickled(pickle));
-                self.state.engine.delivery().on_event(interrupted);
-                Err(error)
+            Ok(loaded) => self.deliver(code, loaded?),
+            Err(interrupt) => {
+                self.state.engine.delivery().on_event(Event::DecodeInterrupted(Ready::Pickled(pickle)));
+                Err(interrupt)
             }
         }
     }

@@ -1,29 +1,17 @@
 //! Indices: from the sampler to the workers.
 
-use pyo3::exceptions::{PyException, PyStopIteration};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyTuple};
+use pyo3::types::PyBytes;
 
 use super::call::Call;
 use super::state::State;
 use crate::codec;
 use crate::engine::delivery::Event;
 use crate::error::Error;
-use crate::interop::exit_guard::{call, next_of};
+use crate::interop::exit_guard::{call, next_item};
 use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
-
-/// The sampler's next index; `None` at its end.
-fn sampled<'py>(next_index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if let Ok(iterator) = next_index.cast::<PyIterator>() {
-        return next_of(iterator);
-    }
-    match call(next_index, PyTuple::empty(next_index.py())) {
-        Ok(index) => Ok(Some(index)),
-        Err(error) if error.is_instance_of::<PyStopIteration>(next_index.py()) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
 
 impl<'py> Call<'_, 'py> {
     /// Carries out `Step::Submit`. An `Exception` of the sampler is raised by a later call, any other error (an interrupt) at
@@ -50,12 +38,9 @@ impl<'py> Call<'_, 'py> {
     pub(super) fn draw(&mut self) -> PyResult<()> {
         let index = match self.state.engine.delivery().take_unsent() {
             Some(index) => Some(index.into_bound(self.py)),
-            None => sampled(self.next_index)?,
+            None => next_item(self.next_index)?,
         };
-        match index {
-            Some(index) => self.submit(index),
-            None => Ok(()),
-        }
+        index.map_or(Ok(()), |index| self.submit(index))
     }
 
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
