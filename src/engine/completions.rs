@@ -1,4 +1,4 @@
-//! The consumer's end: completion rings, the bitmap that names those which hold something, and the messages.
+//! The consumer's end: completion rings, the bitmap of non-empty rings, and messages.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::shm::ring::Consumer;
 use crate::sync::Ordering;
 use crate::wire::{self, Leaf, ResultEntry, ResultKind};
 
-/// A result that has arrived and not been opened.
+/// An unopened result.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
     /// The worker that made it.
@@ -20,17 +20,17 @@ pub struct Incoming {
     pub entry: ResultEntry,
 }
 
-/// A result as the scheduler keeps it: with the batch, if the pin thread has made it ready.
+/// A result with its batch, if that is prepared already.
 #[derive(Debug)]
 pub struct Arrival<B> {
     /// The result.
     pub incoming: Incoming,
-    /// The batch.
+    /// The prepared batch.
     pub ready: Option<B>,
 }
 
 impl Incoming {
-    /// Whether it is a batch, not an error.
+    /// Whether it is a batch.
     pub fn is_batch(&self) -> bool {
         matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
     }
@@ -52,13 +52,13 @@ impl Incoming {
     }
 }
 
-/// The consumer's ends of all completion rings of one iterator. They belong to one thread at a time.
+/// The consumer's ends of an iterator's completion rings, owned by one thread at a time.
 #[derive(Debug)]
 pub struct Completions {
     rings: Vec<Consumer<ArenaRing>>,
-    /// The word of the bitmap that is being worked off.
+    /// The current word of the bitmap.
     word: usize,
-    /// Marks of that word that have been taken and not drained.
+    /// Marks of that word whose rings are not drained yet.
     marks: u64,
 }
 
@@ -109,22 +109,22 @@ impl Completions {
     }
 }
 
-/// Gives back the blocks of a result that nobody will open.
+/// Releases the blocks of an unopened result.
 pub fn discard(arena: &Arc<Arena>, incoming: &Incoming) {
-    // Opening lets go of the message's block in any case, dropping of the leaves. A damaged one keeps its leaves.
+    // Opening releases the message's block, dropping its leaves. A damaged message keeps its leaves.
     drop(Message::open(arena, incoming, Vec::new()));
 }
 
-/// An opened result: its payload, copied out of shared memory before anything in it is believed, and its leaves.
+/// An opened result: its payload, copied out of shared memory before validation, and its leaves.
 #[derive(Debug)]
 pub struct Message {
     bytes: Vec<u8>,
     start: usize,
-    /// Leaves that are not taken are given back with it.
+    /// The leaves.
     pub leaves: Leaves,
 }
 
-/// The blocks of an opened result.
+/// The blocks of an opened result. Leaves that are not taken are released on drop.
 #[derive(Debug)]
 pub struct Leaves {
     arena: Arc<Arena>,
@@ -133,7 +133,7 @@ pub struct Leaves {
 }
 
 impl Message {
-    /// Opens a result; its message's block is given back at once. `buffer` is used for the copy.
+    /// Opens a result: copies its message to `buffer` and releases the message's block.
     pub fn open(arena: &Arc<Arena>, incoming: &Incoming, mut buffer: Vec<u8>) -> Result<Self> {
         let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
         let worker = incoming.worker;
@@ -155,12 +155,12 @@ impl Message {
         &self.bytes[self.start..]
     }
 
-    /// The payload, and the leaves to be taken.
+    /// The payload and the leaves.
     pub fn parts(&mut self) -> (&[u8], &mut Leaves) {
         (&self.bytes[self.start..], &mut self.leaves)
     }
 
-    /// The buffer, for the next message.
+    /// The buffer, for reuse.
     pub fn into_buffer(self) -> Vec<u8> {
         self.bytes
     }
@@ -177,7 +177,7 @@ impl Leaves {
         self.rows.is_empty()
     }
 
-    /// A lease on a leaf; each can be taken once.
+    /// Takes the lease on a leaf; possible once per leaf.
     pub fn take(&mut self, index: usize) -> Result<Lease> {
         let leaf = self.rows.get_mut(index).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is not there")))?;

@@ -1,36 +1,35 @@
-//! What one `next()` owes, keeps back or answers.
+//! The state of a call of `next()`: owed draws, deferred errors and interrupted work.
 //!
-//! A state machine without Python, thread or clock. It stands between the scheduler, which decides what comes next, and the
-//! bindings, which ask the sampler, unpickle, and convert. `T` is an index batch, `B` a result in the bindings' hands, `E` an
-//! error of the sampler.
+//! A state machine without Python, thread or clock, between the scheduler and the bindings, which ask the sampler, unpickle
+//! and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the sampler.
 //!
 //! # Precedence
-//! [`Delivery::answer`] is the only place that ranks answers. The first row that applies is the answer:
+//! Only [`Delivery::answer`] ranks answers. The first row that applies is the answer:
 //!
 //! | # | State | Answer | Left by |
 //! |---|---|---|---|
-//! | 1 | an earlier call kept back an error of the sampler ([`Event::DrawFailed`]); asked once, as the call begins | [`Step::Raise`] | the answer |
+//! | 1 | an earlier call deferred an error of the sampler ([`Event::DrawFailed`]); checked once, as the call begins | [`Step::Raise`] | the answer |
 //! | 2 | the iterator is closed | [`Step::Closed`] | nothing |
 //! | 3 | earlier calls owe draws; each is tried once per call, and none after one that found no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] with no index unsent |
-//! | 4 | a signal handler cut off the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
-//! | 5 | a worker wrote nonsense ([`Event::Broken`]) | the error | nothing |
+//! | 4 | a signal handler interrupted the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
+//! | 5 | shared memory is damaged ([`Event::Broken`]) | the error | nothing |
 //! | 6 | a result is tied to its worker | [`Step::Open`] | [`Delivery::untie`] |
 //! | 7 | the scheduler answers `Submit`, `Deliver`, `Raise`, `Dead`, `TimedOut`, `Shutdown` | the same | see `scheduler/README.md` |
-//! | 8 | the scheduler answers `End`, and this call kept back an error | [`Step::Raise`] | the answer |
+//! | 8 | the scheduler answers `End`, and this call deferred an error | [`Step::Raise`] | the answer |
 //! | 9 | the scheduler answers `End` | [`Step::End`] | a new epoch |
 //! | 10 | the scheduler answers `Wait`, and the pin thread has ended | [`Step::NoPinThread`] | nothing |
 //! | 11 | the scheduler answers `Wait` | [`Step::Wait`] | an event |
 //!
-//! An error of the sampler never takes the place of a batch: the call that draws the index still delivers its batch, and the
-//! error waits for the next call (1), or for the end of the epoch (8). After such an error, or an interrupt, the draw is owed: a
-//! handler may have raised it, and then the sampler still has its index.
+//! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the error waits
+//! for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed, because a signal handler
+//! may have raised it, and then the sampler still has its index.
 //!
-//! # What stays elsewhere, and why
-//! - The scheduler keeps the staged batch, the draws owed to exhausted workers, and the death that it raises for ever: they are
-//!   torch's algorithm (when the sampler is advanced, what is lost), tested against torch's fields in `tests/scheduler_model.rs`.
-//! - The iterator in Python keeps two attributes. `_last` is what all later calls raise after an end or a death: threads that
-//!   wait for exclusive access and forked children read it, and neither can take this state. `_rescued` is an answer that a
-//!   signal handler cut off between two bytecodes, after the engine had returned. Both outrank this table, `_last` first.
+//! # State kept elsewhere
+//! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are part of
+//!   torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
+//! - The Python iterator keeps `_last`, which all calls raise after an end or a death, because waiting threads and forked
+//!   children cannot access this state; and `_rescued`, an answer that a signal handler cut off after the engine had returned.
+//!   Both outrank this table, `_last` first.
 
 use std::collections::VecDeque;
 
@@ -39,43 +38,41 @@ use super::types::Step;
 use crate::error::{Error, Result};
 use crate::scheduler::Decision;
 
-/// Something that happened to the call that is under way.
+/// An event of the current call.
 #[derive(Debug)]
 pub enum Event<T, B, E> {
-    /// An epoch begins: what is left of the last one goes.
+    /// An epoch begins: resets all state of the last one.
     EpochBegan,
     /// A `next` begins.
     NextBegan,
-    /// A [`Step::Submit`] is done: the index is sent, or the sampler is at its end.
+    /// A [`Step::Submit`] is done: the index is sent, or the sampler is exhausted.
     IndexDrawn,
-    /// A signal handler raised before the sampler was asked, or the sampler raised what is no `Exception`.
+    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is no `Exception`.
     DrawInterrupted,
-    /// An index batch found no memory, or a signal handler cut off its pickling. What the draw ends in follows.
+    /// An index batch found no memory, or its pickling was interrupted. Another event of the draw follows.
     IndexUnsent(T),
-    /// The sampler, or the sending of its index, failed.
+    /// The sampler failed, or the submission of its index.
     DrawFailed(E),
-    /// A signal handler cut off the decoding of a result that was delivered.
+    /// A signal handler interrupted the decoding of a delivered result.
     DecodeInterrupted(B),
-    /// The pin thread has ended, and why.
+    /// The pin thread has ended, for this reason.
     PinThreadEnded(String),
-    /// A worker wrote nonsense: the iterator cannot go on.
+    /// Shared memory is damaged. The iterator cannot continue.
     Broken(Error),
 }
 
-/// How far the call has come.
+/// The stage of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
-    /// It has answered nothing yet.
     Began,
-    /// It makes up for draws of earlier calls; so many are left to be tried.
+    /// Repeats owed draws; holds the number of draws left to try.
     Draws(u32),
     /// The scheduler answers.
     Answers,
-    /// The scheduler has nothing yet, and the clock of the timeout runs.
+    /// The scheduler has answered `Wait`, and the timeout runs.
     Waits,
 }
 
-/// Whether the iterator can go on.
 #[derive(Debug)]
 enum Health {
     Sound,
@@ -83,12 +80,12 @@ enum Health {
     Broken(Error),
 }
 
-/// A result that has to be opened before any other is taken.
+/// A result to open before any other is taken.
 #[derive(Debug)]
 pub struct Tied<B> {
     /// The result.
     pub incoming: Incoming,
-    /// What an interrupted attempt to open it has left.
+    /// The state of an interrupted attempt to open it.
     pub ready: Option<B>,
 }
 
@@ -97,13 +94,13 @@ pub struct Tied<B> {
 pub struct Delivery<T, B, E> {
     call: Call,
     health: Health,
-    /// Errors of the sampler that no call has raised yet.
+    /// Deferred errors of the sampler.
     errors: VecDeque<E>,
-    /// Draws that failed and are to be repeated.
+    /// Failed draws to repeat.
     owed_draws: u32,
-    /// An index batch that could not be sent. It is sent before the sampler is asked again.
+    /// An index batch to send before the sampler is asked again.
     unsent: Option<T>,
-    /// A delivered result whose decoding was cut off.
+    /// A delivered result whose decoding was interrupted.
     unread: Option<B>,
     tied: Option<Tied<B>>,
 }
@@ -123,7 +120,7 @@ impl<T, B, E> Default for Delivery<T, B, E> {
 }
 
 impl<T, B, E> Delivery<T, B, E> {
-    /// Takes note of something that happened.
+    /// Processes an event.
     #[inline]
     pub fn on_event(&mut self, event: Event<T, B, E>) {
         match event {
@@ -145,7 +142,7 @@ impl<T, B, E> Delivery<T, B, E> {
             Event::DrawFailed(error) => {
                 self.errors.push_back(error);
                 match self.call {
-                    // The epoch must not end before it is sent; the next call tries again.
+                    // The epoch must not end before the index is sent; the next call tries again.
                     Call::Draws(_) if self.unsent.is_some() => self.call = Call::Answers,
                     Call::Draws(_) => self.owed_draws -= 1,
                     _ => self.owe_draw(),
@@ -161,7 +158,7 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// What the call answers now; see the table above. `closed`: the iterator is shut down. `decide` asks the scheduler.
+    /// Returns the next step by the table above. `closed`: the iterator is shut down. `decide` asks the scheduler.
     #[inline]
     pub fn answer(
         &mut self,
@@ -213,46 +210,46 @@ impl<T, B, E> Delivery<T, B, E> {
         })
     }
 
-    /// Whether the call begins to wait with this [`Step::Wait`], and does not merely go on.
+    /// Marks the call as waiting. Returns whether it was not before.
     pub fn begins_to_wait(&mut self) -> bool {
         std::mem::replace(&mut self.call, Call::Waits) != Call::Waits
     }
 
-    /// The call ends. Whether it was waiting.
+    /// Ends the call. Returns whether it was waiting.
     #[inline]
     pub fn stops_waiting(&mut self) -> bool {
         std::mem::replace(&mut self.call, Call::Answers) == Call::Waits
     }
 
-    /// The index batch to be sent before the sampler is asked again.
+    /// Takes the index batch to send before the sampler is asked again.
     #[inline]
     pub fn take_unsent(&mut self) -> Option<T> {
         self.unsent.take()
     }
 
-    /// Whether the state of shared memory is unknown.
+    /// Whether shared memory is damaged.
     pub fn is_broken(&self) -> bool {
         matches!(self.health, Health::Broken(_))
     }
 
-    /// A result that has to be opened before any other is taken, while its worker lives.
+    /// Stores a result to open before any other is taken, while its worker lives.
     pub fn tie(&mut self, incoming: Incoming) {
         self.tied = Some(Tied { incoming, ready: None });
     }
 
-    /// The result that has to be opened first, of this worker or of any.
+    /// Takes the tied result, if it is of this worker, or of any for `None`.
     pub fn untie(&mut self, worker: Option<u32>) -> Option<Tied<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))
     }
 
-    /// The opening of the tied result was cut off by a signal handler; `left` is what the next attempt needs.
+    /// Stores the state of an interrupted attempt to open the tied result.
     pub fn open_interrupted(&mut self, left: B) {
         if let Some(tied) = &mut self.tied {
             tied.ready = Some(left);
         }
     }
 
-    /// Whether a result has to be opened first.
+    /// Whether there is a tied result.
     #[inline]
     pub fn is_tied(&self) -> bool {
         self.tied.is_some()

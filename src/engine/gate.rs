@@ -1,11 +1,11 @@
-//! Exclusive access to an iterator: one user thread at a time is in `next`.
+//! Exclusive access to an iterator.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-/// A lock that is waited for in slices, between which the caller looks for signals, and that a thread cannot take twice: a
-/// signal handler that calls `next` gets an error instead of a deadlock.
+/// A lock whose waiters can check signals between slices. A thread cannot take it twice: a signal handler that calls `next`
+/// gets an error instead of a deadlock.
 #[derive(Debug, Default)]
 pub struct Gate {
     queue: Mutex<Queue>,
@@ -15,14 +15,14 @@ pub struct Gate {
 #[derive(Debug, Default)]
 struct Queue {
     owner: Option<ThreadId>,
-    /// Threads that wait for `freed`. To notify is a system call, also when no thread waits.
+    /// Threads that wait for `freed`. `leave` avoids the system call if there are none.
     waiting: usize,
 }
 
-/// What an attempt to enter finds.
+/// The result of an attempt to enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attempt {
-    /// The caller has exclusive access, until it calls [`Gate::leave`].
+    /// The caller has exclusive access until [`Gate::leave`].
     Entered,
     /// The caller has it already.
     Reentered,

@@ -1,5 +1,4 @@
-//! What any thread may use at any time, without exclusive access to the engine: the flags that stop an iterator, and the
-//! slots of its workers.
+//! The part of an engine that any thread may use without exclusive access: stop flags and worker slots.
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicBool;
@@ -18,44 +17,42 @@ use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys;
 
-/// The place of one worker. Its process may end and be replaced; the worker's number stays.
+/// A worker's slot, whose process may be replaced.
 #[derive(Debug, Default)]
 struct WorkerSlot {
-    /// Processes that have been started in this slot: the number of the last one, counted from 1.
+    /// Number of processes that have been started in this slot.
     generation: u32,
-    /// The present process; `None` before the start of each generation.
+    /// The current process; `None` before the start of each generation.
     liveness: Option<Arc<Process>>,
 }
 
-/// The token of a worker's pidfd in a poll set: worker and generation, so that an event of an earlier process is not taken for
-/// one of the present process.
+/// The token of a worker's pidfd in a poll set. The generation distinguishes events of earlier processes.
 fn token(worker: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(worker)
 }
 
-/// The part of an iterator that stops it.
+/// The shared part of an engine.
 #[derive(Debug)]
 pub struct Handle {
     /// The arena.
     pub arena: Arc<Arena>,
-    /// Rung by workers, and by whoever stops the iterator.
+    /// Rung by workers, and to stop the iterator.
     pub doorbell: sys::event::EventFd,
-    /// Locked for moments only, and in a forked child not at all: another thread may have held a lock at the fork.
+    /// Locked only briefly. Never locked in a forked child, where another thread may have held the lock.
     slots: Box<[Mutex<WorkerSlot>]>,
-    /// The pin thread's, where there is one.
     pinning: OnceLock<Arc<PinControl>>,
-    /// What is counted of the iterator.
+    /// The iterator's counters.
     pub meter: Arc<Meter>,
     closing: AtomicBool,
     exiting: AtomicBool,
-    /// What the workers said last, once the arena may have gone to another iterator. Locked while somebody uses it without the
-    /// turn. The bindings do so with the GIL, so that no fork of Python's copies the lock while it is held; a child asks
-    /// [`Handle::is_ours`] first all the same.
+    /// The workers' last status, once another iterator may use the arena. Locked while the arena is used without exclusive
+    /// access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
+    /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
 }
 
 impl Handle {
-    /// A handle without workers yet.
+    /// A handle without workers.
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let slots = (0..workers).map(|_| Mutex::default()).collect();
@@ -71,10 +68,9 @@ impl Handle {
         })
     }
 
-    /// Puts the process of a worker that has just been started into the worker's slot, as its next generation. Returns the
-    /// process and the token of its pidfd.
+    /// Registers a worker's new process. Returns it and the token of its pidfd.
     ///
-    /// Errors: [`Error::Usage`] for a pid that is no other process, an unknown worker, or a slot that is taken.
+    /// Errors: [`Error::Usage`] for an invalid pid, an unknown worker, or a slot in use.
     pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!(
@@ -91,9 +87,7 @@ impl Handle {
         Ok((process, token(worker, slot.generation)))
     }
 
-    /// Empties the slot of a worker whose process has ended, so that another one can be started.
-    ///
-    /// Errors: [`Error::Usage`] while the process runs, or if there is none.
+    /// Empties a slot whose process has ended; [`Error::Usage`] if there is no such process.
     pub(super) fn vacate(&self, worker: u32) -> Result<()> {
         let mut slot = self.slot(worker)?;
         match slot.liveness.take_if(|process| process.has_exited()) {
@@ -109,12 +103,12 @@ impl Handle {
         Ok(slot.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The present process of a worker. None before it has been started, and in a forked child.
+    /// The current process of a worker. `None` before its start, and in a forked child.
     pub fn process(&self, worker: u32) -> Option<Arc<Process>> {
         self.slot(worker).ok()?.liveness.clone()
     }
 
-    /// The worker and process that a token of [`Handle::started`] names; `None` if that is not the present process.
+    /// The worker and process of a token; `None` if that is not the current process.
     pub(super) fn named_by(&self, named: u64) -> Option<(u32, Arc<Process>)> {
         let worker = named as u32;
         let slot = self.slot(worker).ok()?;
@@ -122,7 +116,7 @@ impl Handle {
         (token(worker, slot.generation) == named).then_some((worker, process))
     }
 
-    /// The control of the pin thread that is about to be started.
+    /// Creates the control of the pin thread.
     pub(super) fn control_of_pinning(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
@@ -130,12 +124,12 @@ impl Handle {
         Ok(control)
     }
 
-    /// The pin thread's control, where there is such a thread.
+    /// The control of the pin thread, if there is one.
     pub fn pinning(&self) -> Option<&PinControl> {
         self.pinning.get().map(Arc::as_ref)
     }
 
-    /// Tells the pin thread to end, where there is one. If the bell cannot be rung it sees that within a slice.
+    /// Asks the pin thread to end, if there is one. If the doorbell fails, the thread sees it within a slice.
     pub fn stop_pinning(&self) {
         if let Some(control) = self.pinning() {
             control.stop();
@@ -143,25 +137,25 @@ impl Handle {
         }
     }
 
-    /// True in the process that made the iterator.
+    /// Whether this process created the iterator.
     pub fn is_ours(&self) -> bool {
         self.arena.is_ours()
     }
 
-    /// An error in a forked child.
+    /// Returns [`Error::Child`] in a forked child.
     pub fn check_ours(&self) -> Result<()> {
         let what =
             "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
         if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
     }
 
-    /// True once somebody has begun to stop the iterator.
+    /// Whether [`Handle::close`] has been called.
     pub fn closing(&self) -> bool {
         // SYNC: closing (pairs with the Release in `close`).
         self.closing.load(Ordering::Acquire)
     }
 
-    /// The interpreter exits: what waits in `next` on other threads is to go on waiting until the process ends.
+    /// Notes that the interpreter exits: threads that wait in `next` park until the process ends.
     pub fn exit(&self) {
         // SYNC: exiting (pairs with the Acquire in `exiting`).
         self.exiting.store(true, Ordering::Release);
@@ -182,9 +176,8 @@ impl Handle {
         Ok(())
     }
 
-    /// Stops every worker and wakes each thread that waits in `next`. May be called again. Does not wait for workers or the
-    /// iterator's lock, only for the lock `last`, which is held for a copy of the workers' figures. If the system refuses a
-    /// wake, the sleeper sees the stop within its slice.
+    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which is held for a copy of
+    /// the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
@@ -204,7 +197,7 @@ impl Handle {
         if last.is_some() {
             return;
         }
-        // Read by itself, so without a pair; a worker that sleeps sees it after the bell (SYNC: bell-rung).
+        // Orders no other data, so no pair; a sleeping worker sees it after the bell (SYNC: bell-rung).
         self.arena.header().stop.0.store(1, Ordering::Relaxed);
         for worker in 0..self.arena.geometry().workers {
             let sleeper = &self.arena.control(worker).sleeper.0;
@@ -213,7 +206,7 @@ impl Handle {
         }
     }
 
-    /// The workers have ended and the arena may go to another iterator, whose workers [`Handle::close`] must not stop.
+    /// Detaches from the arena after the workers have ended: another iterator may use it, and `close` must not stop its workers.
     pub fn part_with_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
@@ -225,12 +218,12 @@ impl Handle {
         }
     }
 
-    /// Whether the arena is this iterator's no more.
+    /// Whether this iterator no longer uses the arena.
     pub fn has_ended(&self) -> bool {
         !self.is_ours() || self.last().is_some()
     }
 
-    /// What is counted of the iterator, as it is now. In a forked child: as it was at the fork, without the workers.
+    /// The iterator's current totals; in a forked child those at the fork, without the workers.
     pub fn totals(&self) -> Totals {
         if !self.is_ours() {
             return self.meter.totals();
@@ -252,12 +245,12 @@ impl Handle {
         processes.filter(|(_, process)| !process.has_exited())
     }
 
-    /// Number of workers that have not ended.
+    /// Number of running workers.
     pub fn alive(&self) -> usize {
         self.running().count()
     }
 
-    /// Waits until all workers have ended, for at most `limit` and at most one slice; says whether they have.
+    /// Waits until all workers have ended, at most `limit` and at most one slice. Returns whether they have.
     pub fn wait_gone(&self, limit: Duration) -> Result<bool> {
         let deadline = sys::clock::monotonic() + limit.min(WAIT_SLICE);
         loop {
@@ -266,7 +259,7 @@ impl Handle {
             if now >= deadline {
                 return Ok(false);
             }
-            // Another file may have the pidfd's number, and be readable all the time.
+            // Another file may have taken the pidfd's number, and always be readable.
             let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| pidfd.is_intact()) else {
                 std::thread::sleep(EXIT_CHECK.min(deadline - now));
                 continue;
@@ -276,23 +269,22 @@ impl Handle {
             match set.wait(Some(deadline - now), &mut Vec::new()) {
                 Ok(sys::poll::WaitOutcome::Interrupted) => return Ok(self.alive() == 0),
                 Ok(_) => {}
-                // Somebody has closed the descriptor.
+                // The descriptor was closed.
                 Err(_) => std::thread::sleep(EXIT_CHECK.min(deadline - now)),
             }
         }
     }
 
-    /// Sends a signal to each worker that has not ended and descends from this process.
+    /// Sends a signal to each running worker that descends from this process.
     pub fn signal_all(&self, signal: i32) {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Whether every worker left of its own accord, and none had been replaced, so that the arena has no damage and no lost
-    /// blocks.
+    /// Whether every worker left by itself and none was replaced, so that the arena has no damage and no lost blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
             let Ok(slot) = self.slot(worker) else { return false };
-            // The end of the process comes after all that it has stored, and the kernel orders what reports that end.
+            // The kernel orders the end of the process after all of its stores.
             let state = || self.arena.control(worker).status.state.load(Ordering::Relaxed);
             let ended = slot.liveness.as_ref().is_some_and(|process| process.has_exited());
             slot.generation == 1 && ended && state() == WorkerState::Left as u32
@@ -364,7 +356,7 @@ mod tests {
         handle.started(0, child.id() as i32).unwrap();
         let number = handle.process(0).unwrap().pidfd.as_ref().unwrap().as_fd().as_raw_fd();
         let file = std::fs::File::open("/proc/self/exe").unwrap();
-        // SAFETY: dup2 takes plain numbers; the one that is taken over is the pidfd's.
+        // SAFETY: dup2 takes plain numbers; it replaces the pidfd.
         assert!(unsafe { libc::dup2(file.as_raw_fd(), number) } != -1);
         let before = cpu_time();
         assert!(!handle.wait_gone(WAIT_SLICE).unwrap());
@@ -374,11 +366,11 @@ mod tests {
         assert!(handle.wait_gone(WAIT_SLICE).unwrap());
     }
 
-    /// What this thread has had of the processor.
+    /// CPU time of this thread.
     fn cpu_time() -> Duration {
         // SAFETY: a timespec of zeroes is a valid one, for the kernel to fill.
         let mut time: libc::timespec = unsafe { std::mem::zeroed() };
-        // SAFETY: `time` is a struct of ours.
+        // SAFETY: `time` is a local struct.
         unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }

@@ -1,4 +1,4 @@
-//! What comes in: results out of the rings or from the pin thread, and the ends of workers, as events of the scheduler.
+//! Passes results, from the rings or the pin thread, and worker deaths to the scheduler.
 
 use crossbeam_channel::TryRecvError;
 
@@ -9,18 +9,16 @@ use crate::id::{TaskId, WorkerId};
 use crate::scheduler::Event;
 use crate::wire::ResultKind;
 
-/// Where results come from.
+/// The source of results.
 #[derive(Debug)]
 pub(super) enum Intake<B> {
-    /// Out of the rings.
     Rings(Completions),
-    /// From the pin thread.
     Thread(pin::Link<B>),
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Takes what has come into the scheduler and carries out what that wants. It stops at a result that is tied to its
-    /// worker: that the worker may leave stands behind it in the same ring.
+    /// Passes results to the scheduler and performs its actions. Stops at a tied result: the entry behind it in the ring may
+    /// let the worker leave.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()
@@ -37,9 +35,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.effects()
     }
 
-    /// Takes what the caller has made of the result of [`Step::Open`].
+    /// Completes a [`Step::Open`](super::Step::Open) with the opened result.
     pub fn opened(&mut self, ready: B) -> Result<()> {
-        let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result was to be opened"))?;
+        let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result is tied"))?;
         self.tick();
         let result = self.completed(tied.incoming, Some(ready)).and_then(|()| self.effects());
         self.sticky(result)
@@ -87,7 +85,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Whether there is something to take in.
+    /// Whether a result or event waits.
     #[inline]
     pub(super) fn has_news(&self) -> bool {
         match &self.intake {
@@ -97,13 +95,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// A worker's process has ended: what it had published counts, then the scheduler decides what its end means.
+    /// Reports the end of a worker's process, after the results that it had published.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(Intake::Thread(link)) = &self.intake {
             if link.drain.try_send(worker).is_ok() {
                 return self.handle.doorbell.ring();
             }
-            // The thread has ended. What it had handed on came before.
+            // The thread has ended; its results come first.
             self.take_parcels()?;
             return self.died(worker);
         }

@@ -1,8 +1,8 @@
-//! The engine: turns the scheduler's actions into effects, and what happens outside into its events.
+//! The engine: performs the scheduler's actions, and reports events to it.
 //!
-//! Without pinning no thread of its own runs in the main process: whoever calls `next` drains the completion rings, and
-//! when nothing is there waits on the doorbell, the workers' pidfds and the time left, all in one call. With pinning
-//! a thread owns the consumer's ends ([`Completions`]), and `next` takes what it hands on (`pin.rs`).
+//! Without pinning the engine has no thread in the main process: `next` drains the completion rings, and waits on the doorbell
+//! and the workers' pidfds in one call. With pinning a thread owns the consumer's ends ([`Completions`]) and passes prepared
+//! batches to `next` (`pin.rs`).
 
 pub mod completions;
 pub mod delivery;
@@ -51,32 +51,30 @@ use crate::wire::{TaskEntry, TaskKind};
 /// The doorbell's token in the poll set; those of the workers are made by [`Handle::started`].
 const DOORBELL: u64 = u64::MAX;
 
-/// One iterator's engine. `T` is what the caller keeps of each task until its result is delivered, `B` a batch that was
-/// made ready when it came: by the pin thread, or because it had to be opened on receipt. `E` is an error of the sampler.
+/// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin thread, or
+/// because it was tied), `E` an error of the sampler.
 #[derive(Debug)]
 pub struct Engine<T, B: Send + 'static = (), E = ()> {
     handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
-    /// What calls of `next` owe, keep back and answer.
     delivery: Delivery<T, B, E>,
     tasks: Vec<Producer<ArenaRing>>,
-    /// Empty only while it is changed, and in a forked child.
+    /// `None` only while it changes, and in a forked child.
     intake: Option<Intake<B>>,
-    /// The main process's region, which index batches travel in.
+    /// The main process's region, for index batches.
     allocator: Allocator,
     poll: sys::poll::PollSet,
+    /// Tokens that the last poll returned.
     ready: Vec<u64>,
-    /// Workers without a pidfd: looked at in each slice.
+    /// Workers without a pidfd, checked in each slice.
     unwatched: Vec<u32>,
-    /// The bell cannot be waited on: results are looked for in each slice.
+    /// The doorbell cannot be polled: results are checked in each slice.
     deaf: bool,
-    /// The time, as last looked at: once for all that happens in one step.
+    /// The time of the last clock read, one per step.
     now: Duration,
-    /// The times of `next`.
     watch: Watch,
-    /// When ended workers were last looked for.
+    /// Time of the last check for dead workers.
     looked: Duration,
-    /// What is known of workers that may be stuck.
     stalls: Stalls,
     finished: bool,
 }
@@ -116,7 +114,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// What may be used without the turn.
+    /// The part that needs no exclusive access.
     pub fn handle(&self) -> &Arc<Handle> {
         &self.handle
     }
@@ -126,13 +124,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         &self.handle.arena
     }
 
-    /// Tasks that may be outstanding, and so the number of submissions that begin an epoch.
+    /// Limit of outstanding tasks, and number of submissions that start an epoch.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
     }
 
-    /// Has a thread take the results in and make the batches ready, from now on. To be called once all workers have been
-    /// started. `around` gets the thread's body and runs it.
+    /// Starts the pin thread, after all workers. `around` runs the thread's body.
     pub fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -144,10 +141,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Err(Error::usage("a second pin thread"));
         };
         let link = pin::start(prepare, &self.handle, completions, self.max_tasks(), around)?;
-        // Before anything can fail: from here on the rings are the thread's.
+        // Before any failure: the thread owns the rings now.
         let link = match self.intake.insert(Intake::Thread(link)) {
             Intake::Thread(link) => link,
-            Intake::Rings(_) => unreachable!("it has just been put there"),
+            Intake::Rings(_) => unreachable!("it has just been inserted"),
         };
         self.poll.remove(DOORBELL)?;
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
@@ -155,7 +152,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Where the epoch stands.
+    /// The progress of the epoch.
     pub fn progress(&self) -> Progress {
         let scheduler = &self.scheduler;
         let first = scheduler.first_task().0;
@@ -180,12 +177,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             .collect()
     }
 
-    /// The first task that a worker has not answered.
+    /// A worker's first unanswered task.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         self.scheduler.oldest_task_of(WorkerId(worker))
     }
 
-    /// Takes note of a worker that has just been started.
+    /// Registers a newly started worker.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
         let (process, token) = self.handle.started(worker, pid)?;
         match &process.pidfd {
@@ -195,15 +192,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Sends an index batch, encoded, to the worker whose turn it is. `None`: no worker takes tasks any more, and the
-    /// tag is dropped, as in torch. Does not wait for memory: see [`settle`](crate::shm::alloc::settle).
+    /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does. Does not
+    /// wait for memory, see [`settle`](crate::shm::alloc::settle).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
-        // A sampler, or a signal handler, may have forked in the midst of `next`.
+        // A sampler or a signal handler may have forked during `next`.
         self.handle.check_ours()?;
         if self.finished {
             return Err(Error::usage("an iterator that has ended takes no tasks"));
         }
-        // The block first: after the scheduler has counted the task nothing may fail any more.
+        // The block first: nothing may fail after the scheduler has counted the task.
         let mut entry = match TaskEntry::inline(0, kind, payload) {
             Some(entry) => entry,
             None => {
@@ -213,7 +210,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 }
                 let block = self.allocator.allocate(len, CONSUMER)?;
                 let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
-                // SAFETY: the block has `len` bytes and is ours until it is published.
+                // SAFETY: the block has `len` bytes and belongs to this process until it is published.
                 unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
                 TaskEntry::in_block(0, kind, block, len)
             }
@@ -236,7 +233,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.wake(worker)
     }
 
-    /// A new epoch of persistent workers. Ask [`Engine::step`] until [`Engine::resuming`] is false.
+    /// Begins another epoch of persistent workers. Call [`Engine::step`] until [`Engine::resuming`] is false.
     pub fn reset(&mut self) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
@@ -245,18 +242,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// What calls of `next` owe, keep back and answer: events go here.
+    /// The state of `next`, which takes the caller's events.
     #[inline]
     pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
         &mut self.delivery
     }
 
-    /// The death that a further call of [`Engine::step`] raises, sooner or later.
+    /// The death that [`Engine::step`] raises, now or later.
     pub fn death(&self) -> Option<Death> {
         self.scheduler.death()
     }
 
-    /// All that is known of a death.
+    /// Details of a death.
     pub fn report(&self, death: Death) -> DeathReport<'_, T> {
         let process = self.handle.process(death.worker.0);
         DeathReport {
@@ -270,7 +267,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Whether workers have still to answer to [`Engine::reset`].
+    /// Whether workers have not answered [`Engine::reset`] yet.
     pub fn resuming(&self) -> bool {
         self.scheduler.resuming()
     }
@@ -280,18 +277,17 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.on_event(self.now, event)
     }
 
-    /// Looks at the clock: before each call in which something may happen, and behind what takes its time.
     #[inline]
     fn tick(&mut self) {
         self.now = sys::clock::monotonic();
     }
 
-    /// Looks what has come, and says what to do now: [`Delivery::answer`].
+    /// Processes new events, and returns the next step: [`Delivery::answer`].
     pub fn step(&mut self) -> Result<Step<T, B, E>> {
         self.handle.check_ours()?;
-        // After the end the rings may be another iterator's.
+        // After the end the rings may belong to another iterator.
         let closed = self.handle.closing();
-        // Nothing that has happened meanwhile changes what is handed out after its `Submit`.
+        // No event changes a staged result.
         if !closed && !self.scheduler.is_staged() && !self.delivery.is_broken() {
             self.look()?;
         }
@@ -304,7 +300,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(step)
     }
 
-    /// Takes in what has come. What is found broken there is for [`Delivery::answer`].
+    /// Processes new events. [`Delivery::answer`] returns errors found here.
     #[inline]
     fn look(&mut self) -> Result<()> {
         if !self.watch.take_fresh() {
@@ -319,7 +315,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// An error after which the state of things is not known: from now on each call answers it.
+    /// Makes every later call return the error, because the state is unknown after it.
     fn sticky<R>(&mut self, result: Result<R>) -> Result<R> {
         result.inspect_err(|error| self.delivery.on_event(delivery::Event::Broken(error.clone())))
     }
@@ -340,9 +336,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn control(&mut self, worker: u32, kind: TaskKind) -> Result<()> {
-        match TaskEntry::inline(0, kind, &[]) {
-            Some(entry) => self.push(worker, &entry),
-            None => Ok(()),
-        }
+        TaskEntry::inline(0, kind, &[]).map_or(Ok(()), |entry| self.push(worker, &entry))
     }
 }

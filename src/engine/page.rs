@@ -1,6 +1,4 @@
-//! What the main process shows of itself in the arena's head, for `rustloader top` in another process.
-//!
-//! Plain stores by the thread that has the turn, when `next` reads the clock anyway: no system calls, no locks, no waiting.
+//! The main process's status page in the arena's header, for `rustloader top`. The thread in `next` writes it with plain stores.
 
 use std::time::Duration;
 
@@ -12,7 +10,7 @@ use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT, PINNING};
 use crate::sync::Ordering;
 use crate::sys;
 
-/// Fills in the page of a new iterator.
+/// Initializes the page of a new iterator.
 pub(super) fn open(arena: &Arena, settings: &Settings) {
     let (page, now) = (&arena.header().main, sys::clock::monotonic_ns());
     let prefetch_factor = u32::try_from(settings.prefetch_factor).unwrap_or(u32::MAX);
@@ -26,19 +24,19 @@ pub(super) fn open(arena: &Arena, settings: &Settings) {
     page.state.store(MainState::Starting as u32, Ordering::Relaxed);
 }
 
-/// The iterator has ended: from now on the arena is of no interest.
+/// Marks the arena as unused.
 pub(super) fn close(arena: &Arena) {
     arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// The page; `None` once another iterator may have the arena, and in a forked child.
+    /// The page; `None` once another iterator may use the arena, and in a forked child.
     #[inline]
     fn page(&self) -> Option<&MainPage> {
         (!self.finished && self.handle.is_ours()).then(|| &self.handle.arena.header().main)
     }
 
-    /// Shows a state that begins now.
+    /// Shows a state that begins at `since`.
     #[inline]
     pub(super) fn show(&self, state: MainState, since: Duration) {
         if let Some(page) = self.page() {
@@ -47,7 +45,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Shows that a `next` begins, and the step that has ended there: its time must not be missing until that `next` ends.
+    /// Shows that a `next` begins, and the time of the training step before it.
     #[inline]
     pub(super) fn show_next(&self) {
         if let Some(page) = self.page() {
@@ -57,7 +55,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.show(MainState::Next, self.now);
     }
 
-    /// Shows that the `next` that is under way waits.
+    /// Shows that `next` waits.
     #[inline]
     pub(super) fn show_wait(&self, state: MainState, since: Duration) {
         if let Some(page) = self.page() {
@@ -66,7 +64,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Shows that a wait has ended: its time must not be missing until that `next` ends.
+    /// Shows that a wait has ended, and its time.
     #[inline]
     pub(super) fn show_wait_ends(&self) {
         if let Some(page) = self.page() {
@@ -77,7 +75,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Shows the counters at the end of a `next`, and the state that begins there.
+    /// Shows the counters at the end of a `next`, and the next state.
     #[inline]
     pub(super) fn show_counts(&self, state: MainState) {
         if let Some(page) = self.page() {
@@ -86,7 +84,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.show(state, self.now);
     }
 
-    /// Shows that an epoch begins.
     pub(super) fn show_epoch(&self, batches: u64) {
         if let Some(page) = self.page() {
             page.epoch_task.store(self.scheduler.first_task().0, Ordering::Relaxed);
@@ -95,7 +92,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Shows that there is a pin thread.
     pub(super) fn show_pinning(&self) {
         if let Some(page) = self.page() {
             page.options.store(page.options.load(Ordering::Relaxed) | PINNING, Ordering::Relaxed);

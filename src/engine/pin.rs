@@ -1,18 +1,15 @@
-//! The pin thread: takes finished batches out of the rings, makes them ready, hands them on over a channel.
-//!
-//! What "ready" means is the caller's affair ([`Prepare`]); here stand the thread's life and the hand-over.
+//! The pin thread: takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
 //!
 //! ```text
 //! worker --ring, doorbell--> pin thread --channel, pickup bell--> next()
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
-//! The thread owns the consumer's ends of the rings ([`Completions`]). A batch that waits in the channel is outstanding for the scheduler,
-//! so the channel never holds more than `max_tasks` of them and a few words beside.
-//! A worker's end is reported to the scheduler only after the thread has drained that worker's ring, which
-//! [`PinEvent::Drained`] says in the same channel: so whatever the worker had published comes first.
+//! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
+//! scheduler, so there are at most `max_tasks`, beside a few other events. A worker's death is reported after
+//! [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
 //!
-//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. In the child nobody asks for one:
-//! the engine forgets the link, receiver and all, and callers look first whether the process is theirs.
+//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them: the
+//! engine forgets the link, and callers check [`Handle::is_ours`] first.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,7 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, bounded};
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 
 use super::DOORBELL;
 use super::completions::{self, Completions, Incoming};
@@ -33,15 +30,12 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
 use crate::sys;
 
-/// Makes a finished batch ready for the one who asks for it. Called on the pin thread.
+/// Prepares batches on the pin thread.
 pub trait Prepare: Send + 'static {
-    /// A batch that is ready.
+    /// A prepared batch, or the error of this batch.
     type Ready: Send + 'static;
 
-    /// Makes a batch ready. What it cannot make ready is an error of that batch, so part of `Ready`.
-    ///
-    /// # Errors
-    /// Why the thread has to end.
+    /// Prepares a batch. An error ends the thread.
     fn prepare(
         &mut self,
         arena: &Arc<Arena>,
@@ -49,33 +43,32 @@ pub trait Prepare: Send + 'static {
     ) -> std::result::Result<Self::Ready, String>;
 }
 
-/// What the thread hands on.
+/// An event that the thread sends.
 #[derive(Debug)]
 pub enum PinEvent<B> {
-    /// A result; a batch has been made ready, the rest is as it came.
+    /// A result, with the prepared batch if it is one.
     Result(Incoming, Option<B>),
-    /// The ring of a worker that has ended is empty.
+    /// The ring of a dead worker is empty.
     Drained(u32),
     /// Shared memory is damaged.
     Broken(Error),
-    /// The thread ends, and this is why.
+    /// The thread ends, for this reason.
     Gone(String),
 }
 
-/// What stops and wakes the thread, and says whether it still runs. Used from any thread, without the turn.
+/// Controls the thread. Usable from any thread, without exclusive access.
 #[derive(Debug)]
 pub struct PinControl {
     stop: AtomicBool,
     life: Arc<Life>,
-    /// The thread, once it runs.
     thread: OnceLock<ThreadId>,
-    /// Rung when the thread has handed something on and `next` sleeps.
+    /// Rung after an event is sent, if `next` sleeps.
     pub pickup: sys::event::EventFd,
     /// Whether `next` sleeps.
     pub sleeper: Sleeper,
 }
 
-/// Whether the thread has ended; by itself, so that the thread can let go of all else before it says so.
+/// Whether the thread has ended. Separate, so that the thread can drop everything else before.
 #[derive(Debug, Default)]
 struct Life {
     ended: Mutex<bool>,
@@ -90,7 +83,7 @@ impl Life {
 }
 
 impl PinControl {
-    /// For a thread that has not been started.
+    /// The control of a thread to be started.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
@@ -101,7 +94,7 @@ impl PinControl {
         })
     }
 
-    /// Tells the thread to end. Whoever calls this rings the doorbell, which the thread may sleep on.
+    /// Asks the thread to end. The caller rings the doorbell afterwards.
     pub fn stop(&self) {
         // SYNC: pin-stop (pairs with the Acquire in `stopped` and `hand_on`).
         self.stop.store(true, Ordering::Release);
@@ -112,12 +105,12 @@ impl PinControl {
         !*self.life.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the caller is the thread: the collector may end an iterator there, which then cannot wait for it.
+    /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
     pub fn is_current(&self) -> bool {
         self.thread.get() == Some(&thread::current().id())
     }
 
-    /// Waits for the thread's end, at most `limit` and at most one slice; says whether it has ended.
+    /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = self.life.ended.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.life.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
@@ -128,9 +121,9 @@ impl PinControl {
 /// The engine's side of the channel.
 #[derive(Debug)]
 pub struct Link<B> {
-    /// What the thread hands on.
+    /// The thread's events.
     pub parcels: Receiver<PinEvent<B>>,
-    /// Workers whose rings the thread is to drain.
+    /// Dead workers whose rings the thread is to drain.
     pub drain: Sender<u32>,
     /// The thread's control.
     pub control: Arc<PinControl>,
@@ -147,10 +140,7 @@ pub struct Body<P: Prepare> {
     drain: Receiver<u32>,
 }
 
-/// Starts a thread that runs `around` with its body; `around` calls [`Body::run`] in whatever surroundings that needs.
-///
-/// # Errors
-/// [`Error::Os`]: the system refuses a thread or a descriptor.
+/// Starts a thread that runs `around`, which calls [`Body::run`]. Returns [`Error::Os`] without a thread or descriptor.
 pub fn start<P: Prepare>(
     prepare: P,
     handle: &Arc<Handle>,
@@ -161,7 +151,7 @@ pub fn start<P: Prepare>(
     let control = handle.control_of_pinning()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
-    // Beside the batches: what exhausted and resumed workers say, ended ones, and the thread's last word.
+    // Room beside the batches: exhausted, resumed and drained workers, and the last event.
     let (parcels, received) = bounded(max_tasks + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
     let (last_word, last_control, last_hands) = (parcels.clone(), control.clone(), handle.clone());
@@ -188,7 +178,7 @@ pub fn start<P: Prepare>(
         if let Some(cause) = cause {
             hand_on(&last_word, PinEvent::Gone(cause), &last_control, &last_hands);
         }
-        // Descriptors and mappings hang on these: who has waited for the end finds them gone.
+        // These own descriptors and mappings, which must be gone when `join` returns.
         drop((last_word, last_control, last_hands));
         life.end();
     };
@@ -200,14 +190,13 @@ pub fn start<P: Prepare>(
     Ok(Link { parcels: received, drain, control })
 }
 
-/// Puts a parcel into the channel and wakes `next`; gives back one that nobody will ask for any more.
+/// Sends an event and wakes `next`. Returns the event if the iterator ends.
 fn hand_on<B>(
     to: &Sender<PinEvent<B>>,
-    parcel: PinEvent<B>,
+    mut parcel: PinEvent<B>,
     control: &PinControl,
     handle: &Handle,
 ) -> Option<PinEvent<B>> {
-    let mut parcel = parcel;
     loop {
         match to.send_timeout(parcel, WAIT_SLICE) {
             Ok(()) => break,
@@ -220,7 +209,7 @@ fn hand_on<B>(
         }
     }
     if control.sleeper.must_ring() {
-        // Where somebody has closed it `next` looks again after its slice.
+        // If its descriptor was closed, `next` checks again after its slice.
         let _ = control.pickup.ring();
     }
     None
@@ -232,15 +221,12 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 }
 
 impl<P: Prepare> Body<P> {
-    /// What makes the batches ready.
+    /// The preparation.
     pub fn prepare(&self) -> &P {
         &self.prepare
     }
 
-    /// Works until it is told to stop, or the iterator is shut down.
-    ///
-    /// # Errors
-    /// Why the thread has to end.
+    /// Runs until the thread is stopped or the iterator is shut down. An error says why the thread ends.
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
         let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
@@ -267,27 +253,24 @@ impl<P: Prepare> Body<P> {
         }
     }
 
-    /// Hands on all that lies in the rings. The outer error ends the thread; the inner one is damage.
+    /// Sends all results of the rings. The outer error ends the thread, the inner one is damage.
     fn take_in(&mut self) -> std::result::Result<Result<()>, String> {
         loop {
-            // The requests first: what a worker had published before its end was seen is in its ring by now.
-            match self.drain.try_recv() {
-                Ok(worker) => {
-                    loop {
-                        match self.completions.pop(worker) {
-                            Ok(Some(incoming)) => self.result(incoming)?,
-                            Ok(None) => break,
-                            Err(error) => return Ok(Err(error)),
-                        }
-                    }
-                    self.hand_on(PinEvent::Drained(worker));
-                }
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => {
-                    match self.completions.next(&self.arena) {
-                        Ok(Some((_, incoming))) => self.result(incoming)?,
-                        Ok(None) => return Ok(Ok(())),
+            // Requests first: the ring of a dead worker holds all that it has published.
+            if let Ok(worker) = self.drain.try_recv() {
+                loop {
+                    match self.completions.pop(worker) {
+                        Ok(Some(incoming)) => self.result(incoming)?,
+                        Ok(None) => break,
                         Err(error) => return Ok(Err(error)),
                     }
+                }
+                self.hand_on(PinEvent::Drained(worker));
+            } else {
+                match self.completions.next(&self.arena) {
+                    Ok(Some((_, incoming))) => self.result(incoming)?,
+                    Ok(None) => return Ok(Ok(())),
+                    Err(error) => return Ok(Err(error)),
                 }
             }
             if self.stopped() {
@@ -301,16 +284,13 @@ impl<P: Prepare> Body<P> {
             completions::discard(&self.arena, &incoming);
             return Ok(());
         }
-        let ready = match incoming.is_batch() {
-            true => {
-                let begin = sys::clock::monotonic();
-                let ready = self.prepare.prepare(&self.arena, &incoming)?;
-                self.handle.meter.add_time(Count::Pinning, sys::clock::monotonic() - begin);
-                self.handle.meter.add(Count::Pinned, 1);
-                Some(ready)
-            }
-            false => None,
-        };
+        let mut ready = None;
+        if incoming.is_batch() {
+            let begin = sys::clock::monotonic();
+            ready = Some(self.prepare.prepare(&self.arena, &incoming)?);
+            self.handle.meter.add_time(Count::Pinning, sys::clock::monotonic() - begin);
+            self.handle.meter.add(Count::Pinned, 1);
+        }
         self.hand_on(PinEvent::Result(incoming, ready));
         Ok(())
     }
@@ -322,14 +302,11 @@ impl<P: Prepare> Body<P> {
         let sleeper = &self.arena.header().doorbell.0;
         sleeper.announce();
         let nothing = !self.completions.marked(&self.arena) && self.drain.is_empty() && !self.stopped();
-        let outcome = match nothing {
-            true => poll.wait(Some(limit), &mut ready).map(drop),
-            false => Ok(()),
-        };
+        let outcome = if nothing { poll.wait(Some(limit), &mut ready).map(drop) } else { Ok(()) };
         sleeper.awake();
         let drained = outcome.and_then(|()| match ready.is_empty() || self.handle.doorbell.drain()? {
             true => Ok(()),
-            // Another file has its number, and may be readable all the time.
+            // Another file has taken its number, and may always be readable.
             false => poll.remove(DOORBELL),
         });
         drained.map_err(|error| format!("it cannot wait for the workers: {error}"))

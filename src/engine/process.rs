@@ -1,4 +1,4 @@
-//! A worker's process: whether and how it has ended, and signals for it.
+//! A worker's process: exit status and signals.
 
 use std::time::Duration;
 
@@ -11,15 +11,15 @@ use crate::sys::pidfd::ExitStatus;
 pub struct Process {
     /// Process id.
     pub pid: i32,
-    /// Reports its end; `None` where the system refuses pidfds.
+    /// `None` if the system refuses pidfds.
     pub pidfd: Option<sys::pidfd::PidFd>,
-    /// Start time by /proc, which tells it from a later process of the same number; 0 where it could not be read.
+    /// Start time in /proc, which distinguishes processes that reuse a pid; 0 if unreadable.
     start_time: u64,
-    /// When it was noted, by the monotonic clock.
+    /// Monotonic time of its registration.
     pub started: Duration,
-    /// It had ended, and somebody had reaped it, before it could be opened: the number is free for others.
+    /// It had been reaped before it could be opened, so its pid may be reused.
     was_gone: bool,
-    /// Whether it descends from this process. Only then is it ever sent a signal.
+    /// It descends from this process. Only descendants are signalled.
     pub(super) descends: bool,
 }
 
@@ -38,7 +38,7 @@ impl Process {
     /// Whether it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         match &self.pidfd {
-            // Its number may name somebody else's file by now, which is as readable as an ended process.
+            // Another file may have taken its number, and be readable like the pidfd of an ended process.
             Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
             Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
             None => self.was_gone || self.has_exited_by_number(),
@@ -49,7 +49,7 @@ impl Process {
         sys::pidfd::has_exited(self.pid, self.start_time)
     }
 
-    /// How it ended, where that can be told.
+    /// Its exit status, if known.
     pub fn status(&self) -> Option<ExitStatus> {
         match &self.pidfd {
             Some(pidfd) => pidfd.status(),
@@ -62,9 +62,8 @@ impl Process {
         if !self.descends || self.has_exited() {
             return;
         }
-        // A process that has just ended is no error here.
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        // By its number only what is surely the worker: somebody who was started at the same time, or a child of ours.
+        // By pid only if that is surely the worker: the start time fits, or it is a child.
         let same = || {
             self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time)
         };
@@ -130,7 +129,7 @@ mod tests {
 
     #[test]
     fn without_pidfd_and_start_time_only_a_child_is_signalled() {
-        // The shell's child is none of ours, and becomes init's.
+        // The shell's child is not a child of this process, and becomes init's.
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 100 >&- & echo $!"])
             .stdout(Stdio::piped())

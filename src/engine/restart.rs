@@ -1,4 +1,4 @@
-//! Another process for a dead worker's number. This is the seam for restarts: only tests use it so far.
+//! Replacement of a dead worker's process. Only tests use it so far.
 
 use super::Engine;
 use crate::error::{Error, Result};
@@ -7,13 +7,12 @@ use crate::shm::block::CONSUMER;
 use crate::wire::TaskEntry;
 
 impl<T, B: Send + 'static> Engine<T, B> {
-    /// Makes the slot of a dead worker ready for its next process: [`Engine::started`] takes that one. The other workers are not
-    /// affected. What the dead worker had published counts, and its leases stay valid. The blocks of tasks that it had not
-    /// taken are released; their tags stay in the scheduler, which still reports the death.
+    /// Empties a dead worker's slot for the next process, see [`Engine::started`]. Its published results count, its leases stay
+    /// valid, and the blocks of tasks that it had not taken are released. The scheduler still reports the death.
     ///
     /// Errors: [`Error::Usage`] before the death has reached the scheduler, or if the slot is vacant already.
     pub fn reset_worker(&mut self, worker: u32) -> Result<()> {
-        // From here on there is no event of the process in the poll set, and no result in its ring.
+        // A death is reported after the process has left the poll set and its ring has been drained.
         if !self.scheduler.is_dead(WorkerId(worker)) {
             return Err(Error::usage(format!("worker {worker} is not known to be dead")));
         }

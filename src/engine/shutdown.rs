@@ -1,4 +1,4 @@
-//! The end of an engine, and what becomes of its arena.
+//! Shutdown of an engine and its arena.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use crate::shm::arena::Arena;
 use crate::shm::pool;
 use crate::sync::Ordering;
 
-/// What becomes of an arena after its iterator.
+/// What to do with an arena after its iterator.
 #[derive(Debug)]
 pub enum Ending {
-    /// Somebody else has seen to it.
+    /// Already handled.
     Nothing,
-    /// The next iterator may have it.
+    /// Reusable by the next iterator.
     Pool(Arc<Arena>),
-    /// Nobody is to use it again.
+    /// Not reusable; release its pages.
     Retire(Arc<Arena>),
 }
 
 impl Ending {
-    /// Puts the arena into the pool or gives its pages back; to be called without the GIL.
+    /// Puts the arena into the pool or releases its pages. Call without the GIL.
     pub fn carry_out(self) {
         match self {
             Self::Nothing => {}
@@ -34,8 +34,8 @@ impl Ending {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends the engine after its workers have ended, and gives back what nobody will read. What is left to do with the arena
-    /// ([`Ending::carry_out`]) takes its time and needs nothing of the engine.
+    /// Ends the engine after its workers have ended, and discards undelivered results. [`Ending::carry_out`], which may be
+    /// slow, does not need the engine.
     pub fn finish(&mut self) -> Ending {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
@@ -48,7 +48,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if let Some(Tied { incoming, ready: None }) = self.delivery.untie(None) {
             completions::discard(&arena, &incoming);
         }
-        // The thread itself is asked: it has the consumer's ends of the rings for as long as it runs.
+        // The thread owns the consumer's ends of the rings while it runs.
         if self.handle.pinning().is_some_and(pin::PinControl::is_alive) {
             return Ending::Retire(arena);
         }
@@ -59,7 +59,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 }
             }
         }
-        // Where a thread had the rings, its ends have gone with it.
+        // A pin thread has dropped its ends.
         let mut rings = Completions::new(&arena);
         for worker in 0..arena.geometry().workers {
             loop {
@@ -84,13 +84,9 @@ impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
             std::mem::forget(self.intake.take());
             return;
         }
-        if let Some(control) = self.handle.pinning() {
-            control.stop();
-            let _ = self.handle.doorbell.ring();
-        }
+        self.handle.stop_pinning();
         if !self.finished {
-            // The workers, if there are any, have been told to leave; their results are nobody's.
-            // As in `Handle::close`.
+            // As in `Handle::stop_workers`; the workers have been asked to leave.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
             page::close(&self.handle.arena);
             self.arena().retire();

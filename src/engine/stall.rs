@@ -1,9 +1,8 @@
-//! Workers that are stuck: in their start, or at one batch, for longer than anybody should wait in silence.
+//! Detection of workers that are stuck in their start or at one batch, and their stack dumps.
 //!
-//! They are looked for where the main process waits for results in any case, a few times a second, by what they say on
-//! their status pages: no thread, and nothing to be done for a batch. What the worker's code is at is told by Python's
-//! faulthandler, which runs in a signal's handler and so needs no GIL: the worker has it write into a memfd, and this
-//! side reads that through /proc.
+//! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
+//! per batch. Python's faulthandler dumps the stack: it runs in a signal handler without the GIL, and writes to a memfd that
+//! the main process reads through /proc.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -26,44 +25,43 @@ pub enum Phase {
     Item,
 }
 
-/// A worker that is stuck.
+/// A stuck worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Stall {
     /// The worker.
     pub worker: u32,
-    /// Its process.
+    /// Its process id.
     pub pid: i32,
     /// Where it is stuck.
     pub phase: Phase,
-    /// What it says that it does.
+    /// The state that it reports.
     pub state: WorkerState,
-    /// The task that it is at, or that waits for it.
+    /// Its current task, or the next one.
     pub task: Option<TaskId>,
-    /// For how long.
+    /// How long it has been stuck.
     pub time: Duration,
-    /// For so long its stack is worth waiting for; `None`: it is not asked for.
+    /// Limit of the wait for its stack; `None` for no stack dump.
     pub patience: Option<Duration>,
 }
 
-/// What is known of one worker.
+/// One worker's state at the last check.
 #[derive(Clone, Copy, Debug, Default)]
 struct Watched {
-    /// Its oldest task when it was last looked at.
+    /// The oldest task.
     task: Option<TaskId>,
-    /// When that was first seen to be its oldest.
+    /// Time of the first check with that task.
     seen: Duration,
-    /// What was told last, and whether the batch still waited for the worker then.
+    /// The last report: phase, task, and whether the task still waited for the worker.
     told: Option<(Phase, Option<TaskId>, bool)>,
 }
 
-/// What is known of all workers.
 #[derive(Debug)]
 pub(super) struct Stalls {
-    /// After so long in a phase a worker is stuck; `None`: never.
+    /// Time in a phase after which a worker is stuck; `None` for never.
     limits: [Option<Duration>; 2],
-    /// For so long a stack is waited for; `None`: none is asked for.
+    /// See [`Stall::patience`].
     patience: Option<Duration>,
-    /// When they were last looked at.
+    /// Time of the last check.
     looked: Duration,
     watched: Box<[Watched]>,
 }
@@ -74,23 +72,22 @@ impl Stalls {
         Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
     }
 
-    /// Forgets a worker's process: another one takes its place.
+    /// Resets a worker's state for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.watched[worker as usize] = Watched::default();
     }
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Has workers named that are in their start, or at one batch, for longer than `limits`; `None`: never. For so long
-    /// as `patience` their stacks are waited for; `None`: they are not asked for.
+    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
     pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         (self.stalls.limits, self.stalls.patience) = (limits, patience);
     }
 
-    /// A worker that is stuck and has not been named for it. To be asked after each [`Engine::after_wait`], until there is none.
+    /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
     pub fn stalled(&mut self) -> Option<Stall> {
         let now = self.looked;
-        // What has come and was not taken in yet may be the very result.
+        // The waiting event may be the result.
         if now.saturating_sub(self.stalls.looked) < STALL_CHECK || self.has_news() {
             return None;
         }
@@ -119,7 +116,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let nanos = Duration::from_nanos;
         let waits = match state {
             WorkerState::Idle => true,
-            // It has published the batch before, and not come back for the next one.
+            // It has published the previous batch, and not taken the next one.
             WorkerState::Publish => oldest.is_some_and(|oldest| task < oldest),
             _ => false,
         };
@@ -127,15 +124,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             WorkerState::Left => return None,
             WorkerState::Starting if answers == 0 => (Phase::Start, oldest, process.started),
             WorkerState::Starting => (Phase::Start, oldest, nanos(page.since_ns.load(Ordering::Relaxed))),
-            // It has answered, and the pin thread has the answer.
+            // The pin thread holds its answer.
             WorkerState::Idle if answers > 0 && oldest.is_some_and(|oldest| task >= oldest) => return None,
             _ if waits => (Phase::Item, oldest, watched.seen),
             _ => (Phase::Item, Some(task), nanos(page.task_since_ns.load(Ordering::Relaxed))),
         };
-        // Whatever a broken worker writes there.
+        // At most the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.stalls.limits[phase as usize]?;
-        // That a batch has waited for its worker says nothing of what keeps the worker at it later.
+        // A task that waited for its worker, and one that the worker is stuck at later, are two reports.
         if time < limit || watched.told == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }
@@ -145,8 +142,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 }
 
 impl Handle {
-    /// What a stuck worker's threads are at, in Python's words; or why that cannot be had. Waits, for [`Stall::patience`]
-    /// at the most: to be called without the GIL.
+    /// The Python stacks of a stuck worker's threads, or why they are unavailable. Waits for up to [`Stall::patience`]: call
+    /// without the GIL.
     pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
         let worker = stall.worker;
         let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;
@@ -164,7 +161,7 @@ impl Handle {
             StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
         };
         let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
-        // Before the signal is sent: faulthandler writes to the number, whatever file that is by now.
+        // Before the signal: faulthandler writes to the descriptor's number, whichever file that is now.
         let file = sys::proc_fd::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
         ask(&process, file.as_fd(), patience)
@@ -193,7 +190,7 @@ fn ask(
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
-    // On a busy machine the handler may have to wait in the middle of its work. While it runs its signal is blocked.
+    // On a busy machine the handler may be preempted. While it runs its signal is blocked.
     let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !whole(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);

@@ -1,4 +1,4 @@
-//! What an iterator tells of its workers and its arena, to whoever asks and whenever.
+//! Snapshots of worker and arena status, readable from any thread.
 
 use super::Handle;
 use crate::error::Result;
@@ -7,12 +7,12 @@ use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sync::Ordering;
 use crate::sys;
 
-/// What a worker says of itself, as it was at one moment.
+/// A snapshot of a worker's status page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
     /// A `WorkerState`.
     pub state: u32,
-    /// The worker's process id, once it has started.
+    /// The process id; 0 before the start.
     pub pid: u32,
     /// The current task, or the last one.
     pub task: u64,
@@ -22,12 +22,12 @@ pub struct Status {
     pub terminated: u32,
     /// Nanoseconds in the state.
     pub in_state_ns: u64,
-    /// Nanoseconds spent in each state before, by the number of the state.
+    /// Nanoseconds in each earlier state, by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
 }
 
 impl Status {
-    /// By a status page, at a time in monotonic nanoseconds.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds.
     pub(super) fn of(page: &StatusPage, now: u64) -> Self {
         Self {
             state: page.state.load(Ordering::Relaxed),
@@ -40,15 +40,15 @@ impl Status {
         }
     }
 
-    /// The names of its state and of what it knows of a SIGTERM.
+    /// The names of `state` and `terminated`.
     pub fn names(&self) -> (&'static str, &'static str) {
         (WorkerState::from_u32(self.state).name(), Terminated::name_of(self.terminated))
     }
 }
 
 impl Handle {
-    /// What a worker says of itself; after the end of the iterator what it said last, because another iterator may have the
-    /// arena by then. `None` where there is no such worker. An error in a forked child, which is not told of the end.
+    /// A worker's status; after the end of the iterator the last one, because another iterator may use the arena. `None` for
+    /// an unknown worker. [`Error::Child`](crate::error::Error::Child) in a forked child.
     pub fn status(&self, worker: u32) -> Result<Option<Status>> {
         self.check_ours()?;
         let last = self.last();
@@ -60,7 +60,7 @@ impl Handle {
         Ok(there.then(|| Status::of(page(), sys::clock::monotonic_ns())))
     }
 
-    /// What the arena has of memory. Nothing after the end of the iterator, when another one may have it, and in a forked child.
+    /// The arena's memory. Zero after the end of the iterator and in a forked child.
     pub fn usage(&self) -> Usage {
         if !self.is_ours() {
             return Usage::default();

@@ -1,4 +1,4 @@
-//! Waiting for the doorbell, for workers' pidfds and for the time left; and what has been found there.
+//! Waiting for the doorbell and the workers' pidfds, with a deadline.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::sys;
 use crate::sys::poll::WaitOutcome;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Looks for ended workers now and then also when results come so fast that nobody ever waits; says whether it did.
+    /// Polls for dead workers once per [`DEATH_CHECK`], even if `next` never waits. Returns whether it did.
     #[inline]
     pub(super) fn look_for_deaths(&mut self) -> Result<bool> {
         if self.now - self.looked < DEATH_CHECK {
@@ -24,16 +24,16 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// The caller gives up waiting without an answer: the clock of the timeout starts anew at the next call.
+    /// Ends a wait without an answer. The next call waits with the full timeout.
     pub fn interrupted(&mut self) {
         if self.delivery.stops_waiting() {
-            // Nothing in it can fail.
+            // Cannot fail.
             let _ = self.event(Event::WaitEnded);
         }
     }
 
-    /// Waits for something to happen: a result, a death, a signal, somebody who shuts the iterator down; at most until
-    /// `deadline` and at most one slice. To be called without the GIL.
+    /// Waits for a result, a death, a signal or a shutdown, at most until `deadline` and at most one slice. Call without the
+    /// GIL.
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
         self.ready.clear();
         let start = sys::clock::monotonic();
@@ -71,8 +71,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// What the last wait has found: the doorbell's count is taken, ended workers are reported to the scheduler.
-    /// To be called after signals have been looked for: a worker that left because of the user's Ctrl-C is no news.
+    /// Processes what the last wait has found: drains the doorbell and reports dead workers. Check signals first: Ctrl-C ends
+    /// workers too.
     pub fn after_wait(&mut self) -> Result<()> {
         self.tick();
         self.looked = self.now;
@@ -93,7 +93,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                     _ => &self.handle.doorbell,
                 };
                 if !bell.drain()? {
-                    // Another file has its number, and may be readable all the time.
+                    // Another file has taken its number, and may always be readable.
                     self.poll.remove(DOORBELL)?;
                     self.deaf = true;
                 }
@@ -103,7 +103,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 if process.has_exited() {
                     self.ended(worker)?;
                 } else {
-                    // Somebody has closed the pidfd, and its number is another file's.
+                    // The pidfd was closed, and another file has taken its number.
                     self.unwatched.push(worker);
                 }
             }

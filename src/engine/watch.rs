@@ -1,5 +1,4 @@
-//! The times of `next`, for statistics: one look at the clock a batch beside those that the scheduler needs in any case, and
-//! one more where `next` works for long.
+//! Times of `next`, for statistics. They cost one more clock read per batch, and a second one if `next` works for long.
 
 use std::time::Duration;
 
@@ -9,39 +8,38 @@ use crate::metrics::{Count, Meter};
 use crate::shm::layout::MainState;
 use crate::sys;
 
-/// Where `next` stands.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// When the `next` that is under way, or was last, began.
+    /// Begin of the current or last `next`.
     entered: Duration,
-    /// When the last `next` of this epoch ended; zero before the first, and between epochs.
+    /// End of the last `next` of this epoch; zero before the first, and between epochs.
     left: Duration,
-    /// A `next` is under way; what the begin of an epoch waits for is not counted.
+    /// A `next` runs; waits at the begin of an epoch are not counted.
     in_next: bool,
-    /// The engine's clock has just been looked at.
+    /// The engine has just read its clock.
     fresh: bool,
     /// No `next` of this epoch has ended.
     is_first: bool,
-    /// The epoch has come to its end.
+    /// The epoch has ended.
     is_over: bool,
-    /// When the wait that is under way began.
+    /// Begin of the current wait.
     wait_began: Duration,
-    /// At its begin later results were there already.
+    /// Later results were ready when the wait began.
     blocked: bool,
-    /// For how long this `next` has waited.
+    /// Time that this `next` has waited.
     waited: Duration,
     /// The last `next` worked for long.
     was_long: bool,
 }
 
 impl Watch {
-    /// Whether the engine need not look at its clock now; once.
+    /// Whether the engine may skip one clock read.
     #[inline]
     pub(super) fn take_fresh(&mut self) -> bool {
         std::mem::take(&mut self.fresh)
     }
 
-    /// What a `next` that waits now waits for; `None` outside of `next`.
+    /// The state of a `next` that waits; `None` outside of `next`.
     pub(super) fn waiting(&self) -> Option<MainState> {
         self.in_next.then_some(if self.is_first { MainState::First } else { MainState::Waiting })
     }
@@ -75,7 +73,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.show(MainState::Starting, sys::clock::monotonic());
     }
 
-    /// The `next` that is under way tells of the epoch's end: what comes until the next epoch is no training step.
+    /// The current `next` ends the epoch: the time until the next epoch is no training step.
     pub fn epoch_ends(&mut self) {
         self.watch.is_over = true;
     }
@@ -92,7 +90,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.show_next();
     }
 
-    /// The sampler has been asked, since the engine's last step.
+    /// A draw ends, which began with the engine's last step.
     #[inline]
     pub fn sampler_ends(&mut self) {
         if self.watch.was_long {
