@@ -20,7 +20,7 @@ from demo.measure import Failure, Result, measure, record
 from demo.settings import Settings
 from demo.workloads import WORKLOADS, write_files
 from rustloader.bench.progress import Progress
-from rustloader.cli.arguments import positive_int, positive_seconds
+from rustloader.cli.parser import positive_int, positive_seconds
 from rustloader.probe.machine import machine
 
 __all__ = ["main"]

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader import cli
-    from rustloader.cli import arguments
+    from rustloader.cli import parser
 
 INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds, up to a year"
 COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such as 0,2,4)"
@@ -28,7 +28,7 @@ COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such
     ],
 )
 def test_values(kind, text, value):
-    found = getattr(arguments, kind)(text)
+    found = getattr(parser, kind)(text)
     assert found == value and type(found) is type(value)
 
 
@@ -56,7 +56,7 @@ def test_values(kind, text, value):
 )
 def test_errors(kind, text, error):
     with pytest.raises(argparse.ArgumentTypeError) as raised:
-        getattr(arguments, kind)(text)
+        getattr(parser, kind)(text)
     assert str(raised.value) == error
 
 

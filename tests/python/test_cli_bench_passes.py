@@ -18,8 +18,8 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     from rustloader.bench import memory, passes, timeline
     from rustloader.probe.deaths import death
-    from rustloader.probe.side import ENGINES
     from rustloader.probe.machine import cpu_seconds
+    from rustloader.probe.side import ENGINES
     from rustloader.procfs import members
 
 

@@ -1,1 +1,1 @@
-"""``bench``: measures a loader of the user's on torch's iterator and on the engine."""
+"""``bench``: measures a user's loader on torch's iterator and on the engine."""

@@ -1,4 +1,4 @@
-"""``bench``: measures a loader of the user's on torch's iterator and on the engine, in turn."""
+"""``bench``: measures a user's loader on torch's iterator and on the engine, in turn."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rustloader.texts import count_of
 
 __all__ = ["main"]
 
-# Looks at the memory that are enough, and the most passes to get them.
+# Samples of the memory that suffice, and maximum number of passes to take them.
 _LOOKS, _WARM_UPS = 10, 5
-# The most batches that the picture shows, after those of the start.
+# Maximum number of batches in the picture, without those of the start.
 _SHOWN = 40
 _ENGINES = ("torch", "rustloader")
 
 
 def main(options: Any) -> int:
-    """Measures, and prints the result. Returns 0, or 2 if there was nothing to measure."""
+    """Measures and prints the result. Returns 0, or 2 if there was nothing to measure."""
     try:
         check_target(options.factory)
         if options.plot is not None:
@@ -55,12 +55,10 @@ class _Bench:
         self._plan = Plan(options)
         self._limits = Limits(options.batches, self._plan.seconds, options.step)
         self._about: dict[str, Any] = {}
-        # Seconds that were spent measuring.
-        self._spent = 0.0
+        self._spent = 0.0  # seconds of measurements
         self._probes = 0
 
     def run(self) -> None:
-        """All of it."""
         if not self._options.json:
             print(f"{self._options.factory}: {self._plan}", flush=True)
         counts = self._plan.counts
@@ -88,7 +86,7 @@ class _Bench:
             print(f"\nThe plot is in {path}.")
 
     def _point(self, count: int | None, left: int, progress: Progress) -> Point:
-        """Measures both engines with one number of workers. ``left``: numbers of workers to come, with this one."""
+        """Measures both engines with one number of workers, the first of ``left`` remaining ones."""
         with ExitStack() as stack:
             names = _ENGINES[:1] if count == 0 else _ENGINES
             where = "" if count is None else f"{count_of(count, 'worker')}: "
@@ -112,7 +110,7 @@ class _Bench:
     def _epochs(
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
-        """Measures epochs in pairs, one of each engine, the first one changing, until there are enough."""
+        """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
         sides = {"torch": point.torch, "rustloader": point.rustloader}
         number, longest = 0, 0.0
         while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
@@ -126,14 +124,8 @@ class _Bench:
             longest = max(longest, time.monotonic() - started)
 
     def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
-        """Whether one more pair of epochs is measured.
-
-        Args:
-            point: what was measured so far.
-            done: pairs of epochs so far.
-            seconds: what is left of the budget.
-            longest: seconds that the longest pair took.
-        """
+        """Whether to measure one more pair of epochs after ``done`` pairs, with ``seconds`` of the budget left. The
+        longest pair took ``longest`` seconds."""
         if self._plan.epochs is not None:
             return done < self._plan.epochs
         if done == 0:
@@ -141,19 +133,17 @@ class _Bench:
         settle([point])
         if point.torch.too_few or point.rustloader.too_few:
             return seconds > 0
-        if point.comparison is not None:
-            decided = point.comparison.decided
-        else:
-            interval = point.torch.interval
-            decided = interval.confidence >= CONFIDENCE and interval.narrow
+        comparison, interval = point.comparison, point.torch.interval
+        alone = interval.confidence >= CONFIDENCE and interval.narrow
+        decided = alone if comparison is None else comparison.decided
         return seconds > longest and not decided
 
     def _at(self, seconds: float) -> float | None:
-        """How far the bar is after the given seconds with this number of workers; None if it counts steps."""
+        """The position of the bar after ``seconds`` with this number of workers; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: Probe, side: Side) -> None:
-        """The first passes, which are not timed: they measure memory and sizes."""
+        """Runs the first passes, which measure memory and sizes, not time."""
         before = used(probe.group)
         peak = Peak(probe.group)
         for _ in range(_WARM_UPS):
@@ -164,10 +154,10 @@ class _Bench:
             side.memory_bytes = max(0, peak.bytes - before)
 
     def _timelines(self, workers: int, progress: Progress) -> dict[str, Timeline]:
-        """The timeline of each engine; none where there are no workers."""
+        """Records the timeline of each engine, if there are workers."""
         if workers == 0:
             return {}
-        # As many batches again as were in flight at the start.
+        # Twice the batches that are in flight at the start.
         skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
         limits = self._limits._replace(batches=skipped + _SHOWN)
         found = {}

@@ -1,13 +1,11 @@
-"""Which of two engines is faster, by the rates of their epochs: intervals and verdicts, without assumptions about how
-rates are distributed."""
+"""Compares two engines by the rates of their epochs, with distribution-free confidence intervals."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rustloader.bench.layout import times
 from rustloader.texts import count_of
@@ -24,19 +22,19 @@ __all__ = [
     "too_few",
 ]
 
-# What can be said of rustloader beside torch.
+# The verdict on rustloader, compared with torch.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
 
-# Below either of these there is no winner.
+# Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# The confidence that intervals aim at. It takes 6 values.
+# Target confidence of intervals. It takes 6 values.
 CONFIDENCE = 0.95
-# Ratios up to this, and down to its inverse, count as equal. Two processes that do the same differ by as much for as
-# long as they live, because of where their memory happens to lie.
+# Ratios from the inverse of this to this count as equal. Processes that do the same work differ by up to this factor
+# during their whole life, because their memory lies at different addresses.
 _EQUAL = 1.03
-# The ends of an interval differ by at most these factors if it is narrow, and if it shows that a difference is small.
+# Maximum ratio of an interval's ends for a narrow interval, and for one that shows a small difference.
 _NARROW, _SMALL = 1.1, 1.25
-# An interval is clearly away from 1 from this ratio on.
+# Minimum ratio for an interval that is clearly away from 1.
 _CLEAR = 1.1
 
 
@@ -45,7 +43,7 @@ class Interval(NamedTuple):
 
     low: float
     high: float
-    # The probability that the interval contains the median of all the values that could have been drawn.
+    # The probability that the interval contains the median of the distribution.
     confidence: float
 
     @property
@@ -54,7 +52,7 @@ class Interval(NamedTuple):
         return self.high <= self.low * _NARROW
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two have a value in common."""
+        """Whether the two intervals intersect."""
         return self.low <= other.high and other.low <= self.high
 
 
@@ -81,15 +79,13 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How fast rustloader is beside torch.
+class Comparison(NamedTuple):
+    """The speed of rustloader relative to torch.
 
     Attributes:
-        verdict: what can be said of rustloader.
+        verdict: the result.
         ratio: the median of the ratios of the pairs of epochs; above 1 rustloader is faster.
-        low, high: the confidence interval of that median.
-        confidence: of the interval, from 0 to 1.
+        low, high, confidence: the confidence interval of that median.
         pairs: pairs of epochs, one of each engine.
         batches: batches of each engine; of the one with fewer, if they differ.
         reason: why there are too few to tell, else empty.
@@ -106,35 +102,29 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether more epochs would hardly change the result: there are enough for the confidence, and the interval
-        is narrow or clearly away from 1."""
+        """Whether more epochs would hardly change the result."""
         interval = Interval(self.low, self.high, self.confidence)
         clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
         return self.verdict != "too few to tell" and self.confidence >= CONFIDENCE and (interval.narrow or clear)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         found = f"{times(self.ratio)} as fast as torch"
-        between = f"between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
-        between += f"{self.confidence:.0%} confidence"
-        if self.verdict == "faster":
-            return f"rustloader is {found} ({between})."
-        if self.verdict == "slower":
-            return f"rustloader is slower: {found} ({between})."
-        if self.verdict == "no measurable difference":
-            return f"No measurable difference: rustloader is {found} ({between})."
-        return f"Too few to tell: {self.reason}."
+        found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
+        found += f"{self.confidence:.0%} confidence)."
+        return {
+            "faster": f"rustloader is {found}",
+            "slower": f"rustloader is slower: {found}",
+            "no measurable difference": f"No measurable difference: rustloader is {found}",
+            "too few to tell": f"Too few to tell: {self.reason}.",
+        }[self.verdict]
 
 
 def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
     """Compares two engines by pairs of epochs that were measured one after the other.
 
-    There is a winner only if the confidence interval of the pairs' ratio lies outside of what counts as equal, and the
-    intervals of the two engines' own rates do not overlap. With up to 8 epochs these are the whole ranges. There is no
-    measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
+    There is a winner only if the confidence interval of the pairs' ratio lies outside the range that counts as equal,
+    and the intervals of the two engines' rates do not overlap. With up to 8 epochs these are the whole ranges. There is
+    no measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
 
     Args:
         theirs: torch's rates, in batches per second, one for each epoch.
@@ -142,7 +132,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
         batches: batches of each engine.
 
     Raises:
-        ValueError: there is no pair, or the two have different lengths.
+        ValueError: there is no pair, or the lengths differ.
 
     Example:
         >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict
@@ -169,7 +159,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 
 
 def too_few(epochs: int, batches: int) -> str:
-    """What is missing to say anything, or an empty text."""
+    """Why there are too few epochs or batches for a verdict, or an empty text."""
     if epochs < FEWEST_EPOCHS:
         return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
     if batches < FEWEST_BATCHES:

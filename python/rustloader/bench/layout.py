@@ -1,4 +1,4 @@
-"""How figures are written: numbers with units, aligned columns, lines that fit a terminal."""
+"""Formats numbers, aligned columns, and lines that fit a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 __all__ = ["aligned", "listed", "number", "times", "wrapped"]
 
-# Columns of a terminal that all output fits.
+# Maximum width of the output, in columns.
 _WIDTH = 100
 _OPTION = re.compile(r"(--[a-z]+) ")
 
@@ -20,31 +20,24 @@ def listed(items: Sequence[object], last: str = "and") -> str:
 
 
 def number(value: float) -> str:
-    """A figure with three to four digits: "0.123", "4.00", "1,200"."""
+    """A number with three to four digits: "0.123", "4.00", "1,200"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio: "1.37x"; "-" where there is none."""
+    """A ratio: "1.37x"; "-" for None."""
     return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: int = 3) -> str:
-    """Columns under each other, the first ``left`` of them to the left, the others to the right. ``gap`` spaces lie
-    between them."""
+    """Aligned columns, ``gap`` spaces apart: the first ``left`` of them to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if k < left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((" " * gap).join(cells).rstrip())
-    return "\n".join(lines)
+    form = (" " * gap).join(f"{{:{'<' if k < left else '>'}{width}}}" for k, width in enumerate(widths))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph in lines that fit; all lines but the first begin with ``indent``."""
-    held = _OPTION.sub("\\1\0", text)  # an option and its value stay in one line
+    """Wraps a paragraph; all lines but the first begin with ``indent``."""
+    held = _OPTION.sub("\\1\0", text)  # keeps an option and its value in one line
     lines = textwrap.wrap(held, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")

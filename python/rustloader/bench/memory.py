@@ -1,4 +1,4 @@
-"""The memory of processes, looked at from outside."""
+"""Measures the memory of a process group from outside."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rustloader.procfs import members, proportional
 
 __all__ = ["Peak", "used"]
 
-# Seconds between two looks, at the least; and at most half of the time goes into looking.
+# Minimum seconds between two samples. At most half of the time is spent on sampling.
 _BETWEEN = 0.02
 
 
 class Peak:
-    """The most that a process group has had at any look."""
+    """The highest sample of a process group's memory."""
 
     def __init__(self, group: int) -> None:
         self._group = group
         self._due = 0.0
         self.looks = 0
-        # Bytes; None where the system does not say.
+        # None if memory is not readable.
         self.bytes: int | None = None
 
     def look(self) -> None:
-        """Looks, unless it has just done so."""
+        """Takes a sample, unless the last one is recent."""
         begin = time.monotonic()
         if begin < self._due:
             return
@@ -39,26 +39,23 @@ class Peak:
 
 
 def used(group: int) -> int | None:
-    """Bytes of a process group. Pages that several processes map count once, and so does shared memory that is under
-    way, open but not mapped. None where the system does not say."""
-    total, mapped, files = 0, set(), dict[tuple[int, int], int]()
-    found = False
+    """Bytes of a process group; None if not readable. Pages that several processes map count once, and so does shared
+    memory that is open but not mapped."""
+    sizes: list[int] = []
+    mapped, files = set(), dict[tuple[int, int], int]()
     for pid in members(group):
-        # A process that ends meanwhile counts with nothing.
         own = proportional(pid)
-        if own is None:
+        if own is None:  # the process has ended
             continue
-        total, found = total + own, True
+        sizes.append(own)
         with contextlib.suppress(OSError):
             mapped |= set(_mapped(pid))
             files |= _shared_files(pid)
-    if not found:
-        return None
-    return total + sum(size for file, size in files.items() if file not in mapped)
+    return sum(sizes) + sum(size for file, size in files.items() if file not in mapped) if sizes else None
 
 
 def _mapped(pid: int) -> Iterator[tuple[int, int]]:
-    """(device, inode) of the shared memory that a process maps."""
+    """(device, inode) of each shared memory file that a process maps."""
     with open(f"/proc/{pid}/maps") as file:
         for line in file:
             if "/dev/shm/" in line or "/memfd:" in line:
@@ -68,7 +65,7 @@ def _mapped(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Bytes of the shared memory that a process has open, by (device, inode)."""
+    """Bytes of each shared memory file that a process has open, by (device, inode)."""
     sizes = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"

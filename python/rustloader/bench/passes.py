@@ -1,4 +1,4 @@
-"""One pass over a loader, timed. Nothing here imports torch before there is a loader."""
+"""Times a pass over a loader. This module does not import torch before there is a loader."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from rustloader.probe.side import end_workers
 
 __all__ = ["Limits", "Mark", "Pass", "Watcher", "iterating", "run_pass", "steady"]
 
-# Seconds between two marks. Reading the clocks of all processes takes some microseconds; the interval makes that small.
+# Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
 _BETWEEN = 0.05
-# Seconds between two signs of life.
+# Seconds between two progress callbacks.
 _BEAT = 0.25
 
 
 class Limits(NamedTuple):
-    """Where a pass ends, whichever comes first, and what it does with each batch."""
+    """The end of a pass: a number of batches (None: the whole epoch), or seconds from the first batch on. A training
+    step is simulated by ``step`` seconds of sleep."""
 
-    # Batches; None: to the end of the epoch.
     batches: int | None
-    # Seconds from the first batch on.
     seconds: float
-    # Seconds that the simulated training step sleeps.
     step: float = 0.0
 
 
@@ -36,17 +34,17 @@ class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
     def began(self, iterator: Any) -> None:
-        """The workers have been started."""
+        """Called after the start of the workers."""
 
     def beat(self) -> None:
-        """Batches have come since the last time. Called a few times per second at most."""
+        """Called after a batch, at most a few times per second."""
 
     def failed(self, error: Exception) -> None:
-        """The loader has raised an error; its workers are as it left them."""
+        """Called after an error of the loader, before its workers are shut down."""
 
 
 class Mark(NamedTuple):
-    """How far a pass has come: batches, seconds of the clock, processor time of all processes."""
+    """The progress of a pass: batches, clock in seconds, processor time of all processes."""
 
     batches: int
     time: float
@@ -55,17 +53,14 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """The figures of one pass over a loader.
+    """The measurements of one pass over a loader.
 
     Attributes:
-        batches: batches taken.
-        complete: whether the epoch ended by itself.
-        seconds: from ``iter()`` to the last batch.
-        first_batch_seconds: from ``iter()`` to the first one.
-        batches_per_second: the rate over all of these seconds.
+        complete: whether the epoch ended before the limits.
+        seconds, first_batch_seconds: from ``iter()`` to the last and to the first batch.
         cpu_seconds_per_batch: processor time of all processes.
-        steady_batches_per_second, steady_cpu_seconds_per_batch: the same without the start of the workers, see
-            ``steady()``; None if there are too few batches.
+        steady_batches_per_second, steady_cpu_seconds_per_batch: without the start of the workers, see ``steady()``;
+            None if there are too few batches.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
     """
 
@@ -81,16 +76,10 @@ class Pass:
 
 
 def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher | None = None) -> Pass:
-    """Iterates over a loader.
-
-    Args:
-        loader: a DataLoader.
-        limits: where to end.
-        weigh: whether to count the bytes of the batches, which takes time.
-        watcher: receives progress callbacks.
+    """Iterates over a DataLoader up to ``limits``. ``weigh`` counts the bytes of the batches, which takes time.
 
     Raises:
-        StopIteration: there was no batch at all.
+        StopIteration: the loader is empty.
     """
     gc.collect()
     begin = _mark(0)
@@ -100,7 +89,7 @@ def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher 
 
 @contextlib.contextmanager
 def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
-    """A new iterator, whose workers are ended afterwards, unless they are persistent."""
+    """Creates an iterator, and ends its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:
         if watcher is not None:
@@ -119,7 +108,7 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
     from rustloader.probe.leaves import nbytes
 
     rhythm = max(1, loader.num_workers)
-    # By then each worker has sent its first batches, and is sent a task for each batch that is taken.
+    # From then on each worker receives a task for each batch that is taken.
     warm = rhythm * (loader.prefetch_factor or 1)
     taken, weight, complete = 0, 0, False
     marks: list[Mark] = []
@@ -131,7 +120,7 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
         if weigh:
             weight += nbytes(batch)
         del batch
-        # Workers may end in step with each other: only marks at the same place of their round compare.
+        # Workers may finish in step: only marks at the same position of a round are comparable.
         if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
             marks.append(_mark(taken))
             due = marks[-1].time + _BETWEEN
@@ -164,9 +153,8 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """The marks between which a rate leaves out the start of the workers, and the batches that they had ready then: the
-    first and the last one, if at least half of all batches lie between them; else None.
-    """
+    """The first and the last mark, if at least half of all batches lie between them; else None. A rate between them
+    leaves out the start of the workers and the batches that were ready by then."""
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
     return None

@@ -1,4 +1,4 @@
-"""The plot of ``bench``: a timeline of the main process and the workers, and the rates of a sweep. Needs matplotlib."""
+"""The plot of ``bench``: timelines, and the rates of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rustloader.texts import count_of
 
 __all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
 _WORDS = {
     "fetch": "worker: fetch",
@@ -26,9 +26,9 @@ _WORDS = {
     "step": "main: training step",
 }
 _ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
-# Workers with a lane of their own.
+# Maximum number of workers with a lane.
 _LANES = 16
-# The part of a timeline below which a bar is thin.
+# Maximum share of a timeline for a bar without edges.
 _THIN = 0.01
 _CAPTION = (
     "One run of each engine, recorded apart from the measurement. Blank: idle. "
@@ -40,13 +40,13 @@ _INK = "#333333"
 def draw(
     title: str, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline], step: float
 ) -> Figure:
-    """The figure: a timeline for each engine, and the rates if there are several numbers of workers.
+    """Draws a timeline for each engine, and the rates if there are several numbers of workers.
 
     Args:
         title: the loader's name.
-        points: what was measured.
-        choices: by engine, the number of workers that is recommended.
-        timelines: by engine; empty where there are no workers.
+        points: the measurements.
+        choices: the recommendations, by engine.
+        timelines: by engine; empty without workers.
         step: seconds of the training step.
     """
     swept = len(points) > 1
@@ -57,17 +57,9 @@ def draw(
     panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if timelines:
         draw_timelines(panels[: len(timelines)], timelines, step)
-        panels[0].legend(
-            handles=timeline_legend(timelines, step),
-            loc="lower right",
-            bbox_to_anchor=(1, 1),  # beside the title
-            ncols=len(_COLOURS),
-            handlelength=1,
-            columnspacing=1.2,
-            borderaxespad=0.2,
-            frameon=False,
-            fontsize=8,
-        )
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLOURS)}  # beside the title
+        look = {"handlelength": 1, "columnspacing": 1.2, "borderaxespad": 0.2, "frameon": False, "fontsize": 8}
+        panels[0].legend(handles=timeline_legend(timelines, step), **place, **look)
         figure.supxlabel(_CAPTION, fontsize=8, color=_INK)
     if swept:
         _draw_rates(panels[-1], points, choices)
@@ -75,21 +67,15 @@ def draw(
 
 
 def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
-    """The legend's entries for what these timelines show."""
+    """The entries of the legend for these timelines."""
     seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
     shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
     return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
 
 
 def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
-    """Draws each engine's timeline, of the same batches and on the same scale.
-
-    Args:
-        panels: one for each timeline, from top to bottom.
-        timelines: by engine: "torch", "rustloader".
-        step: seconds of the training step.
-    """
-    # The same batches on both sides: after those that were in flight at the start.
+    """Draws each engine's timeline on its panel, with the same batches and the same scale."""
+    # The same batches of both engines, after those that were in flight at the start.
     count = min(len(one.got) for one in timelines.values())
     first = min(*(one.skipped for one in timelines.values()), count // 2)
     windows = {name: one.window(first, count) for name, one in timelines.items()}
@@ -105,19 +91,13 @@ def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step:
 
 
 def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, step: float) -> None:
-    """Draws one engine's timeline: a lane for the main process and one for each worker.
-
-    Args:
-        panel: where. Its x axis is in milliseconds from ``begin``.
-        timeline: what was recorded.
-        begin, end: the part to draw, in seconds of the monotonic clock.
-        step: seconds of the training step; 0 draws none.
-    """
+    """Draws one engine's timeline from ``begin`` to ``end``: a lane for the main process and one for each worker. The x
+    axis is in milliseconds from ``begin``. A ``step`` of 0 seconds is not drawn."""
 
     def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
-        # White edges keep bars apart, but would hide the shortest ones.
+        # White edges separate bars, but would hide the shortest ones.
         edges = [0.3 if b - a > _THIN * (end - begin) else 0.0 for a, b in inside]
         panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
 

@@ -1,4 +1,4 @@
-"""What ``bench`` is going to do: how long it measures, and whether it can write its plot."""
+"""Plans a run of ``bench``: its duration and its plot."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from rustloader.texts import count_of, duration
 
 __all__ = ["Plan", "check_plot"]
 
-# Seconds of an epoch, and of all that is measured with one number of workers.
+# Default seconds of an epoch, and of all epochs with one number of workers.
 _SECONDS, _BUDGET = 3.0, 60.0
-# Epochs that fit into the budget: eight pairs.
+# Minimum number of epochs that the budget allows: eight pairs.
 _EPOCHS = 16
 
 
 class Plan:
-    """How long the command measures.
+    """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
 
     Attributes:
         counts: each num_workers to measure; [None]: as the factory sets it.
         epochs: epochs of each engine; None: until the result is clear or the budget is spent.
-        budget: seconds for all that is measured; None with a fixed number of epochs.
-        seconds: the longest epoch.
-
-    Raises:
-        Unusable: with these options there is nothing to compare.
+        budget: seconds for all measurements; None with a fixed number of epochs.
+        seconds: maximum duration of an epoch.
     """
 
     def __init__(self, options: Any) -> None:
@@ -49,12 +46,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Passes of a fixed number of epochs, the warm-up included; else 0."""
+        """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
         sides = sum(1 if count == 0 else 2 for count in self.counts)
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, left: int) -> float:
-        """Seconds for the next number of workers, of ``left`` that are to come, after ``spent`` seconds."""
+        """Seconds for the next of ``left`` remaining numbers of workers, after ``spent`` seconds."""
         return max(0.0, (self.budget or 0.0) - spent) / left
 
     def __str__(self) -> str:
@@ -73,11 +70,7 @@ class Plan:
 
 
 def check_plot(path: str) -> None:
-    """Checks that a plot can be drawn and written, before anything is measured for it.
-
-    Raises:
-        Unusable: it cannot.
-    """
+    """Raises ``Unusable`` if a plot cannot be drawn or written, before the measurements."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:

@@ -1,7 +1,8 @@
-"""A progress bar, where tqdm is installed and stderr is a terminal; else nothing."""
+"""A progress bar, if tqdm is installed and stderr is a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -9,30 +10,25 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """The bar; a context manager.
-
-    Args:
-        total: steps in all, or seconds.
-    """
+    """The bar, a context manager. ``total`` is a number of steps or seconds."""
 
     def __init__(self, total: float) -> None:
         self._bar: Any = None
         if not sys.stderr.isatty():
             return
-        try:
+        with contextlib.suppress(ImportError):
             from tqdm import tqdm
-        except ImportError:
-            return
-        form = "{percentage:3.0f}% |{bar}| {elapsed}  {desc}"
-        self._bar = tqdm(total=total, leave=False, bar_format=form, dynamic_ncols=True)
+
+            form = "{percentage:3.0f}% |{bar}| {elapsed}  {desc}"
+            self._bar = tqdm(total=total, leave=False, bar_format=form, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        """Shows what begins."""
+        """Shows a description."""
         if self._bar is not None:
             self._bar.set_description_str(text)
 
     def step(self, reached: float | None = None) -> None:
-        """Moves the bar by a step, or to what has been reached, but not beyond its end."""
+        """Moves the bar by a step, or to ``reached``, but not beyond its end."""
         if self._bar is not None:
             bar = self._bar
             bar.update(1 if reached is None else max(0.0, min(reached, bar.total) - bar.n))

@@ -1,10 +1,9 @@
-"""How many workers a sweep recommends: never more than its figures bear out."""
+"""Recommends a number of workers after a sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rustloader.bench.layout import listed
 from rustloader.bench.results import Point, Side
@@ -12,10 +11,9 @@ from rustloader.texts import count_of
 
 __all__ = ["RULE", "Choice", "recommend"]
 
-# A number of workers is as good as the best if its rate is at most this part below it.
+# Maximum distance from the best rate for a number of workers that counts as good.
 _WITHIN = 0.05
-# Where the system does not say how long workers queue for a core: they wait for storage if all processes together leave
-# this part of the cores idle.
+# Minimum share of idle cores that shows a wait for storage, if the system does not report how long workers queue.
 _IDLE = 0.2
 RULE = (
     f"the fewest workers with batches/s within {_WITHIN:.0%} of the best, or not measurably below; "
@@ -23,26 +21,16 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The number of workers for one engine.
-
-    Attributes:
-        workers: one of those that were measured; None if there are too few figures to recommend one.
-        reason: why there is none, or which numbers of workers are no worse or were not considered; may be empty.
-    """
+class Choice(NamedTuple):
+    """The number of workers for one engine; None if there are too few measurements. ``reason`` explains None, or names
+    numbers of workers that are as good or were not considered; it may be empty."""
 
     workers: int | None
     reason: str = ""
 
 
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
-    """The fewest workers that do as well as any.
-
-    Args:
-        points: what was measured.
-        engine: "torch" or "rustloader".
-        cores: processor cores that the loader may use.
+    """The fewest workers that are as good as the best. ``cores``: processor cores that the loader may use.
 
     Example:
         >>> recommend(points, "rustloader", cores=4)
@@ -68,8 +56,8 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
 
 
 def _waits_for_storage(point: Point, cores: int) -> bool:
-    """Whether workers wait longer than they compute, so that more of them than cores are of use. Time in the queue for
-    a core is neither: there may be other programs."""
+    """Whether workers wait longer than they compute, so that more workers than cores help. Time in the queue for a core
+    counts as neither, because other programs may cause it."""
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
     known = [it for it in workers if it.get("cpu_seconds") is not None and it.get("queued_seconds") is not None]
     parts = ("fetch", "collate", "pack")

@@ -1,9 +1,9 @@
-"""The figures that ``bench`` has measured: medians, intervals, ratios, tables, JSON."""
+"""The measurements of ``bench`` as medians, intervals, ratios, tables and JSON."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,18 +17,21 @@ __all__ = ["Point", "Side", "settle", "starting", "sweep_table", "table"]
 
 @dataclass
 class Side:
-    """One loader on one engine, with one number of workers."""
+    """A loader on one engine, with one number of workers.
+
+    Attributes:
+        batch_bytes: mean bytes of a batch.
+        memory_bytes: peak memory of all its processes, less their memory before ``iter()``.
+        steady: whether rates and processor time leave out the start of the workers; see ``settle()``.
+    """
 
     passes: list[Pass] = field(default_factory=list)
-    # Bytes of a batch.
     batch_bytes: float = 0.0
-    # Peak memory of all its processes, beyond what there was before iter().
     memory_bytes: int | None = None
-    # Whether rates and processor time leave out the start of the workers; see ``settle()``.
     steady: bool = False
 
     def median(self, name: str) -> float:
-        """The median of a figure of all passes."""
+        """The median of a figure over all passes."""
         return statistics.median(self._figures(name))
 
     @property
@@ -53,12 +56,12 @@ class Side:
 
     @property
     def too_few(self) -> str:
-        """Why the rate is not to be relied on, or an empty text."""
+        """Why the rate is not reliable, or an empty text."""
         return too_few(len(self.passes), self.batches)
 
     @property
     def cores_used(self) -> float:
-        """Cores that all processes together kept at work."""
+        """Mean number of cores that all processes together used."""
         return self.median("cpu_seconds_per_batch") * self.rate
 
     def _figures(self, name: str) -> list[float]:
@@ -70,7 +73,7 @@ class Side:
         """For JSON."""
         epochs = [asdict(one) for one in self.passes]
         for epoch in epochs:
-            del epoch["batch_bytes"]  # measured in the warm-up alone
+            del epoch["batch_bytes"]  # only the warm-up measures it
         return {
             "batches_per_second": self.rate,
             "interval": self.interval._asdict(),
@@ -86,22 +89,21 @@ class Side:
 
 @dataclass
 class Point:
-    """One number of workers."""
+    """The measurements with one number of workers. With 0 workers both sides are one object: torch's own loop."""
 
     workers: int
     torch: Side = field(default_factory=Side)
-    # The same object as torch's where there are no workers: both are torch's own loop then.
     rustloader: Side = field(default_factory=Side)
     verdict: dict[str, Any] | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether torch's own loop was measured and nothing else."""
+        """Whether only torch's own loop was measured."""
         return self.rustloader is self.torch
 
     @property
     def comparison(self) -> Comparison | None:
-        """Which engine is faster; None where there is one alone."""
+        """Which engine is faster; None without workers."""
         if self.alone:
             return None
         batches = min(self.torch.batches, self.rustloader.batches)
@@ -109,17 +111,18 @@ class Point:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """How many times as good rustloader is as torch, by figure; above 1 rustloader is better."""
+        """Ratios of torch to rustloader by figure, of rustloader to torch for rates; above 1 rustloader is better."""
         ours, theirs = self.rustloader, self.torch
         comparison = self.comparison
-        memory = None
-        if ours.memory_bytes and theirs.memory_bytes is not None:
-            memory = theirs.memory_bytes / ours.memory_bytes
+
+        def by(theirs: float | None, ours: float | None) -> float | None:
+            return theirs / ours if ours and theirs is not None else None
+
+        medians = ("cpu_seconds_per_batch", "first_batch_seconds")
         return {
             "batches_per_second": comparison.ratio if comparison else 1.0,
-            "cpu_seconds_per_batch": _by(theirs, ours, "cpu_seconds_per_batch"),
-            "first_batch_seconds": _by(theirs, ours, "first_batch_seconds"),
-            "memory_bytes": memory,
+            **{name: by(theirs.median(name), ours.median(name)) for name in medians},
+            "memory_bytes": by(theirs.memory_bytes, ours.memory_bytes),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,18 +133,13 @@ class Point:
             "torch": self.torch.as_dict(),
             "rustloader": self.rustloader.as_dict(),
             "ratio": self.ratios,
-            "comparison": comparison.as_dict() if comparison else None,
+            "comparison": comparison._asdict() if comparison else None,
             "verdict": self.verdict,
         }
 
 
-def _by(theirs: Side, ours: Side, name: str) -> float | None:
-    own = ours.median(name)
-    return theirs.median(name) / own if own > 0 else None
-
-
 def settle(points: Iterable[Point]) -> None:
-    """Makes all rates leave out the start of the workers, if all passes allow it: only rates of one kind compare."""
+    """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
     sides = [side for point in points for side in (point.torch, point.rustloader)]
     steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
     for side in sides:
@@ -149,9 +147,8 @@ def settle(points: Iterable[Point]) -> None:
 
 
 def starting(side: Side) -> dict[str, Any]:
-    """The verdict where most of a whole epoch is the start of its workers; else empty. A loader's own statistics do not
-    show it in epochs of a few batches.
-    """
+    """The verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do not
+    show it in epochs of a few batches."""
     first, whole = side.median("first_batch_seconds"), side.median("seconds")
     if first < whole / 2 or not all(one.complete for one in side.passes):
         return {}
@@ -164,9 +161,9 @@ def starting(side: Side) -> dict[str, Any]:
 
 
 def table(point: Point) -> str:
-    """All figures of one number of workers."""
+    """The figures for one number of workers."""
     if point.alone:
-        return aligned([("", "torch's own loop"), *((name, value) for name, value, *_ in _rows(point))])
+        return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
 
 
@@ -177,17 +174,17 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     interval = ours.interval
     whole = interval.low == min(ours.rates)
     title = "  lowest to highest" if whole else f"  {interval.confidence:.0%} confidence"
-    between = f"{times(comparison.low)} to {times(comparison.high)}" if comparison else ""
-    yield title, _between(theirs.interval), _between(interval), between
-    megabytes_per_second = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
-    yield "MB/s", megabytes_per_second[0], megabytes_per_second[1], rate
+    between = _between(comparison.low, comparison.high, times) if comparison else ""
+    yield title, _between(*theirs.interval[:2]), _between(*interval[:2]), between
+    megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
+    yield "MB/s", megabytes[0], megabytes[1], rate
     for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
         yield title, duration(theirs.median(name)), duration(ours.median(name)), times(ratios[name])
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
 def sweep_table(points: Iterable[Point], chosen: int | None) -> str:
-    """The main figures of each number of workers, in a line for each engine."""
+    """The main figures for each number of workers, with a line per engine."""
     rows = [("workers", "engine", "batches/s", "lowest to highest", "ratio", "CPU/batch", "first batch", "memory", "")]
     for point in points:
         for name in ("both",) if point.alone else ("torch", "rustloader"):
@@ -197,7 +194,7 @@ def sweep_table(points: Iterable[Point], chosen: int | None) -> str:
                     "" if name == "rustloader" else str(point.workers),
                     "torch's loop" if name == "both" else name,
                     number(side.rate),
-                    f"{number(min(side.rates))} to {number(max(side.rates))}",
+                    _between(min(side.rates), max(side.rates)),
                     times(point.ratios["batches_per_second"]) if name == "rustloader" else "",
                     duration(side.median("cpu_seconds_per_batch")),
                     duration(side.median("first_batch_seconds")),
@@ -212,5 +209,5 @@ def _memory(side: Side) -> str:
     return "-" if side.memory_bytes is None else size(side.memory_bytes)
 
 
-def _between(interval: Interval) -> str:
-    return f"{number(interval.low)} to {number(interval.high)}"
+def _between(low: float, high: float, form: Callable[[float], str] = number) -> str:
+    return f"{form(low)} to {form(high)}"

@@ -1,4 +1,4 @@
-"""The process of ``bench`` that has one loader on one engine, and answers requests to measure it."""
+"""The process of ``bench`` with a loader on one engine, which answers requests to measure it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["BenchSide"]
 
 
 class BenchSide(Side):
-    """A loader to measure. Its methods from ``about`` on are the requests. It watches its own passes.
+    """A loader to measure. Its methods from ``about`` on are the requests.
 
     Args:
         workers: num_workers of the loader; None: as the factory sets it.
-        records: a folder for the timelines of the workers; None: the loader is left as it is.
+        records: a folder for the timelines of the workers; None: no timelines.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class BenchSide(Side):
         end_workers(getattr(self.loader, "_iterator", None))  # persistent workers
 
     def about(self) -> dict[str, Any]:
-        """Makes the loader. Returns the machine's description and the loader's."""
-        self.load()  # before torch is imported: a wrong name is an error at once
-        if self._workers_given is not None:  # more workers than cores are allowed in a sweep
+        """Creates the loader. Returns descriptions of the machine and the loader."""
+        self.load()  # before the import of torch, so that a wrong name fails immediately
+        if self._workers_given is not None:  # a sweep may use more workers than cores
             warnings.filterwarnings("ignore", "This DataLoader will create")
         self.make(self._workers_given, ", or pass --workers 2")
         loader = self.loader
@@ -59,7 +59,7 @@ class BenchSide(Side):
         }
 
     def run(self, number: int, limits: Limits, weigh: bool) -> dict[str, Any]:
-        """A pass. Those with the same number see the same random numbers on both engines."""
+        """Runs a pass. Passes with the same number use the same random seeds on both engines."""
         with self._pass(number):
             result = run_pass(self.loader, limits, weigh, self)
         self._cut_short |= not result.complete
@@ -70,12 +70,12 @@ class BenchSide(Side):
         import rustloader
 
         stats = rustloader.stats(self.loader)
-        # Passes that were cut short start workers more often than whole epochs do.
+        # Passes that end early start workers more often than whole epochs do.
         judged = replace(stats, epochs=1) if self._cut_short else stats
         return {**asdict(judged.verdict()), "stats": stats.as_dict()}
 
     def watch(self, limits: Limits) -> dict[str, Any]:
-        """The timeline of the main process and the workers."""
+        """Records the timeline of the main process and the workers."""
         assert self._recorder is not None
         with self._pass(0):
             asked, got = watch(self.loader, limits, self)

@@ -1,4 +1,4 @@
-"""What ``bench`` prints: as text, and as JSON."""
+"""The output of ``bench``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ class Summary:
     """The result of one run.
 
     Args:
-        options: the command's.
-        plan: how long it measured.
-        about: the machine and the loader.
-        points: what it measured.
-        choices: by engine, what a sweep recommends; empty without a sweep.
+        about: descriptions of the machine and the loader.
+        choices: the recommendations of a sweep by engine; empty without a sweep.
     """
 
     def __init__(
@@ -33,14 +30,14 @@ class Summary:
 
     @property
     def shown(self) -> Point:
-        """The number of workers that is shown in full: the recommended one, else the fastest."""
+        """The point to show in full: the recommended one, else the fastest."""
         chosen = self._choices["rustloader"].workers if self._choices else None
         with_workers = [point for point in self._points if not point.alone]
         fastest = max(with_workers, key=lambda point: point.rustloader.rate)
         return next((point for point in with_workers if point.workers == chosen), fastest)
 
     def text(self) -> str:
-        """For a reader: lines that fit a terminal."""
+        """Lines that fit a terminal."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -76,7 +73,9 @@ class Summary:
         if comparison is not None:
             yield wrapped(str(comparison), "  ")
             if comparison.verdict == "too few to tell":
-                yield f"  To measure longer: {self._longer()}"
+                budget = self._plan.budget
+                longer = f"--budget {2 * budget:.0f}" if budget else "leave out --epochs, or give more of them"
+                yield f"  To measure longer: {longer}"
         if point.verdict is not None:
             yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
             yield f"  {wrapped(point.verdict['reason'], '  ')}"
@@ -85,18 +84,12 @@ class Summary:
             text = f"The loop did no training step. {what} to loading only."
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
-    def _longer(self) -> str:
-        if self._plan.budget is None:
-            return "leave out --epochs, or give more of them"
-        return f"--budget {2 * self._plan.budget:.0f}"
-
     def _notes(self, point: Point) -> str:
-        if point.rustloader.steady:
-            rates = "Rates and CPU leave out the start of the workers."
-        else:
-            rates = "Rates and CPU include the start of the workers: the epochs are too short to leave it out."
+        without = "leave out the start of the workers."
+        including = "include the start of the workers: the epochs are too short to leave it out."
         return (
-            f"{rates} CPU and memory are totals of the main process and the workers; memory is the peak beyond "
+            f"Rates and CPU {without if point.rustloader.steady else including} "
+            "CPU and memory are totals of the main process and the workers; memory is the peak beyond "
             "what there was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the "
             "median over the pairs of epochs."
         )

@@ -18,14 +18,13 @@ __all__ = ["Recorder", "Timeline", "watch"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one engine's main process and workers did when. All times are seconds of the monotonic clock.
+    """The timeline of one engine.
 
     Attributes:
         workers: the number of workers.
-        skipped: batches at the start that a picture leaves out, because they were in flight before the first one came.
-        asked: when the main process called ``next`` for each batch.
-        got: when ``next`` returned it.
-        spans: by worker, ("fetch", "collate" or "send", begin, end) of each part of its work.
+        skipped: batches at the start that a picture leaves out, because they were in flight before the first arrived.
+        asked, got: begin and end of ``next`` in the main process, for each batch.
+        spans: ("fetch", "collate" or "send", begin, end) of each part of a worker's work, by worker.
     """
 
     workers: int
@@ -35,16 +34,13 @@ class Timeline:
     spans: dict[int, list[tuple[str, float, float]]]
 
     def window(self, first: int, count: int) -> tuple[float, float]:
-        """From when to when the batches from ``first`` up to, but not including, ``count`` were delivered."""
+        """Begin and end of the delivery of the batches from ``first`` up to, but not including, ``count``."""
         return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
 class Recorder:
-    """Takes the place of a loader's ``worker_init_fn``, in a process that does nothing else.
-
-    In the worker it has each fetch and each collation timed, on either engine. A line goes to the worker's file as each
-    ends.
-    """
+    """Replaces a loader's ``worker_init_fn``. In the worker, on either engine, it times each fetch and each collation,
+    and writes them as lines to the worker's file."""
 
     def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
         self._folder, self._init_fn = folder, init_fn
@@ -56,8 +52,8 @@ class Recorder:
         self._time_fetches()
 
     def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
-        """By worker: what it did, from when, to when. A batch is sent right after its fetch: on rustloader's iterator
-        each for the mean time that the loader's statistics give; of torch's, which a thread sends, nothing is known."""
+        """The spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean duration
+        from the loader's statistics. A thread sends torch's batches, so there are no such spans."""
         found = {}
         sending = _seconds_per_send(loader)
         for path in Path(self._folder).iterdir():
@@ -102,23 +98,14 @@ class Recorder:
 
 
 def _seconds_per_send(loader: Any) -> dict[int, float]:
-    """By worker, the mean time to send a batch; empty on torch's iterator."""
+    """The mean time to send a batch, by worker; empty on torch's iterator."""
     import rustloader
 
     return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}
 
 
 def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
-    """Passes over a loader once.
-
-    Args:
-        loader: a DataLoader.
-        limits: where to end.
-        watcher: receives progress callbacks.
-
-    Returns:
-        When each batch was asked for, and when it was there.
-    """
+    """Runs a pass over a DataLoader. Returns begin and end of ``next`` for each batch."""
     asked: list[float] = []
     got: list[float] = []
     deadline: float | None = None

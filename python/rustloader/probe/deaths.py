@@ -1,8 +1,13 @@
-"""Dead and stuck workers of a process that ``check`` or ``bench`` watches."""
+"""Dead and stuck workers of a process that ``check`` or ``bench`` watches.
+
+The process installs faulthandler for a signal, which writes the stack without the GIL. Forked workers inherit it; the
+stacks of other workers are unavailable.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -10,10 +15,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rustloader.probe import stacks
+from rustloader.probe.failure import short_path, users
 from rustloader.procfs import exit_code, members, read, state
 
-__all__ = ["UNNOTICED", "advice", "dead", "death", "how", "kill", "places"]
+__all__ = ["UNNOTICED", "advice", "dead", "death", "how", "install", "kill", "places"]
 
 # Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
 UNNOTICED = 12.0
@@ -23,6 +28,11 @@ _ASKED = 8
 _CLEANING = 10.0
 # How torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
+# Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
+_SIGNAL = signal.SIGRTMIN + 12
+# Seconds for a process to write its stack.
+_WAIT = 1.0
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
 def how(exitcode: int) -> str:
@@ -91,9 +101,9 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     code. If all are outside user code, library frames are shown.
 
     Args:
-        group: the process, which called ``stacks.install``.
+        group: the process, which called ``install``.
         workers: process ids by number.
-        descriptor: what ``stacks.install`` returned.
+        descriptor: what ``install`` returned.
     """
     odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
     yield from odd[:_ASKED]
@@ -102,9 +112,9 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     by_owner: dict[bool, list[str]] = {True: [], False: []}
     processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
     for name, pid in processes[: 1 + _ASKED]:
-        place, is_users = stacks.place(pid, group, descriptor)
-        if place:
-            by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
+        found, is_users = _place(pid, group, descriptor)
+        if found:
+            by_owner[is_users].append(f"{name} (pid {pid}) is at {found}")
     yield from by_owner[bool(by_owner[True] or odd)]
 
 
@@ -132,3 +142,57 @@ def _exitcode(worker: Any) -> int | None:
         code: int | None = worker.exitcode
         return code
     return None
+
+
+def install() -> int | None:
+    """Prepares this process and those that it forks. Returns the descriptor of the file that receives the stacks; None
+    if the system does not allow it."""
+    try:
+        fd = os.memfd_create("rustloader-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=False)
+    except (OSError, RuntimeError):
+        return None
+    return fd
+
+
+def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
+    """The innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost frame in a
+    library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``."""
+    try:
+        with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
+            before = file.seek(0, os.SEEK_END)
+            if not _catches(pid):
+                return "", False
+            os.kill(pid, _SIGNAL)
+            return _innermost(_read(file.fileno(), before))
+    except OSError:
+        return "", False
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process handles the signal. It would be killed otherwise."""
+    lines = (read(f"/proc/{pid}/status") or "").splitlines()
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (_SIGNAL - 1) & 1)
+
+
+def _read(descriptor: int, offset: int) -> str:
+    """The content of a file from an offset on, once it has stopped growing."""
+    text = b""
+    deadline = time.monotonic() + _WAIT
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = os.pread(descriptor, 1 << 16, offset)
+        if found and found == text:
+            break
+        text = found
+    return text.decode(errors="replace")
+
+
+def _innermost(text: str) -> tuple[str, bool]:
+    frames = [found.groups() for line in text.splitlines() if (found := _FRAME.match(line))]
+    chosen = next((frame for frame in frames if users(frame[0])), None)
+    if not frames:
+        return "", False
+    file, number, name = chosen or frames[0]
+    return f"{short_path(file)}:{number} in {name}", chosen is not None

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -147,16 +148,15 @@ def _hint(found: Any) -> str:
 
     if found is None:
         return "; is a `return` missing?"
-    if isinstance(found, (tuple, list, dict)):
-        return "; return one of its loaders"
-    if inspect.isgenerator(found):
-        return "; use `return`, not `yield`"
-    if inspect.iscoroutine(found):
-        return "; write `def`, not `async def`"
-    if isinstance(found, _BaseDataLoaderIter):
-        return "; return the loader, not iter(loader)"
-    if isinstance(found, Dataset):
-        return "; return a DataLoader of it"
+    for kinds, remedy in (
+        ((tuple, list, dict), "return one of its loaders"),
+        (types.GeneratorType, "use `return`, not `yield`"),
+        (types.CoroutineType, "write `def`, not `async def`"),
+        (_BaseDataLoaderIter, "return the loader, not iter(loader)"),
+        (Dataset, "return a DataLoader of it"),
+    ):
+        if isinstance(found, kinds):
+            return f"; {remedy}"
     for name, instead in _INSTEAD.items():
         # Not hasattr, which runs properties and __getattr__.
         if inspect.getattr_static(found, name, None) is not None:

@@ -19,8 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import rustloader
-from rustloader.probe import stacks
-from rustloader.probe.deaths import death
+from rustloader.probe.deaths import death, install
 from rustloader.probe.factory import Unusable, find, make
 from rustloader.probe.failure import failure
 from rustloader.probe.log import warnings as logged_warnings
@@ -148,7 +147,7 @@ def serve(descriptor: int, parent: int) -> None:
     connection = Connection(descriptor)
     try:
         _end_with(parent)
-        connection.send(("ready", stacks.install()))
+        connection.send(("ready", install()))
         _answer(connection, connection.recv())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

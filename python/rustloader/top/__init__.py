@@ -1,1 +1,1 @@
-"""``top``: what the loaders of a running process do, seen from outside."""
+"""``top``: shows the loaders of a running process, from outside."""

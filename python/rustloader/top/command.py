@@ -1,4 +1,4 @@
-"""``top``: what the loaders of a running process do, looked at from outside."""
+"""``top``: shows the loaders of a running process, from outside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rustloader.top.view import frame, plain
 
 __all__ = ["main"]
 
-# The live view's verdict covers this many seconds.
+# Seconds that the verdict of the live view covers.
 _WINDOW = 60.0
 
 
 def main(options: Any) -> int:
-    """Shows a process's loaders: 0, or 2 when there is nothing to see."""
+    """Shows the loaders of a process. Returns 0, or 2 if there is nothing to see."""
     once = options.once or options.json or not sys.stdout.isatty()
     if not once and not _has_rich():
         return _refuse("the live view needs rich: pip install 'rustloader[cli]', or use --once or --json")
@@ -52,7 +52,7 @@ def _has_rich() -> bool:
 
 
 def _choose(as_json: bool) -> int | None:
-    """The only process of this user with loaders at work; None, and a list of them, where there are several."""
+    """The only process of this user with loaders at work. Lists them and returns None if there are several."""
     found = processes.mains()
     if not found:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
@@ -62,24 +62,20 @@ def _choose(as_json: bool) -> int | None:
         )
     if len(found) == 1:
         return next(iter(found))
+    listed = [{"pid": pid, "command": processes.command(pid), "loaders": len(own)} for pid, own in found.items()]
     if as_json:
-        listed = [{"pid": pid, "command": processes.command(pid), "loaders": len(own)} for pid, own in found.items()]
         print(json.dumps({"processes": listed}, indent=2))
     else:
         print(f"{'pid':>8}  {'loaders':>7}  command")
-        for pid, own in found.items():
-            print(f"{pid:>8}  {len(own):>7}  {processes.command(pid)}")
+        for it in listed:
+            print("{pid:>8}  {loaders:>7}  {command}".format(**it))
     _refuse("several processes have loaders at work; choose one: rustloader top PID")
     return None
 
 
 def _main_process(pid: int, waits: bool) -> int:
-    """The process whose loaders are to be shown: that of the loader where ``pid`` is a worker's. ``waits``: one that
-    may make loaders later will do.
-
-    Raises:
-        NothingToSee: there is none.
-    """
+    """The process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a process
+    without loaders that uses the engine. Raises ``NothingToSee``."""
     found = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
@@ -113,25 +109,20 @@ def _parent_of(pid: int, inner: int, seen: processes.Seen) -> int:
 
 
 class _Watch:
-    """Looks at a process again and again."""
+    """Samples of a process over time."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        # The latest last.
-        self._looks: list[dict[Any, Look]] = []
+        self._looks: list[dict[Any, Look]] = []  # the latest last
 
     def look(self) -> None:
-        """Takes one more look.
-
-        Raises:
-            NothingToSee: the process has ended.
-        """
+        """Takes a sample. Raises ``NothingToSee`` if the process has ended."""
         self._looks.append({it.key: it for it in take(self.pid)})
         now = time.monotonic()
         self._looks = [look for look in self._looks if _age(look, now) <= _WINDOW][-1000:] or [{}]
 
     def loaders(self) -> list[Loader]:
-        """The loaders of the last look, the oldest first."""
+        """The loaders of the last sample, the oldest first."""
         before = self._looks[-2] if len(self._looks) > 1 else {}
 
         def earliest(key: Any) -> Any:
@@ -145,16 +136,22 @@ def _age(look: dict[Any, Look], now: float) -> float:
 
 
 def _once(pid: int, options: Any) -> int:
-    """Prints what two looks have found that lie the interval apart."""
+    """Prints the result of two samples that are the interval apart."""
     watch = _Watch(pid)
     watch.look()
     time.sleep(options.interval)
     watch.look()
     loaders, command = watch.loaders(), processes.command(pid)
     if options.json:
-        said = {"pid": pid, "user": processes.owner(pid), "command": command}
-        used = {"memory_bytes": procfs.resident(pid), "pss_bytes": procfs.proportional(pid)}
-        print(json.dumps(said | used | {"loaders": [loader.as_dict() for loader in loaders]}, indent=2))
+        result = {
+            "pid": pid,
+            "user": processes.owner(pid),
+            "command": command,
+            "memory_bytes": procfs.resident(pid),
+            "pss_bytes": procfs.proportional(pid),
+            "loaders": [loader.as_dict() for loader in loaders],
+        }
+        print(json.dumps(result, indent=2))
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
     print(plain(frame(pid, command, loaders, width)))
@@ -162,7 +159,7 @@ def _once(pid: int, options: Any) -> int:
 
 
 def _live(pid: int, interval: float) -> int:
-    """Shows the loaders until the user ends it, or the process ends."""
+    """Shows the loaders until the user or the end of the process ends the view."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -192,20 +189,17 @@ def _live(pid: int, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits up to the given seconds for a key."""
+    """Yields a function that waits up to the given seconds for a key."""
     import termios
     import tty
 
     def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        ready, _, _ = select.select(inputs, [], [], seconds)
         return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
 
-    def slept(seconds: float) -> str:
-        time.sleep(seconds)
-        return ""
-
-    if not sys.stdin.isatty():
-        yield slept
+    inputs = [sys.stdin] if sys.stdin.isatty() else []
+    if not inputs:
+        yield pressed
         return
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)

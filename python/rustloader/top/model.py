@@ -1,4 +1,4 @@
-"""What ``top`` shows of a loader: two looks at it and what lies between them."""
+"""The model of ``top``: a loader, from two samples of its shared memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rustloader.top.processes import Seen
 
 __all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
 
-# A worker is marked once it is at one batch for this many seconds, and this many times its usual time for a batch.
+# Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
 _LONG, _TIMES = 2.0, 10.0
-# A verdict on fewer seconds than this would be on chance.
-_SETTLED = 10.0
-# Seconds for its first batch, and for its start.
+# The same for the first batch and for the start of a worker, in seconds.
 _LONG_AT_FIRST = 30.0
+# Minimum seconds for a verdict that does not depend on chance.
+_SETTLED = 10.0
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
 @dataclass(frozen=True)
 class Look:
-    """A loader's iterator at one moment.
+    """A sample of a loader's iterator.
 
     Attributes:
         file: device and inode of its arena.
-        figures: what ``_core.inspect_arena`` says of it.
-        pids: our numbers of its workers' processes; None where they are not known.
-        times: the processor times of their work.
+        figures: the result of ``_core.inspect_arena``.
+        pids: process ids of its workers in this PID namespace, if known.
+        times: processor times of their work.
     """
 
     file: tuple[int, int]
@@ -46,16 +46,12 @@ class Look:
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
-        """Which iterator it is: a later one may have the same arena."""
+        """Identifies the iterator: a later one may have the same arena."""
         return self.file, self.figures.started
 
 
 def take(pid: int) -> list[Look]:
-    """Looks at the loaders that a process has at work, the oldest first.
-
-    Raises:
-        NothingToSee: it has ended, or does not let us look.
-    """
+    """Samples the loaders of a process, the oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
     found = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
@@ -74,7 +70,7 @@ def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker at one moment. ``pid`` is ours, None where it is not known; shares are of the last interval."""
+    """A sample of a worker. ``pid`` is in this PID namespace, if known; shares cover the last interval."""
 
     id: int
     pid: int | None
@@ -93,12 +89,12 @@ class WorkerView:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is at a batch."""
+        """Whether it works on a batch."""
         return self.state in _BUSY.values()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has been at its batch, or in its start, for much longer than usual."""
+        """Whether its batch, or its start, takes much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
         usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
@@ -106,7 +102,7 @@ class WorkerView:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the worker needs attention: it is stuck, is stopped, or ended too early."""
+        """Whether the worker is stuck or stopped, or ended too early."""
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,13 +112,13 @@ class WorkerView:
 
 
 class Loader:
-    """A loader as two looks at it show it.
+    """A loader, from two samples.
 
     Args:
         pid: its main process.
-        before: the look at the interval's begin; None when the loader was not there yet.
-        now: the latest look.
-        earlier: the look at the begin of the time that the verdict is about; None: the start of the iterator.
+        before: the sample at the begin of the interval; None if the loader did not exist yet.
+        now: the latest sample.
+        earlier: the sample at the begin of the verdict's time; None: the start of the iterator.
     """
 
     def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
@@ -136,22 +132,22 @@ class Loader:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the iterator was made."""
+        """Seconds since the creation of the iterator."""
         return max(1e-9, self.figures.now - self.figures.started)
 
     @cached_property
     def total(self) -> Stats:
-        """What it has done since the iterator was made."""
+        """The statistics since the creation of the iterator."""
         return stats_of(self.pid, self.workers, self._now)
 
     @cached_property
     def recent(self) -> Stats:
-        """What it has done in the interval."""
+        """The statistics of the interval."""
         return stats_of(self.pid, self.workers, self._now, self._before)
 
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
-        """The verdict, and of how many of the last seconds; None: since the start."""
+        """The verdict, and the number of seconds that it covers; None: since the start."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED:
             verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
@@ -166,8 +162,8 @@ class Loader:
 
     @property
     def main_shares(self) -> dict[str, float]:
-        """The shares of the interval that main spent waiting, in the training step, at work in ``next``, and on nothing
-        of these: between two epochs, or in the start of one."""
+        """The shares of the interval that the main process spent waiting, in the training step, at work in ``next``,
+        and between two epochs or at the start of one."""
         recent = self.recent
         waiting = recent.waited_seconds + recent.first_seconds
         parts = {"waiting": waiting, "step": recent.step_seconds, "next": recent.own_seconds}
@@ -176,7 +172,7 @@ class Loader:
 
     @cached_property
     def workers(self) -> tuple[WorkerView, ...]:
-        """By their numbers."""
+        """The workers by number."""
         return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures.workers))
 
     def _worker(self, number: int, now: ObservedWorker) -> WorkerView:
@@ -198,7 +194,7 @@ class Loader:
         elif pid and procfs.is_stopped(pid):
             state = "stopped"
         busy = totals.fetch + totals.collate + totals.pack + totals.publish
-        # The batch that it is at is no measure of itself.
+        # Without the current batch, which is compared with the mean.
         busy -= now.seconds_at_batch if at_batch else 0.0
         return WorkerView(
             id=number,
@@ -224,7 +220,7 @@ class Loader:
 
     @property
     def state(self) -> str:
-        """What the main process does."""
+        """The state of the main process."""
         if procfs.is_stopped(self.pid):
             return "stopped"
         return "stopping" if self.figures.stopping else self.figures.state
@@ -251,7 +247,7 @@ class Loader:
 
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
-    """The statistics of an iterator between two looks, or since it was made."""
+    """The statistics of an iterator between two samples, or since its creation."""
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
@@ -275,7 +271,7 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
 
 
 def _between(now: WorkTime, before: WorkTime) -> WorkTime:
-    """The worker is one process: its time is known at both looks or it is not."""
+    """The difference of two processor times; ``NOTHING`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
         return NOTHING
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
@@ -283,14 +279,11 @@ def _between(now: WorkTime, before: WorkTime) -> WorkTime:
 
 
 def _cores(pid: int) -> int:
-    """Cores that a process may use: its affinity and, where it is in our cgroup, the CPU quota."""
+    """Cores that a process may use, by its affinity and, if it is in the cgroup of this process, by the CPU quota."""
     try:
         affinity = len(os.sched_getaffinity(pid))
     except OSError:
         affinity = os.cpu_count() or 1
-    same = affinity <= len(os.sched_getaffinity(0)) and _cgroup(pid) == _cgroup(os.getpid())
+    own, other = (procfs.read(f"/proc/{it}/cgroup") for it in ("self", pid))
+    same = affinity <= len(os.sched_getaffinity(0)) and own == other
     return usable_cores(affinity) if same else affinity
-
-
-def _cgroup(pid: int) -> str | None:
-    return procfs.read(f"/proc/{pid}/cgroup")

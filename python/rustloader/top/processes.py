@@ -1,4 +1,4 @@
-"""Processes of this machine whose loaders can be looked at, found through /proc."""
+"""Finds processes of this machine and their loaders through /proc."""
 
 from __future__ import annotations
 
@@ -6,51 +6,32 @@ import contextlib
 import os
 import pwd
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rustloader._core import Observed, inspect_arena
 from rustloader.procfs import pids, read
 
-__all__ = [
-    "NothingToSee",
-    "Seen",
-    "command",
-    "has_extension",
-    "inner_pid",
-    "loaders",
-    "mains",
-    "outer_pids",
-    "owner",
-    "user",
-]
+__all__ = ["NothingToSee", "Seen", "command", "has_extension", "inner_pid", "loaders", "mains", "outer_pids", "owner"]
+__all__ += ["user"]
 
-# What /proc/PID/fd shows of an arena.
+# The target of an arena's link in /proc/PID/fd.
 _ARENA = "/memfd:rustloader (deleted)"
 
 
 class NothingToSee(Exception):
-    """Why there is nothing to show of a process; one line."""
+    """Why there is nothing to show of a process, in one line."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One loader's iterator at one moment.
-
-    Attributes:
-        file: device and inode of its arena.
-        figures: what ``_core.inspect_arena`` says of it.
-    """
+class Seen(NamedTuple):
+    """A loader's iterator: device and inode of its arena, and the result of ``_core.inspect_arena``."""
 
     file: tuple[int, int]
     figures: Observed
 
 
 def loaders(pid: int) -> list[Seen]:
-    """The loaders at work whose arenas a process has open, its own and those that it has inherited; the oldest first.
-
-    Raises:
-        NothingToSee: there is no such process, it is another user's, or its arenas cannot be read.
-    """
+    """The loaders at work whose arenas a process has open or has inherited, the oldest first. Raises ``NothingToSee``
+    if there is no such process, it belongs to another user, or its arenas cannot be read."""
     try:
         found = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
     except PermissionError:
@@ -62,13 +43,12 @@ def loaders(pid: int) -> list[Seen]:
 
 
 def mains() -> dict[int, list[Seen]]:
-    """The processes of this user that have loaders of their own at work; for root those of all users."""
+    """The processes of this user (for root: of all users) that have loaders of their own at work."""
     found = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
             if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
-                own = [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]
-                if own:
+                if own := [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]:
                     found[pid] = own
     return found
 
@@ -76,14 +56,14 @@ def mains() -> dict[int, list[Seen]]:
 def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
-        # The process may close it meanwhile, and end.
+        # The process may close the file or end at any time.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if os.readlink(f"{folder}/{name}") == _ARENA:
                 yield _observe(pid, f"{folder}/{name}")
 
 
 def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
-    """The arenas of a process that has closed their descriptors. Only root may open them."""
+    """The arenas of a process that has closed their descriptors. Opening them needs root."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
             with contextlib.suppress(FileNotFoundError):
@@ -128,7 +108,7 @@ def user() -> str:
 
 
 def owner(pid: int) -> str | None:
-    """The name of a process's user; None when there is no such process."""
+    """The name of a process's user; None if there is no such process."""
     try:
         return _name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
@@ -143,7 +123,7 @@ def _name(uid: int) -> str:
 
 
 def command(pid: int) -> str:
-    """A process's command line, or its name where that is empty."""
+    """A process's command line, or its name if that is empty."""
     text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
     if text:
         return "".join(letter if letter.isprintable() else "?" for letter in text)
@@ -152,17 +132,17 @@ def command(pid: int) -> str:
 
 
 def inner_pid(pid: int) -> int:
-    """The number by which a process knows itself: another one in a container."""
+    """The id of a process in its own PID namespace, which differs in a container."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
-    """For a process in a container, our numbers of the processes there by their own; None where both are the same."""
-    theirs = _namespace(pid)
-    if theirs is None or theirs == _namespace(os.getpid()):
+    """The ids in this PID namespace by the ids in the process's namespace; None if the namespaces are the same."""
+    namespace = _namespace(pid)
+    if namespace is None or namespace == _namespace(os.getpid()):
         return None
-    return {inner_pid(other): other for other in pids() if _namespace(other) == theirs}
+    return {inner_pid(other): other for other in pids() if _namespace(other) == namespace}
 
 
 def _namespace(pid: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The lines that ``top`` shows, for a terminal of any size and for plain text."""
+"""The view of ``top``: lines for a terminal of any size, and for plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rustloader.top.model import Loader, WorkerView
 
 __all__ = ["Line", "frame", "plain"]
 
-# Parts of a line, each with a style of rich's.
+# Parts of a line, each with a style of rich.
 Line = list[tuple[str, str]]
 
 _COLOURS = {
@@ -25,22 +25,12 @@ _COLOURS = {
     "left": "dim",
 }
 _ALARM = "bold red"
-# Columns of the table: heading and width, negative if left-aligned. The index column takes the rest.
-_COLUMNS = {
-    "worker": 6,
-    "pid": 7,
-    "state": -9,
-    "batch": 6,
-    "for": 6,
-    "fetch": 5,
-    "coll": 5,
-    "pack": 5,
-    "idle": 5,
-    "memory": 7,
-}
-# In a narrower terminal there is no room for process ids beside the indices.
+# Columns of the table: heading, alignment and width. The index column takes the rest.
+_COLUMNS = {"worker": ">6", "pid": ">7", "state": "<9", "batch": ">6", "for": ">6"}
+_COLUMNS |= {"fetch": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
+# Minimum width, in columns, of a terminal with room for process ids beside the indices.
 _WITH_PIDS = 96
-# Where the texts of a loader's lines begin.
+# Column of the text in a loader's lines.
 _INDENT = 14
 
 
@@ -50,7 +40,7 @@ def plain(lines: Sequence[Line]) -> str:
 
 
 def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height: int | None = None) -> list[Line]:
-    """All lines: the process, then each of its loaders. With a height the tables are cut to fit it."""
+    """The lines for a process and each of its loaders. A height limits the tables."""
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     if not loaders:
@@ -72,12 +62,12 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
 
 
 def _left(summaries: list[list[Line]], height: int) -> int:
-    """Lines for rows of tables: beside the summaries there are a line at the top, and two for each loader."""
+    """Lines for rows of tables, without the summaries, a line at the top, and two lines for each loader."""
     return height - 1 - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """What stands above a loader's table; with less text where the terminal is too low for the table."""
+    """The lines above a loader's table; fewer if the terminal is too low for the table."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
@@ -117,7 +107,7 @@ def _memory(loader: Loader) -> str:
 
 
 def _shows_rss(loader: Loader) -> bool:
-    """Whether the memory of workers is shown as RSS: the PSS of one of them is not readable."""
+    """Whether to show the memory of workers as RSS, because the PSS of one is not readable."""
     return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
 
 
@@ -127,7 +117,7 @@ def _used(worker: WorkerView, rss: bool) -> int | None:
 
 def _verdict(loader: Loader) -> str:
     if loader.stuck and _waits(loader):
-        # Nothing that was measured before says more.
+        # The measurements from before say less.
         who = "worker" if len(loader.stuck) == 1 else "workers"
         return f"The loop waits for the {who} marked below."
     verdict, seconds = loader.verdict
@@ -146,14 +136,13 @@ def _main(loader: Loader) -> str:
     if loader.state == "stopping":
         return "shutting down the workers"
     batch = figures.epoch_batches
+    at_step = f" of batch {batch - 1}" if batch else ""
     words = {
         "starting": f"starting workers or an epoch for {time}",
         "next": f"in next() for {time}, at work",
         "first": f"waiting for the first batch of the epoch for {time}",
         "waiting": f"waiting for batch {batch} for {time}",
-        "step": f"in the training step of batch {batch - 1} for {time}"
-        if batch
-        else f"in the training step for {time}",
+        "step": f"in the training step{at_step} for {time}",
         "between": f"between two epochs for {time}",
     }
     return words[figures.state]
@@ -161,9 +150,8 @@ def _main(loader: Loader) -> str:
 
 def _alarm(worker: WorkerView) -> str:
     who = f"worker {worker.id} (pid {worker.pid})" if worker.pid else f"worker {worker.id}"
-    at = "" if worker.batch is None else f" at batch {worker.batch}"
-    if worker.index:
-        at += f", indices {worker.index}"
+    indices = f", indices {worker.index}" if worker.index else ""
+    at = ("" if worker.batch is None else f" at batch {worker.batch}") + indices
     if worker.state == "ended":
         return f"{who} has ended{at}."
     if worker.state == "stopped":
@@ -171,28 +159,23 @@ def _alarm(worker: WorkerView) -> str:
     if worker.state == "starting":
         return f"{who} has been starting for {_time(worker.seconds)}."
     usual = f" Its batches take {_time(worker.usual_seconds)} on average." if worker.usual_seconds is not None else ""
-    return f"{who} has been {worker.state} batch {worker.batch} for {_time(worker.seconds)}{_indices(worker)}.{usual}"
-
-
-def _indices(worker: WorkerView) -> str:
-    return f", indices {worker.index}" if worker.index else ""
+    return f"{who} has been {worker.state} batch {worker.batch} for {_time(worker.seconds)}{indices}.{usual}"
 
 
 def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
-    columns = {name: wide for name, wide in _COLUMNS.items() if name != "pid" or width >= _WITH_PIDS}
+    columns = {name: form for name, form in _COLUMNS.items() if name != "pid" or width >= _WITH_PIDS}
     rss = _shows_rss(loader)
-    heads = dict(zip(columns, columns, strict=True)) | ({"memory": "RSS"} if rss else {})
+    heads = {name: name for name in columns} | ({"memory": "RSS"} if rss else {})
     yield [(_row(columns, heads, "indices", width), "dim")]
     shown = list(loader.workers)
     if room is not None and len(shown) > room:
-        # Marked workers come first where there is no room for all.
+        # Without room for all, marked workers come first.
         stuck = {worker.id for worker in loader.stuck}
         first = sorted(shown, key=lambda worker: (worker.id not in stuck, worker.id))[: max(0, room - 1)]
         shown = sorted(first, key=lambda worker: worker.id)
     for worker in shown:
-        marked = worker.is_marked
         row = _row(columns, _cells(worker, rss), worker.index or "", width)
-        if marked:
+        if worker.is_marked:
             yield [(row, _ALARM)]
         else:
             before, state, behind = row.partition(worker.state)
@@ -218,10 +201,8 @@ def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
     }
 
 
-def _row(columns: dict[str, int], cells: dict[str, str], last: str, width: int) -> str:
-    row = " ".join(
-        f"{cells[name]:>{wide}}" if wide > 0 else f"{cells[name]:<{-wide}}" for name, wide in columns.items()
-    )
+def _row(columns: dict[str, str], cells: dict[str, str], last: str, width: int) -> str:
+    row = " ".join(format(cells[name], form) for name, form in columns.items())
     return f"{row}  {_cut(last, width - len(row) - 2)}" if width > len(row) + 2 else row[:width]
 
 
@@ -230,7 +211,7 @@ def _line(name: str, text: str, width: int, style: str = "") -> Line:
 
 
 def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
-    """A line, or as many as the text needs."""
+    """A line if compact, else the wrapped text."""
     first = f"  {name:<11} "
     if compact:
         yield [(_cut(first + text, width), style)]
