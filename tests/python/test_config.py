@@ -50,7 +50,7 @@ def test_stall_limits_reach_the_engine_by_name(monkeypatch):
         monkeypatch.setenv(variable.name, text)
     assert config.stall_limits() == config.StallLimits(start_seconds=1.0, item_seconds=2.0, stack_seconds=3.0)
     with pytest.raises((TypeError, AttributeError), match="start_seconds"):
-        _core.Engine(1, 2, True, False, 0.0, (1.0, 2.0, 3.0))
+        _core.Engine(1, 2, True, False, 0.0, (1.0, 2.0, 3.0), *[print] * 4)
 
 
 def test_the_supported_versions_of_torch_are_the_same_everywhere():

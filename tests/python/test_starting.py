@@ -47,7 +47,7 @@ MINE = """
         return DataLoader(Mine(), batch_size=2, num_workers=1, collate_fn=collate, worker_init_fn=init, **kw)
 """
 BATCHES = [("mine", [(0, "init 0"), (1, "init 0")]), ("mine", [(2, "init 0"), (3, "init 0")])]
-DEATH = re.compile(r"RuntimeError:? DataLoader worker \(pid.*\) exited unexpectedly")
+DEATH = re.compile(r"(RuntimeError|rustloader\.WorkerDiedError):? DataLoader worker \(pid.*\) exited unexpectedly")
 
 
 @pytest.mark.timeout(400)

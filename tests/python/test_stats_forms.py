@@ -4,6 +4,7 @@ import html.parser
 import pickle
 import re
 import threading
+import types
 import typing
 import warnings
 
@@ -276,12 +277,13 @@ def test_a_number_that_another_process_has_by_now():
 
 
 def test_time_of_work_is_all_since_the_start():
-    figures = {"start_cpu": 2.0, "start_queued": 0.5, "fetch": 3.0, "collate": 1.0, "pack": 0.5, "publish": 0.25}
+    figures = types.SimpleNamespace(start_cpu=2.0, start_queued=0.5, fetch=3.0, collate=1.0, pack=0.5, publish=0.25)
     assert processor.of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
     assert processor.of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
     assert processor.of_work(None, figures) == (None, None, 4.75)
     # It has not come to its first task.
-    assert processor.of_work(processor.ProcessorTime(1.0, 0.5), figures | {"start_cpu": 0.0}) == (0.0, 0.0, 0.0)
+    figures.start_cpu = 0.0
+    assert processor.of_work(processor.ProcessorTime(1.0, 0.5), figures) == (0.0, 0.0, 0.0)
 
 
 def test_sums_of_times_keep_the_unknown_apart():
