@@ -21,7 +21,6 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("proc_fd.rs", "lseek", "the file was opened just before; a refusal is an empty file"),
     ("proc_fd.rs", "pread", "a short answer and none are the same; open has a failpoint"),
     ("pidfd.rs", "strsignal", "no system call"),
-    ("poll.rs", "getpid", "cannot be refused"),
     ("signal.rs", "_exit", "does not come back"),
     ("signal.rs", "getppid", "cannot be refused"),
     (

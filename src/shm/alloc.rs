@@ -1,14 +1,13 @@
-//! The allocator of one region. Its free lists are private to the owner; what the other side must know stands in
-//! the region's block table.
+//! The allocator of one region. Its free lists are private to the owner; what other processes need stands in the
+//! region's block table.
 //!
 //! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
-//! need. A free block is reused last-in first-out, while its pages are warm.
+//! need. Free blocks are reused last-in first-out, while their pages are warm.
 //!
-//! Pages beyond the working set are given back by the low-water mark of each class's free list: what lay idle through
-//! [`TRIM_PATIENCE`] whole windows of [`TRIM_WINDOW`] allocations is surplus and is punched (before it is handed out again, so nobody
-//! else sees it). Where sizes vary, a warm block of nearly the size is taken, and before fresh pages are reserved those of
-//! idle blocks are given back beyond what was in use at the most lately and a [`IDLE_SHARE`]th. A worker that has nothing to do gives
-//! back at once what the batches under way do not need.
+//! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
+//! [`TRIM_PATIENCE`] windows of [`TRIM_WINDOW`] allocations punches the surplus. With varying sizes, idle pages beyond
+//! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly larger
+//! class is reused first. An idle worker keeps only what the batches under way need.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -47,19 +46,8 @@ fn class_pages(class: usize) -> u64 {
     (quarter as u64 + 1) << shift
 }
 
-/// Gives the pages of an idle block back, if they are worth a system call; says how many bytes.
-fn punch_idle(arena: &Arena, region: u32, id: u32) -> Option<u64> {
-    let entry = &arena.table(region)[id as usize];
-    let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
-    if warm < SLAB || arena.punch_hole(region, offset, offset + warm).is_err() {
-        return None;
-    }
-    entry.warm.store(0, Ordering::Relaxed);
-    Some(warm)
-}
-
-/// Repeats `attempt` as long as what other workers are reserving may be all that is in its way, for [`RESERVATION_WAIT`] at the most.
-/// `pause` sleeps; who calls this sees to it that nobody waits meanwhile for what the sleeper holds.
+/// Retries `attempt` while only the reservations of other workers prevent it, for at most [`RESERVATION_WAIT`].
+/// `pause` sleeps; the caller holds nothing that others need meanwhile.
 pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
     loop {
@@ -67,12 +55,12 @@ pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(D
         if !matches!(result, Err(Error::NoMemory { passing: true, .. })) {
             return result;
         }
-        // Not before: what has nothing in its way pays for no look at the clock.
+        // The common case reads no clock.
         let now = sys::clock::monotonic();
         if now - *start.get_or_insert(now) >= RESERVATION_WAIT {
             return result;
         }
-        // Not in step with the others.
+        // The process id keeps workers out of step.
         pause(Duration::from_millis(1 + u64::from(std::process::id() % 8)));
     }
 }
@@ -82,11 +70,11 @@ pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(D
 struct FreeList {
     /// Idle blocks, the warmest last.
     blocks: Vec<u32>,
-    /// How many of the first blocks have lost their pages.
+    /// Number of leading blocks without pages.
     cold: usize,
-    /// The fewest idle blocks in this window.
+    /// Minimum of idle blocks in this window.
     low: usize,
-    /// For how many windows there has been a surplus.
+    /// Consecutive windows with a surplus.
     patience: u8,
 }
 
@@ -96,33 +84,33 @@ pub struct Allocator {
     arena: Arc<Arena>,
     region: u32,
     free: Vec<FreeList>,
-    /// Where the next new block begins.
+    /// Offset of the next new block.
     fresh: u64,
-    /// Bytes of the region from its begin that were reserved ahead for small blocks.
+    /// Offset up to which pages are reserved ahead for small blocks.
     slab_end: u64,
-    /// Bytes of each block that this process has in its page tables.
+    /// Bytes of each block in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks that have been in a message since they were allocated, though an object of the owner lies in them.
+    /// Blocks sent in a message since their allocation, in which an object of the owner still lies.
     sent: HashSet<u32>,
     /// Allocations left in this window.
     window: u32,
-    /// Bytes that may still be reserved before the machine's headroom is looked at.
+    /// Bytes that may be reserved before the next headroom check.
     credit: u64,
     /// Bytes of pages in the region.
     warm: u64,
-    /// Those of them that lie in idle blocks.
+    /// Of these, bytes in idle blocks.
     idle: u64,
-    /// When each block became idle, in allocations.
+    /// The value of `clock` at which each block became idle.
     idle_since: Vec<u64>,
     /// Allocations so far.
     clock: u64,
-    /// The most bytes of pages that were in use at a time: in this window, and in the one before.
+    /// Peak of bytes in use: in this window, and in the one before.
     peak: [u64; 2],
 }
 
 impl Allocator {
-    /// The allocator of a region whose last owner, if it had one, is gone. Blocks that are free by their state are
-    /// reused; the rest come back over the return stack.
+    /// The allocator of a region without a live owner. Reuses the blocks whose state is free; held ones come back over
+    /// the return stack.
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
         let mut free: Vec<FreeList> = (0..CLASSES).map(|_| FreeList::default()).collect();
@@ -166,7 +154,7 @@ impl Allocator {
         self.warm
     }
 
-    /// Bytes of pages in blocks that somebody holds. The table's numbers may be nonsense, where a worker is broken.
+    /// Bytes of pages in held blocks. Saturates: a broken worker may have damaged the table.
     fn in_use(&self) -> u64 {
         self.warm.saturating_sub(self.idle)
     }
@@ -199,23 +187,23 @@ impl Allocator {
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
-        // SYNC: block-held (pairs with the Acquire of whoever finds the bit in the table: a fork, `recover`, `retire`). The
-        // consumer hears of the block by its ring.
+        // SYNC: block-held (pairs with the Acquire of a fork, `recover` or `retire` that reads the table). The consumer
+        // learns of the block from its ring.
         self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
         Ok(id)
     }
 
-    /// Notes that a block which an object of the owner lies in has been in a message.
+    /// Notes that a block with an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);
     }
 
-    /// Whether a block has been in a message since it was allocated.
+    /// Whether a block was sent in a message since it was allocated.
     pub fn was_sent(&self, id: u32) -> bool {
         self.sent.contains(&id)
     }
 
-    /// The class out of which a block is taken: a warm one of nearly the same size is better than fresh pages.
+    /// The class to take a block from: a warm block of a slightly larger class is cheaper than fresh pages.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
         let nearest =
@@ -233,11 +221,11 @@ impl Allocator {
         Some(id)
     }
 
-    /// Takes back what has been returned.
+    /// Moves returned blocks into the free lists.
     pub fn collect(&mut self) -> Result<()> {
         let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
-        // Our own count: what stands in shared memory may be nonsense.
+        // The private count: the one in shared memory may be damaged.
         let count = idle_since.len() as u32;
         block::take_returned(
             &arena.region_head(*region).returned,
@@ -253,7 +241,7 @@ impl Allocator {
         )
     }
 
-    /// A new block, or a larger idle one when the region or its table is used up.
+    /// Creates a block, or takes a larger idle one when the region or its table is used up.
     fn make(&mut self, class: usize, len: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         let id = self.mapped.len() as u32;
@@ -288,8 +276,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// Makes sure that the first `len` bytes of a block have pages. Those of a large block are put into this process's
-    /// page tables at one go, which is much cheaper than a fault for each.
+    /// Reserves pages for the first `len` bytes of a block. Those of a large block enter this process's page tables in
+    /// one call, much cheaper than a fault per page.
     fn reserve(&mut self, id: u32, len: u64) -> Result<()> {
         let mapped = self.mapped[id as usize];
         if len <= mapped {
@@ -305,15 +293,11 @@ impl Allocator {
         if len > warm {
             self.make_room(len - warm);
             self.look(len - warm)?;
-        }
-        if len > warm {
             self.populate(offset + warm.max(mapped), offset + len)?;
-        }
-        self.mapped[id as usize] = len;
-        if len > warm {
             entry.warm.store(len, Ordering::Relaxed);
             self.add_warm(len - warm);
         }
+        self.mapped[id as usize] = len;
         Ok(())
     }
 
@@ -325,14 +309,13 @@ impl Allocator {
         }
     }
 
-    /// Lets the next `bytes` be reserved without a look at the headroom: what is small, comes back soon and has to
-    /// get through, so that the error itself can be told.
+    /// Exempts the next `bytes` from the headroom check, for small messages that must get through, such as errors.
     pub fn trust(&mut self, bytes: u64) {
         self.credit = self.credit.max(bytes);
     }
 
-    /// Before fresh pages are reserved: blocks of other sizes that lay idle for the longest lose theirs, as long as all together
-    /// would come to more than a [`IDLE_SHARE`]th above what was in use lately.
+    /// Before fresh pages are reserved: cools the blocks of other sizes that were idle longest, while the total would
+    /// exceed the recent peak by more than an [`IDLE_SHARE`]th.
     fn make_room(&mut self, fresh: u64) {
         let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
         let most = peak + peak / IDLE_SHARE;
@@ -346,21 +329,25 @@ impl Allocator {
         }
     }
 
-    /// Takes the pages of the block of a class that has lain idle for the longest.
+    /// Punches the block of a class that was idle longest.
     fn cool(&mut self, class: usize) {
         let list = &mut self.free[class];
         let id = list.blocks[list.cold];
         list.cold += 1;
+        let entry = &self.arena.table(self.region)[id as usize];
+        let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
         // Pages of a small block may have been reserved with its neighbours: not worth a system call.
-        if let Some(punched) = punch_idle(&self.arena, self.region, id) {
-            self.mapped[id as usize] = 0;
-            self.warm = self.warm.saturating_sub(punched);
-            self.idle = self.idle.saturating_sub(punched);
+        if warm < SLAB || self.arena.punch_hole(self.region, offset, offset + warm).is_err() {
+            return;
         }
+        entry.warm.store(0, Ordering::Relaxed);
+        self.mapped[id as usize] = 0;
+        self.warm = self.warm.saturating_sub(warm);
+        self.idle = self.idle.saturating_sub(warm);
     }
 
-    /// Compares what is to be reserved with what the machine has left, every [`HEADROOM_CHECK`] bytes at the most. Does not wait
-    /// for others: see [`settle`].
+    /// Checks that the machine has `fresh` bytes left, at most every [`HEADROOM_CHECK`] bytes. Does not wait for other
+    /// workers: see [`settle`].
     fn look(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
@@ -381,24 +368,24 @@ impl Allocator {
             }
             self.arena.promise(self.region, 0);
             if trimmed {
-                // What others have reserved by half counts twice.
+                // A reservation in progress counts twice: as a promise, and as the pages it has so far.
                 let passing = fresh <= free;
                 return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
-            // Idle blocks of other sizes may be what is in the way.
+            // Idle blocks of other sizes may use the memory.
             trimmed = true;
             self.trim(0)?;
         }
     }
 
-    /// Fills in pages that [`Allocator::look`] has granted.
+    /// Populates pages that [`Allocator::look`] has granted.
     fn populate(&self, from: u64, to: u64) -> Result<()> {
         let populated = self.arena.populate(self.region, from, to);
         self.arena.promise(self.region, 0);
         populated
     }
 
-    /// Puts a block that the owner was the last to hold back into its list.
+    /// Adds a block whose last holder was the owner to its free list.
     pub fn put(&mut self, id: u32) {
         let entry = &self.arena.table(self.region)[id as usize];
         let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
@@ -407,7 +394,7 @@ impl Allocator {
         self.idle_since[id as usize] = self.clock;
     }
 
-    /// Lets go of the owner's hold; the block goes back into the list if nobody else holds it.
+    /// Releases the owner's hold; the last holder's release frees the block.
     pub fn release(&mut self, id: u32) {
         let state = &self.arena.table(self.region)[id as usize].state;
         if block::release_owned(state, WORKER) == Left::Last {
@@ -415,7 +402,7 @@ impl Allocator {
         }
     }
 
-    /// The block that the byte at `address` lies in, if it lies in a block of this region, and the offset in it.
+    /// The block of this region that contains `address`, and the offset in it.
     pub fn find(&self, address: usize) -> Option<(u32, u64)> {
         let base = self.arena.region_base(self.region) as usize;
         let offset = address.checked_sub(base)? as u64;
@@ -430,7 +417,7 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         self.window = TRIM_WINDOW;
         self.peak = [0, self.peak[0]];
-        // In a worker nobody else asks whether the children have ended that its dataset has forked.
+        // In a worker only this notices the end of children that the dataset has forked.
         forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
@@ -451,7 +438,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// For a worker that has nothing to do: gives back the pages of idle blocks beyond `budget` bytes of pages in all.
+    /// Punches idle blocks until the region holds at most `budget` bytes of pages. For an idle worker.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();
         self.collect()?;

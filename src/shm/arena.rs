@@ -1,4 +1,4 @@
-//! The arena: one sealed memfd, mapped once by each side, and the typed, checked way into it.
+//! The arena: one sealed memfd, mapped once by each process, with typed and checked access.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
@@ -15,32 +15,31 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
-/// Blocks of all arenas of this process that the user's tensors lie in; a fork need not look further when it is 0.
+/// Blocks of all arenas of this process in which delivered tensors lie; at 0 a fork checks no further.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of blocks that tensors delivered by this process lie in now.
-pub fn delivered_blocks() -> usize {
+/// Number of blocks in which tensors delivered by this process lie now.
+pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
 
-/// What an arena's tables say of its memory, in bytes of pages.
+/// Memory use according to an arena's tables, in bytes of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// All that have pages.
+    /// Bytes with pages.
     pub warm: u64,
-    /// Those of them in blocks that somebody holds.
+    /// Bytes in held blocks.
     pub held: u64,
-    /// Those of them in blocks that tensors of the user lie in.
+    /// Bytes in blocks with tensors delivered to the user.
     pub leased: u64,
-    /// The most that the regions had, each at its own time.
+    /// The sum of the regions' peaks, each at its own time.
     pub high_water: u64,
     /// Number of blocks.
     pub blocks: u64,
 }
 
 impl Usage {
-    /// Adds the bytes of a block.
-    pub fn add_block(&mut self, entry: &BlockEntry) {
+    pub(crate) fn add_block(&mut self, entry: &BlockEntry) {
         let warm = entry.warm.load(Ordering::Relaxed);
         let state = entry.state.load(Ordering::Relaxed);
         self.warm = self.warm.saturating_add(warm);
@@ -73,20 +72,19 @@ pub struct Arena {
     map: Arc<sys::map::Mapping>,
     fd: Arc<sys::owned::HomeFd>,
     geometry: Geometry,
-    /// The fork generation of the process that mapped it; in a child of that process the arena is dead.
+    /// The fork generation of the process that mapped it; in a forked child the arena is unusable.
     generation: u64,
-    /// Made by this process, which decides when its pages go; workers only look at it.
+    /// True in the process that created the arena and releases its pages.
     made_here: bool,
-    /// No worker will come again.
+    /// No worker attaches again.
     retired: AtomicBool,
-    /// No worker is there now: the arena is in the pool, or retired. What is released has its pages taken away at once.
+    /// No worker is attached: the arena is in the pool or retired, and released blocks lose their pages at once.
     parking: Parking,
 }
 
 impl Arena {
-    /// Makes an arena for `workers` workers of at most `outstanding` tasks each: as large as the system
-    /// allows between 1 GiB and 1 TiB (pages come only when touched). Where address space is limited it takes no more than
-    /// half of what is left, so that there is some for others.
+    /// Creates an arena for `workers` workers of at most `outstanding` tasks each, as large as the system allows between
+    /// 1 GiB and 1 TiB (pages exist only when touched), and with at most half of a limited address space.
     pub fn create(workers: u32, outstanding: u32) -> Result<Arc<Self>> {
         let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
         if let Some(left) = sys::map::address_space_left() {
@@ -104,13 +102,13 @@ impl Arena {
         }
     }
 
-    /// Makes an arena of just `total` bytes.
+    /// Creates an arena of exactly `total` bytes.
     pub fn create_sized(total: u64, workers: u32, outstanding: u32) -> Result<Arc<Self>> {
         let geometry = Geometry::new(total / PAGE * PAGE, workers, outstanding)?;
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
         let arena = Self::map(fd, geometry, true)?;
-        // The control part is touched by every batch: reserve it now, so that a full machine is an error here.
+        // Every batch touches the control part: reserving it now turns a full machine into an error here.
         arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
         let header = arena.header();
         header.workers.store(geometry.workers, Ordering::Relaxed);
@@ -123,7 +121,7 @@ impl Arena {
         Ok(Arc::new(arena))
     }
 
-    /// Maps an arena that another process has made.
+    /// Maps an arena that another process created.
     pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
         let arena = Self::map(fd, geometry, false)?;
         let header = arena.header();
@@ -147,32 +145,26 @@ impl Arena {
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
         sys::fork::count_forks()?;
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
+        Ok(Self::over(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
+    }
+
+    fn over(
+        map: Arc<sys::map::Mapping>,
+        fd: Arc<sys::owned::HomeFd>,
+        geometry: Geometry,
+        made_here: bool,
+    ) -> Self {
         let generation = sys::fork::generation();
-        Ok(Self {
-            map,
-            fd: Arc::new(sys::owned::HomeFd::new(fd)),
-            geometry,
-            generation,
-            made_here,
-            retired: AtomicBool::new(false),
-            parking: Parking::default(),
-        })
+        let (retired, parking) = (AtomicBool::new(false), Parking::default());
+        Self { map, fd, geometry, generation, made_here, retired, parking }
     }
 
-    /// The arena that a forked worker has inherited with its mapping: mapping it again would cost address space.
+    /// The arena of a forked worker, over the inherited mapping: a second one would cost address space.
     pub fn inherited(&self) -> Arc<Self> {
-        Arc::new(Self {
-            map: self.map.clone(),
-            fd: self.fd.clone(),
-            geometry: self.geometry,
-            generation: sys::fork::generation(),
-            made_here: false,
-            retired: AtomicBool::new(false),
-            parking: Parking::default(),
-        })
+        Arc::new(Self::over(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
 
-    /// The sizes.
+    /// Sizes and offsets.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
@@ -187,7 +179,7 @@ impl Arena {
         self.fd.as_fd().as_raw_fd()
     }
 
-    /// True in the process that mapped the arena, false in its forked children.
+    /// Whether this process mapped the arena; false in its forked children.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == sys::fork::generation()
@@ -198,7 +190,7 @@ impl Arena {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// A reference to `len` `T`s at `offset`. All `T`s of the layout are atomics and for those alone is this used.
+    /// A reference to `len` `T`s at `offset`, for the layout's types of atomics alone.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
@@ -251,7 +243,7 @@ impl Arena {
         self.slice(self.geometry.table(region), self.geometry.table_len)
     }
 
-    /// Number of blocks of a region that exist, never more than its table has entries.
+    /// Number of blocks created in a region, at most the length of its table.
     pub fn block_count(&self, region: u32) -> u32 {
         // SYNC: block-made (pairs with the Release in `Allocator::make`).
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
@@ -280,15 +272,15 @@ impl Arena {
         Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
     }
 
-    /// Copies the first `len` bytes of a block into `buffer`, whose old contents go. The block's place is checked.
+    /// Replaces the contents of `buffer` by the first `len` bytes of a block, whose place is checked.
     pub fn read_block(&self, region: u32, id: u32, len: u64, buffer: &mut Vec<u8>) -> Result<()> {
         let memory = self.block_memory(region, id, len)?;
         let len = len as usize;
         buffer.clear();
         buffer.reserve(len);
-        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside of it, has
-        // room for it. No reference to the block is made: a broken process may write to it meanwhile, and then the
-        // copy holds old bytes, new ones or both, which the caller checks as it checks all that others have written.
+        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside, has room
+        // for it. No reference to the block is made: a broken process may write to it during the copy, which then holds
+        // old bytes, new ones or both. The caller checks them like everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
             buffer.set_len(len);
@@ -296,26 +288,26 @@ impl Arena {
         Ok(())
     }
 
-    /// Where a region's data begins in this process.
+    /// The address of a region's data in this process.
     pub fn region_base(&self, region: u32) -> *mut u8 {
         assert!(region < self.geometry.regions());
         // SAFETY: the region lies inside the mapping.
         unsafe { self.map.as_ptr().add(self.geometry.data(region) as usize) }
     }
 
-    /// Reserves the bytes `from..to` of a region's data, so that touching them cannot fail any more.
+    /// Reserves the bytes `from..to` of a region's data, so that accesses cannot fail.
     pub fn populate(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.populate((start + from) as usize..(start + to) as usize)
     }
 
-    /// Puts the bytes `from..to` of a region's data, which are reserved, into this process's page tables.
+    /// Puts the reserved bytes `from..to` of a region's data into this process's page tables.
     pub fn map_in(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.map_in((start + from) as usize..(start + to) as usize)
     }
 
-    /// Reserves the page of a region's block table that entry `id` begins, if it begins one.
+    /// Reserves the page of a region's block table whose first entry is `id`; does nothing for other entries.
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
         let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
@@ -326,14 +318,14 @@ impl Arena {
         self.map.populate(begin as usize..end as usize)
     }
 
-    /// Gives the pages of the bytes `from..to` of a region's data back to the system.
+    /// Returns the pages of the bytes `from..to` of a region's data to the system.
     pub fn punch_hole(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
 
-    /// Notes that the user's tensors now lie in a block, so that a fork marks it. A block that the consumer does not
-    /// hold, or in which tensors lie already, is not given out.
+    /// Marks a block as holding the user's tensors, so that a fork marks it. An error unless the consumer holds the block
+    /// and no tensors lie in it yet.
     pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
@@ -350,14 +342,14 @@ impl Arena {
         Ok(())
     }
 
-    /// Gives back a block that tensors lay in.
+    /// Releases a block whose tensors are gone.
     pub fn release_delivered(&self, region: u32, id: u32) {
         DELIVERED_BLOCKS.fetch_sub(1, Ordering::Relaxed);
         self.release(region, id, CONSUMER);
     }
 
-    /// Lets go of `bits` of a block from outside its owner; the last one gives it back. In a
-    /// forked child this does nothing. Takes no lock; any thread may call it.
+    /// Clears the holders `bits` of a block from outside its owner; the last holder returns it to the owner. Does nothing
+    /// in a forked child. Takes no lock; any thread may call it.
     #[inline]
     pub fn release(&self, region: u32, id: u32, bits: u32) {
         if !self.is_ours() || id >= self.geometry.table_len {
@@ -371,7 +363,7 @@ impl Arena {
         block::give_back(&self.parking, head, entry, id, || self.punch_block(region, entry));
     }
 
-    /// Gives the pages of a block back that nobody will use soon, however few they are. An error leaves them there.
+    /// Punches all pages of a block that will not be used soon. On an error they stay.
     fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
@@ -380,7 +372,7 @@ impl Arena {
         }
     }
 
-    /// Makes an arena out of the pool ready for new workers: rings, flags and status pages as in a new one.
+    /// Resets rings, flags and status pages of a pooled arena for new workers.
     pub fn reset_control(&self) {
         self.parking.end();
         let header = self.header();
@@ -399,14 +391,14 @@ impl Arena {
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
             control.status.reset();
         }
-        // Whoever attaches is started after this, by fork or through a pipe; both order memory.
+        // Workers are started after this, by fork or through a pipe; both order memory.
     }
 
-    /// Makes a worker's rings, status page and region ready for its next process. The other workers, and the consumer's
-    /// blocks in this region, stay as they are. The worker's process has ended, wherever it was just then, and its results
-    /// have been taken in: so only this process acts on the region, in the place of its owner. `withdrawn` gets each task
-    /// that the worker had not taken. Blocks that belong to no result stay held until the arena is retired: those of a message
-    /// that was not yet published, and those that a child of the worker may look at.
+    /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks in
+    /// this region, stay as they are. The worker's process has ended, at any point, and its results have been received, so
+    /// this process acts as the region's owner. `withdrawn` gets each task that the worker had not taken. Blocks outside
+    /// any result stay held until the arena is retired: those of an unpublished message, and those that a child of
+    /// the worker may read.
     ///
     /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
     pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
@@ -415,7 +407,7 @@ impl Arena {
         if tail.0.load(Ordering::Relaxed) != head.0.load(Ordering::Relaxed) {
             return Err(Error::usage(format!("results of worker {worker} have not been taken in")));
         }
-        // The counters go on: the main process's ends of both rings stay valid.
+        // The counters continue, so the main process's ends of both rings stay valid.
         let mut tasks = Consumer::new(self.task_ring(worker));
         while let Some(entry) = tasks.pop()? {
             withdrawn(entry);
@@ -427,7 +419,7 @@ impl Arena {
         block::take_returned(returned, table.len() as u32, |id| &table[id as usize], |_| {})?;
         for entry in table {
             block::release_owned(&entry.state, WORKER);
-            // It is on no stack if the owner ended while it took the stack over. Another thread may also be about to push it.
+            // On no stack if the owner ended while it emptied the stack. Another thread may also be about to push it.
             if entry.state.load(Ordering::Relaxed) == RETURNING {
                 self.punch_block(worker, entry);
             }
@@ -435,9 +427,9 @@ impl Arena {
         Ok(())
     }
 
-    /// For the time after the last worker has gone, by its own will, and all results have been let go of: takes back
-    /// what only a worker held, and keeps as many warm pages as the batches that were under way need. `None` when a child of a
-    /// worker may still look at a block: then the arena cannot be used again. Else the bytes of warm pages.
+    /// Recovers the arena after all workers have left cleanly and all results were released: takes back what only workers
+    /// held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm pages, or `None` when
+    /// a child of a worker may still read a block: the arena is then not reusable.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;
@@ -464,7 +456,7 @@ impl Arena {
         Some(idle)
     }
 
-    /// Notes how many bytes a worker is reserving now; 0 once their pages are there.
+    /// Announces how many bytes a worker is reserving; 0 once their pages exist.
     pub fn promise(&self, region: u32, bytes: u64) {
         if region < self.geometry.workers {
             // SYNC: pages-or-promise (pairs with the Acquire in `promised_by_others`).
@@ -472,8 +464,8 @@ impl Arena {
         }
     }
 
-    /// How many bytes the other workers are reserving now. To be called after the own promise and before a look at the
-    /// machine's headroom: of two that look at once one sees the other, and what is no promise any more has its pages.
+    /// Bytes that the other workers are reserving. Call it after the own promise and before the headroom check: of two
+    /// concurrent checks one sees the other's promise, and what is no longer promised has its pages.
     pub fn promised_by_others(&self, region: u32) -> u64 {
         fence(Ordering::SeqCst);
         let others = (0..self.geometry.workers).filter(|worker| *worker != region);
@@ -481,14 +473,14 @@ impl Arena {
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
-    /// Bytes of pages that a worker's region needs for the batches under way.
+    /// Bytes of pages that a worker's region needs for its batches under way.
     pub fn budget(&self, worker: u32) -> u64 {
         let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
         largest.saturating_mul(self.geometry.batches_under_way()).max(1 << 20)
     }
 
-    /// No worker will come again: gives all pages back that no tensor of this process or of its children lies
-    /// in, and from now on those of each block that is released.
+    /// Retires the arena: no worker attaches again. Releases all pages except those with tensors of this process or its
+    /// children, and from now on those of each released block.
     pub fn retire(&self) {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -503,7 +495,7 @@ impl Arena {
         }
     }
 
-    /// What the tables say of memory.
+    /// Sums the memory use of all tables.
     pub fn usage(&self) -> Usage {
         let mut usage = Usage::default();
         for region in 0..self.geometry.regions() {
@@ -519,15 +511,14 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Forked processes may map the arena still: without this their mapping would keep the pages.
+        // Forked processes may still map the arena, which would keep its pages.
         self.retire();
     }
 }
 
-/// A ring in an arena.
+/// A ring in an arena, whose memory `_arena` keeps mapped.
 #[derive(Debug)]
 pub struct ArenaRing {
-    /// Keeps the memory mapped.
     _arena: Arc<Arena>,
     control: NonNull<RingControl>,
     slots: NonNull<[RingSlot]>,

@@ -1,14 +1,12 @@
-//! Who holds a block: the bits of its state, and the stack on which blocks come back.
+//! Block ownership: the state bits, and the stack on which blocks return to their owner.
 //!
-//! A block is free when no bit is set. Three bits name holders: [`CONSUMER`] (main holds it in a
-//! batch, delivered or not), [`WORKER`] (a tensor in the worker lies in it) and [`FORKED`] (a child of the main process may
-//! still look at it; [`WORKER_FORKED`] is the same for a child of the worker). [`RETURNING`] is no holder: the block is
-//! on its way over the return stack and belongs to the stack until the region's owner has taken it.
+//! A block is free when no bit is set. Holders are [`CONSUMER`], [`WORKER`], [`FORKED`] and [`WORKER_FORKED`].
+//! [`RETURNING`] is not a holder: the block is on its way over the return stack and belongs to the stack until the
+//! region's owner takes it.
 //!
-//! Who clears the last holder's bit gives the block back. The owner of the region does so by putting it into its
-//! private list; everybody else sets RETURNING in the same step and pushes it onto the stack. So a
-//! block is on the stack at most once, and a new owner that scans the table never takes a block for free that
-//! somebody is about to push.
+//! The last holder to clear its bit frees the block. The region's owner puts it into its private list. Any other holder
+//! sets RETURNING in the same step and then pushes the block onto the stack. So a block is on the stack at most once, and
+//! a new owner that scans the table never takes a block that another thread is about to push.
 
 use super::layout::BlockEntry;
 use crate::error::{Error, Result};
@@ -18,35 +16,35 @@ use crate::sync::{AtomicU32, Ordering, fence};
 pub const CONSUMER: u32 = 1;
 /// Held by the process that allocated it.
 pub const WORKER: u32 = 2;
-/// Seen by children of the consumer's process.
+/// May be read by children of the main process.
 pub const FORKED: u32 = 4;
-/// Seen by children of the owner's process.
+/// May be read by children of the worker.
 pub const WORKER_FORKED: u32 = 8;
 /// On its way back to the owner.
 pub const RETURNING: u32 = 16;
-/// Not a holder either: the consumer has made a tensor of it, so that a fork must mark it.
+/// Not a holder: the consumer has made a tensor of the block, so a fork must mark it.
 pub const DELIVERED: u32 = 32;
 
 /// Bits that keep a block from being free.
 const HOLDERS: u32 = CONSUMER | WORKER | FORKED | WORKER_FORKED;
 
-/// What remained after a holder let go.
+/// The result of clearing a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// Somebody else still holds the block.
+    /// Another holder remains.
     Held,
-    /// It was the last; the block is the caller's to give back.
+    /// No holder remains; the caller frees the block.
     Last,
 }
 
-/// Lets go of `bits` from outside the owning process. With the last holder gone the block becomes RETURNING, and
-/// the caller pushes it onto the return stack.
+/// Clears `bits` from outside the owning process. If no holder remains, the block becomes RETURNING and the caller
+/// pushes it onto the return stack.
 #[inline]
 pub fn release(state: &AtomicU32, bits: u32) -> Left {
     let mut seen = state.load(Ordering::Relaxed);
     loop {
         if seen & bits == 0 {
-            // Nothing of the caller's is there: a broken worker has overwritten the word. Leave it alone.
+            // The bits are not set: a broken worker has overwritten the word. Leave it alone.
             return Left::Held;
         }
         let rest = seen & !bits & HOLDERS;
@@ -61,7 +59,7 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
     }
 }
 
-/// Lets go of `bits` inside the owning process; with the last holder gone the block is free at once.
+/// Clears `bits` inside the owning process; if no holder remains, the block is free at once.
 #[inline]
 pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     // SYNC: block-released.
@@ -69,7 +67,7 @@ pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     if before & bits != 0 && before & !bits & (HOLDERS | RETURNING) == 0 { Left::Last } else { Left::Held }
 }
 
-/// Adds `bits` if the block is held by `holder` now; says whether it was.
+/// Sets `bits` if `holder` holds the block; returns whether it does.
 #[inline]
 pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     let mut seen = state.load(Ordering::Relaxed);
@@ -82,27 +80,26 @@ pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     false
 }
 
-/// Whether no worker is there, because the arena is in the pool or retired: a block that is released then loses its pages at
-/// once. Who parks the arena looks at all blocks afterwards, and who releases one looks at this: one of the two sees the
-/// other.
+/// Set while no worker is attached, because the arena is in the pool or retired: a released block then loses its pages
+/// at once. Parking scans all blocks after setting the flag, and a release checks the flag after its step: one sees the other.
 #[derive(Debug, Default)]
 pub struct Parking(AtomicU32);
 
 impl Parking {
-    /// The last worker has gone. To be called before the blocks are looked at ([`recover`], [`is_unseen`]).
+    /// Call it after the last worker has left, before scanning the blocks with [`recover`] or [`is_unseen`].
     pub fn begin(&self) {
         self.0.store(1, Ordering::Relaxed);
         // SYNC: parked-or-released (pairs with the fence in `give_back`).
         fence(Ordering::SeqCst);
     }
 
-    /// New workers come.
+    /// Call it before new workers attach.
     pub fn end(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 }
 
-/// Gives back a block whose last holder has let go by [`release`], after `punch` where the arena is parked.
+/// Pushes a block for which [`release`] returned [`Left::Last`], after `punch` if the arena is parked.
 #[inline]
 pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u32, punch: impl FnOnce()) {
     // SYNC: parked-or-released (pairs with the fence in `Parking::begin`).
@@ -110,24 +107,24 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
     if parking.0.load(Ordering::Relaxed) != 0 {
         punch();
     }
-    // Only now: from here on a new owner may have it.
+    // Last: from here on a new owner may use the block.
     push_returned(head, block, id);
 }
 
-/// What the workers' end has left of a block, see [`recover`].
+/// What remains of a block after the workers' end, see [`recover`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remains {
-    /// Somebody holds it.
+    /// A holder remains.
     Held,
-    /// Nobody does, but one that lets go just now may be about to give it back.
+    /// No holder remains, though a thread that released it may be about to push it.
     Idle,
-    /// A child of the worker may look at it.
+    /// A child of the worker may read it.
     WorkersChild,
 }
 
-/// Takes a block back from a worker that has gone, and from the consumer if it was never delivered. The arena is parked.
+/// Clears a block's holds of an ended worker, and the consumer's if it was never delivered. The arena is parked.
 pub fn recover(state: &AtomicU32) -> Remains {
-    // SYNC: block-held, block-released (pairs with the owner's store, and the Release of whoever let go).
+    // SYNC: block-held, block-released (pairs with the owner's store and the Release of each holder).
     let seen = state.load(Ordering::Acquire);
     if seen & WORKER_FORKED != 0 {
         return Remains::WorkersChild;
@@ -137,7 +134,7 @@ pub fn recover(state: &AtomicU32) -> Remains {
     if rest & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
 }
 
-/// Whether neither the user nor any child can look at a block, so that its pages may go. The arena is parked for good.
+/// Whether neither the user nor any child can read a block, so that its pages may go. The arena is retired.
 pub fn is_unseen(state: &AtomicU32) -> bool {
     // SYNC: block-released.
     state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0
@@ -158,8 +155,8 @@ pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     }
 }
 
-/// Takes the whole return stack: each block on it becomes free and is handed to `freed`. Links are checked: a
-/// link out of the table, or more links than blocks, is [`Error::Corrupt`].
+/// Empties the return stack: each block on it becomes free and is passed to `freed`. A link out of the table, or more
+/// links than blocks, is [`Error::Corrupt`].
 pub fn take_returned<'a>(
     head: &AtomicU32,
     blocks: u32,

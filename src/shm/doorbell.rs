@@ -1,6 +1,6 @@
-//! Waking the other side only when it sleeps, and the bitmap that names the rings that hold results.
+//! Wakes the other side only when it sleeps, and marks the rings with results in a bitmap.
 //!
-//! A sleeper announces itself, looks once more, and only then waits:
+//! A sleeper announces itself, checks for work once more, and only then waits:
 //!
 //! ```text
 //! sleeper                                  ringer
@@ -11,20 +11,20 @@
 //! wait until bell != ticket
 //! asleep = 0
 //! ```
-//! Of the two fences one comes first: either the ringer sees `asleep`, or the sleeper sees what was published. Only
-//! the sleeper clears its flag: a ringer that is stopped between its two steps hides nobody else's ring, and a
-//! ring too many is harmless.
+//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees what was published. Only the sleeper
+//! clears its flag, so a ringer that stops between its two steps hides no other ring. A spurious ring is
+//! harmless.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// A promise to look once more before waiting on the bell.
+/// The bell as read by [`Sleeper::announce`]: check for work before waiting on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(pub u32);
 
 impl Sleeper {
-    /// Announces that the caller, who owns this side, is about to sleep. It must look for work once more and
-    /// then either wait until the bell differs from the ticket or call [`Sleeper::awake`].
+    /// Announces that the caller, who owns this side, is about to sleep. The caller checks for work once more, then either
+    /// waits until the bell differs from the ticket or calls [`Sleeper::awake`].
     #[inline]
     pub fn announce(&self) -> Ticket {
         self.asleep.store(1, Ordering::Relaxed);
@@ -34,14 +34,13 @@ impl Sleeper {
         Ticket(self.bell.load(Ordering::Acquire))
     }
 
-    /// Takes the announcement back; only the owner of this side may.
+    /// Withdraws the announcement; only the owner of this side may call it.
     #[inline]
     pub fn awake(&self) {
         self.asleep.store(0, Ordering::Relaxed);
     }
 
-    /// True when the owner of this side is asleep and has to be woken by the means of the caller (futex, eventfd).
-    /// To be called after publishing.
+    /// Whether the owner of this side sleeps and the caller must wake it, by futex or eventfd. Call it after publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::announce`).
@@ -61,14 +60,14 @@ impl Sleeper {
     }
 }
 
-/// Marks ring `index` in the bitmap as holding results. To be called after publishing, before ringing.
+/// Marks ring `index` as holding results. Call it after publishing and before ringing.
 #[inline]
 pub fn mark(bitmap: &[AtomicU64], index: u32) {
     // SYNC: ring-marked (pairs with the Acquire swap in `take`).
     bitmap[(index / 64) as usize].fetch_or(1 << (index % 64), Ordering::Release);
 }
 
-/// Takes the marks of one word of the bitmap, which must be done before the marked rings are drained.
+/// Takes the marks of one word of the bitmap. Call it before draining the marked rings.
 #[inline]
 pub fn take(word: &AtomicU64) -> u64 {
     if word.load(Ordering::Relaxed) == 0 {

@@ -1,9 +1,9 @@
-//! Children of this process that may still look at a block.
+//! Protects blocks that forked children of this process may still read.
 //!
-//! Before each fork the blocks that live tensors lie in are marked; they are neither reused nor punched until every
-//! process that came of that fork has ended or called exec. That end is seen by a mapping that only the children keep
-//! ([`ForkWitness`]): unlike a descriptor a child does not lose it when it closes all that it does not know. The hooks are
-//! pthread_atfork's, so they also see forks made by C code.
+//! Each fork marks the blocks in which live tensors lie. Marked blocks are neither reused nor punched until every
+//! process that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`])
+//! reveals that end: closing all unknown descriptors, as children often do, does not unmap it. The hooks are
+//! pthread_atfork's, which C code's forks run too.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -17,22 +17,22 @@ use crate::sync::Ordering;
 use crate::sys::fork::on_fork;
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
-/// A block of an arena: the arena's number in this table, region, block.
+/// Address of an arena, region, block.
 type Key = (usize, u32, u32);
 
-/// What one fork (or the forks of one group) left marked.
+/// The blocks marked by one fork, or by the forks of one group.
 #[derive(Debug)]
 struct ForkMarks {
-    /// The children; `None` where they cannot be watched: then the marks stay for ever.
+    /// Watches the children; `None` if the system refuses a witness: the marks then stay.
     witness: Option<ForkWitness>,
     marked: HashSet<Key>,
 }
 
-/// An arena that this process looks at.
+/// An arena that this process maps.
 #[derive(Debug)]
 struct Watched {
     arena: Weak<Arena>,
-    /// The region that this process owns as a worker; `None` in the main process, which holds leases in all.
+    /// The region that a worker process owns; `None` in the main process, which holds leases in all.
     owned: Option<u32>,
 }
 
@@ -44,25 +44,25 @@ struct Table {
     counts: HashMap<Key, u32>,
 }
 
-/// The table of this process. A child starts with none: a lock that another thread held at the fork stays locked in the child.
+/// The table of this process. A child starts with none: its copy of the lock may be held by a thread that it lacks.
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
-    /// The forks that this thread makes now: what the children inherit, and what is marked.
+    /// This thread's forks in progress: what the children inherit, and what is marked.
     static PENDING: RefCell<Option<(Option<WitnessMapping>, ForkMarks)>> = const { RefCell::new(None) };
-    /// More than 0 while the workers of one iterator are started: they count as one fork.
+    /// Above 0 while the workers of one iterator are started: they count as one fork.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
 fn table() -> MutexGuard<'static, Table> {
-    // SYNC: fork-table (both ends): who sees the pointer sees the table.
+    // SYNC: fork-table (both ends): a thread that sees the pointer sees the table.
     let mut current = TABLE.load(Ordering::Acquire);
     if current.is_null() {
         let fresh = Box::into_raw(Box::<Mutex<Table>>::default());
         match TABLE.compare_exchange(std::ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => current = fresh,
             Err(theirs) => {
-                // SAFETY: `fresh` was not published; nobody else has it.
+                // SAFETY: `fresh` was not published; no other thread has it.
                 drop(unsafe { Box::from_raw(fresh) });
                 current = theirs;
             }
@@ -72,8 +72,8 @@ fn table() -> MutexGuard<'static, Table> {
     unsafe { &*current }.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Marks the blocks of `arena` at every fork from now on. `owned` is the region that this process allocates in, if it
-/// is a worker. An error where forks cannot be seen: then no block of the arena may be given out.
+/// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails
+/// where forks cannot be hooked: then no block of the arena may be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     on_fork(before_fork, after_fork_in_parent, after_fork_in_child)?;
     let mut table = table();
@@ -83,7 +83,7 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Lets go of the blocks that only ended children had seen.
+/// Releases the blocks that only ended children could read.
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
@@ -108,7 +108,7 @@ pub fn reap() {
     }
 }
 
-/// From here to [`end_group`] the forks of this thread count as one: the workers of one iterator.
+/// Counts the forks of this thread until [`end_group`] as one: the workers of one iterator.
 pub fn begin_group() {
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
@@ -121,14 +121,14 @@ pub fn end_group() {
     }
 }
 
-/// Files what this thread's forks have marked.
+/// Moves the marks of this thread's forks into the table.
 fn finish() {
     if let Some((_mapping, marks)) = PENDING.take() {
         table().marks.push(marks);
     }
 }
 
-/// Marks what is leased now, for the fork that follows.
+/// Marks the blocks in use, for the fork that follows.
 fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
@@ -177,7 +177,7 @@ extern "C" fn after_fork_in_parent() {
 }
 
 extern "C" fn after_fork_in_child() {
-    // The witness's mapping stays until this process ends; of everything else the child keeps nothing.
+    // The witness's mapping stays until this process ends; the child drops everything else.
     let _ = std::panic::catch_unwind(|| {
         // SYNC: fork-table.
         TABLE.store(std::ptr::null_mut(), Ordering::Release);

@@ -1,11 +1,10 @@
-//! What lies where in the arena: `#[repr(C)]` structs of atomics, and offsets, never pointers.
+//! The arena's layout: `#[repr(C)]` structs of atomics, and offsets, never pointers.
 //!
 //! ```text
 //! Header | bitmap | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
 //! ```
-//! Region `i < n` belongs to worker `i`, which alone allocates in it; region `n` belongs to the main process and
-//! carries index batches to the workers. Everything that is shared is an atomic: whatever a broken worker
-//! writes there, reading it is defined; its meaning is checked where it is used.
+//! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
+//! All shared words are atomics: reading what a broken worker wrote is defined, and its users check the meaning.
 
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
@@ -14,16 +13,16 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
-/// The version of this layout. It is stored last, so that a half-made arena is never taken for a whole one.
+/// The version of this layout, stored last, so that an incomplete arena is never used.
 pub const VERSION: u32 = 3;
-/// Bytes of a page: blocks begin on pages and are reserved and trimmed by pages.
+/// Bytes of a page: blocks begin on pages, and pages are reserved and released.
 pub const PAGE: u64 = 4096;
 /// Counters of the main process: see `metrics.rs`.
 pub const COUNTS: usize = 14;
 /// Bytes of an index batch that a worker shows on its status page.
 pub const INDEX_BYTES: usize = 64;
 
-/// A struct of the layout, which consists of atomics alone, so that any bytes of its size are a valid one.
+/// A struct of the layout: atomics alone, so any bytes are a valid value.
 ///
 /// # Safety
 /// It is `repr(C)`, and every field is an atomic integer, an array of these, or such a struct.
@@ -66,47 +65,44 @@ pub struct Header {
     pub region_len: AtomicU64,
     /// The main process's side of the doorbell.
     pub doorbell: Line<Sleeper>,
-    /// Not 0 when the workers are to leave.
-    pub stop: Line<AtomicU32>,
-    /// What the main process does.
-    pub main: MainPage,
+    /// Not 0 when the workers must leave.
+    pub(crate) stop: Line<AtomicU32>,
+    pub(crate) main: MainPage,
 }
 
-/// What the main process shows of itself: plain stores by the thread that has the turn, read by `rustloader top` alone.
+/// The main process's status: plain stores under exclusive access to the iterator, read only by `rustloader top`.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct MainPage {
     /// A [`MainState`].
-    pub state: AtomicU32,
-    /// The process id.
-    pub pid: AtomicU32,
-    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the begin of that `next`.
-    pub since_ns: AtomicU64,
-    /// Monotonic nanoseconds at which the wait that is not yet in the counters began; valid in both kinds of waiting.
-    pub wait_since_ns: AtomicU64,
+    pub(crate) state: AtomicU32,
+    pub(crate) pid: AtomicU32,
+    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the start of that `next`.
+    pub(crate) since_ns: AtomicU64,
+    /// Monotonic nanoseconds at which the wait not yet in the counters began; valid in both kinds of waiting.
+    pub(crate) wait_since_ns: AtomicU64,
     /// Monotonic nanoseconds at which the iterator was made.
-    pub started_ns: AtomicU64,
-    /// The iterator's `prefetch_factor`.
-    pub prefetch_factor: AtomicU32,
+    pub(crate) started_ns: AtomicU64,
+    pub(crate) prefetch_factor: AtomicU32,
     /// Bits of [`IN_ORDER`], [`PERSISTENT`] and [`PINNING`].
-    pub options: AtomicU32,
+    pub(crate) options: AtomicU32,
     /// The number of the epoch's first task.
-    pub epoch_task: AtomicU64,
-    /// Batches handed out before this epoch.
-    pub epoch_batches: AtomicU64,
-    /// The counters, as they were at the end of the last `next`; those of waiting, at the end of the last wait.
-    pub counts: [AtomicU64; COUNTS],
+    pub(crate) epoch_task: AtomicU64,
+    /// Batches delivered before this epoch.
+    pub(crate) epoch_batches: AtomicU64,
+    /// The counters at the end of the last `next`; those of waiting, at the end of the last wait.
+    pub(crate) counts: [AtomicU64; COUNTS],
 }
 
 /// Batches are delivered in order.
 pub const IN_ORDER: u32 = 1;
-/// The workers live from epoch to epoch.
+/// The workers outlive the epoch.
 pub const PERSISTENT: u32 = 2;
 /// There is a pin thread.
 pub const PINNING: u32 = 4;
 
 impl MainPage {
-    /// Puts everything back to zero: no iterator has the arena.
+    /// Zeroes the page: no iterator uses the arena.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
@@ -120,7 +116,7 @@ impl MainPage {
 numbered_enum! {
     /// What the main process is doing.
     pub enum MainState {
-        /// No iterator has the arena.
+        /// No iterator uses the arena.
         Unused = 0 => "unused",
         /// Starting the workers, or beginning an epoch.
         Starting = 1 => "starting",
@@ -130,21 +126,21 @@ numbered_enum! {
         First = 3 => "first",
         /// In `next`, waiting for another batch.
         Waiting = 4 => "waiting",
-        /// Between two calls of `next`.
+        /// Between two `next` calls.
         Step = 5 => "step",
-        /// Behind the end of an epoch, before the next one.
+        /// Between two epochs.
         Between = 6 => "between",
     }
 }
 
 impl MainState {
-    /// The state of a number read out of the arena; an unknown number counts as `Unused`.
+    /// Decodes a state; an unknown number is `Unused`.
     pub fn from_u32(value: u32) -> Self {
         Self::of_number(value).unwrap_or(Self::Unused)
     }
 }
 
-/// One side that can fall asleep: see `doorbell.rs`.
+/// A side that can sleep: see `doorbell.rs`.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
@@ -172,52 +168,51 @@ pub const SLOT_WORDS: usize = 8;
 #[derive(Debug, Default)]
 pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
 
-/// What a worker says of itself: plain stores by the worker alone, read by errors, stall reports and statistics.
+/// A worker's status: plain stores by the worker alone, read by errors, stall reports and statistics.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct StatusPage {
     /// A `WorkerState`.
-    pub state: AtomicU32,
+    pub(crate) state: AtomicU32,
     /// The worker's process id, once it has started.
     pub pid: AtomicU32,
     /// Monotonic nanoseconds at which the state began.
-    pub since_ns: AtomicU64,
-    /// The current task, or the last one.
-    pub task: AtomicU64,
+    pub(crate) since_ns: AtomicU64,
+    /// The current or last task.
+    pub(crate) task: AtomicU64,
     /// Tasks answered so far.
-    pub tasks_done: AtomicU64,
+    pub(crate) tasks_done: AtomicU64,
     /// Nanoseconds spent in each state so far, by the number of the state.
-    pub spent_ns: [AtomicU64; WorkerState::COUNT],
+    pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
     /// Batches and errors sent so far.
-    pub sent: AtomicU64,
-    /// Bytes of the largest batch of late, its message included.
-    pub largest: AtomicU64,
-    /// Bytes that the worker has looked for in the machine's headroom and is reserving now.
-    pub promised: AtomicU64,
-    /// Monotonic nanoseconds at which the current task, or the last one, was taken up.
-    pub task_since_ns: AtomicU64,
-    /// Device of the worker's file for dumps of its stack.
-    pub stack_device: AtomicU64,
-    /// Inode of that file.
-    pub stack_inode: AtomicU64,
+    pub(crate) sent: AtomicU64,
+    /// Bytes of the largest recent batch and its message.
+    pub(crate) largest: AtomicU64,
+    /// Bytes that the worker is reserving, as announced to the headroom checks of others.
+    pub(crate) promised: AtomicU64,
+    /// Monotonic nanoseconds at which the current or last task was taken.
+    pub(crate) task_since_ns: AtomicU64,
+    /// Device and inode of the worker's file for stack dumps.
+    pub(crate) stack_device: AtomicU64,
+    pub(crate) stack_inode: AtomicU64,
     /// A `StackFile`; stored after its device and inode.
-    pub stack: AtomicU32,
+    pub(crate) stack: AtomicU32,
     /// A [`Terminated`].
-    pub terminated: AtomicU32,
-    /// The first bytes of the index batch of `index_task`, encoded; zeroes behind its end.
-    pub index: [AtomicU64; INDEX_BYTES / 8],
-    /// Bytes of that index batch; 0 where it is a pickle.
-    pub index_len: AtomicU64,
-    /// The task of `index` plus one; 0: none. Stored last.
-    pub index_task: AtomicU64,
-    /// Nanoseconds of processor time that the process had used when it left its first `Starting`; 0: it has not yet.
+    pub(crate) terminated: AtomicU32,
+    /// The first bytes of the index batch of `index_task`, encoded and zero-padded.
+    pub(crate) index: [AtomicU64; INDEX_BYTES / 8],
+    /// Bytes of that index batch; 0 for a pickle.
+    pub(crate) index_len: AtomicU64,
+    /// The task of `index` plus one, or 0 for none. Stored last.
+    pub(crate) index_task: AtomicU64,
+    /// CPU nanoseconds of the process when it left its first `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
-    /// Nanoseconds that its main thread had waited for a core by then; 0 where the system does not say. Stored first.
+    /// Nanoseconds that its main thread had waited for a core by then; 0 if unknown. Stored first.
     pub start_queued_ns: AtomicU64,
 }
 
 impl StatusPage {
-    /// Puts everything back to zero: no process has the page.
+    /// Zeroes the page: no process uses it.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.stack, &self.terminated] {
             word.store(0, Ordering::Relaxed);
@@ -239,42 +234,42 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// What a worker knows of a SIGTERM that it means to survive: see `worker/terminate.rs`.
+    /// What a worker knows of a SIGTERM that it survives: see `worker/terminate.rs`.
     pub enum Terminated {
-        /// It has got none.
+        /// None received.
         No = 0 => "no",
-        /// It has got one, and for all it knows alone.
+        /// One received, as far as it knows by this worker alone.
         Alone = 1 => "alone",
-        /// All workers have got it.
+        /// All workers received it.
         Group = 2 => "group",
     }
 }
 
 impl Terminated {
-    /// The name of a number on a status page; an unknown number counts as `No`.
+    /// The name of a number on a status page; an unknown number is `No`.
     pub fn name_of(value: u32) -> &'static str {
         Self::of_number(value).unwrap_or(Self::No).name()
     }
 }
 
-/// What a worker says of the file into which it dumps its stack when the main process asks for it by a signal.
+/// The file into which a worker dumps its stack when the main process signals it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StackFile {
-    /// It has not come so far.
+    /// The worker has not created it yet.
     NotYet,
-    /// There is none: the system, or Python's faulthandler, has refused it.
+    /// The system, or Python's faulthandler, refused it.
     Refused,
-    /// The signal is the user's, who has a handler for it.
+    /// The user has a handler for the signal.
     SignalTaken,
     /// The number of the worker's descriptor.
     Descriptor(i32),
 }
 
 impl StackFile {
-    /// What has a number below those of the descriptors.
+    /// The values numbered below the descriptors.
     const NUMBERED: [Self; 3] = [Self::NotYet, Self::Refused, Self::SignalTaken];
 
-    /// As it stands on the status page.
+    /// Encodes it for the status page.
     pub fn to_u32(self) -> u32 {
         match self {
             Self::Descriptor(fd) => fd as u32 + Self::NUMBERED.len() as u32,
@@ -282,7 +277,7 @@ impl StackFile {
         }
     }
 
-    /// Read from the status page; whatever stands there.
+    /// Decodes any number of a status page.
     pub fn from_u32(value: u32) -> Self {
         match Self::NUMBERED.get(value as usize) {
             Some(numbered) => *numbered,
@@ -294,7 +289,7 @@ impl StackFile {
 numbered_enum! {
     /// What a worker is doing.
     pub enum WorkerState {
-        /// Not yet in its loop, or not yet in it again in a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
+        /// Before its loop, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
         Starting = 0 => "starting",
         /// Waiting for a task.
         Idle = 1 => "idle",
@@ -315,7 +310,7 @@ impl WorkerState {
     /// Number of states.
     pub const COUNT: usize = Self::Left as usize + 1;
 
-    /// The state of a number read out of the arena; an unknown number counts as `Starting`.
+    /// Decodes a state; an unknown number is `Starting`.
     pub fn from_u32(value: u32) -> Self {
         Self::of_number(value).unwrap_or(Self::Starting)
     }
@@ -327,7 +322,7 @@ impl WorkerState {
 pub struct ControlPage {
     /// What the worker does.
     pub status: StatusPage,
-    /// The worker's side of its task ring: the main process rings it.
+    /// The worker's side of its task ring, rung by the main process.
     pub sleeper: Line<Sleeper>,
     /// The submission ring, main to worker.
     pub tasks: RingControl,
@@ -339,12 +334,12 @@ pub struct ControlPage {
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct RegionHead {
-    /// The return stack's first block plus one, 0 when it is empty.
+    /// The return stack's first block plus one; 0 when it is empty.
     pub returned: AtomicU32,
-    /// Entries of the block table that have been made; written by the owner alone.
+    /// Entries of the block table in use; written by the owner alone.
     pub blocks: AtomicU32,
-    /// The most bytes that had pages at a time, under this owner; written by the owner alone.
-    pub high_water: AtomicU64,
+    /// Peak of the bytes with pages under this owner; written by the owner alone.
+    pub(crate) high_water: AtomicU64,
 }
 
 /// One entry of a block table.
@@ -355,15 +350,15 @@ pub struct BlockEntry {
     pub state: AtomicU32,
     /// The next block on the return stack plus one, 0 at its end.
     pub next: AtomicU32,
-    /// Where the block begins in its region's data; a multiple of [`PAGE`].
+    /// Offset of the block in its region's data, a multiple of [`PAGE`].
     pub offset: AtomicU64,
-    /// Bytes from there to the next block; virtual, not all of them need have pages.
+    /// Bytes up to the next block, with or without pages.
     pub capacity: AtomicU64,
     /// Bytes from the block's begin that have pages.
     pub warm: AtomicU64,
 }
 
-/// The sizes of an arena, from which every offset follows. Both sides compute it alike.
+/// The sizes of an arena, from which both sides compute every offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Number of workers, at least 1.
@@ -382,7 +377,7 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
-/// Slots of a ring for so many tasks, beside which the epoch's control messages have room.
+/// Slots of a ring for `outstanding` tasks and an epoch's control messages.
 const fn ring_slots_for(outstanding: u32) -> u32 {
     (outstanding + 4).next_power_of_two()
 }
@@ -393,8 +388,8 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// The geometry of an arena of at most `total` bytes for `workers` workers, each with at most
-    /// `outstanding` tasks; an error if that is too little for the tables and 1 MiB of data a region.
+    /// The geometry of an arena of at most `total` bytes for `workers` workers of at most `outstanding` tasks each; an
+    /// error if that leaves less than 1 MiB of data per region.
     pub fn new(total: u64, workers: u32, outstanding: u32) -> Result<Self> {
         let ring_slots = Self::ring_slots_of(workers, outstanding)?;
         Self::lay_out(total, workers, ring_slots).ok_or_else(|| {
@@ -405,7 +400,7 @@ impl Geometry {
         })
     }
 
-    /// `None`: there would be less than 1 MiB of data a region.
+    /// `None` if less than 1 MiB of data per region remains.
     fn lay_out(total: u64, workers: u32, ring_slots: u32) -> Option<Self> {
         let regions = u64::from(workers) + 1;
         let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
@@ -427,7 +422,7 @@ impl Geometry {
         Ok(ring_slots_for(outstanding))
     }
 
-    /// The geometry of a file of `total` bytes whose header says `workers` and `ring_slots`; an error if that cannot be.
+    /// The geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
@@ -440,13 +435,13 @@ impl Geometry {
         })
     }
 
-    /// Number of regions: one a worker and the main process's.
+    /// One region per worker and the main process's.
     pub fn regions(&self) -> u32 {
         self.workers + 1
     }
 
-    /// Batches of one worker that may be under way at a time, and so what it needs warm: those that are outstanding, the one in
-    /// work, the one that the user holds, and one to spare.
+    /// Batches of one worker that need warm pages at a time: those outstanding, the one in work, the one that the user
+    /// holds, and a spare.
     pub fn batches_under_way(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }

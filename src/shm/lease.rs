@@ -1,4 +1,4 @@
-//! Leases: one block each, held by whoever keeps the tensors that lie in it.
+//! Leases: holds on one block each, owned by the tensors that lie in it.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use super::arena::Arena;
 use super::block::CONSUMER;
 use crate::error::Result;
 
-/// The consumer's hold on one block. Dropping it gives the block back: on any thread, without a lock and
-/// without the GIL, after the loader and its workers have gone, and as nothing at all in a forked child.
+/// The consumer's hold on one block. Dropping it releases the block: on any thread, without a lock or the GIL, after
+/// the loader and its workers are gone. In a forked child the drop does nothing.
 #[derive(Debug)]
 pub struct Lease {
     arena: Arc<Arena>,
@@ -17,20 +17,19 @@ pub struct Lease {
     len: usize,
 }
 
-// SAFETY: the memory is shared between processes anyway; what the lease gives out is a raw pointer, and giving the block
-// back is a matter of atomics.
+// SAFETY: the memory is shared between processes anyway; the lease hands out a raw pointer only, and its release
+// uses atomics.
 unsafe impl Send for Lease {}
 
 impl Lease {
-    /// A lease on the first `len` bytes of a block that the consumer holds. The block's place is checked
-    /// against the region.
+    /// A lease on the first `len` bytes of a block that the consumer holds. Checks the block's place.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
         arena.delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 
-    /// Where the bytes lie.
+    /// The first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.memory
     }
@@ -40,7 +39,7 @@ impl Lease {
         self.len
     }
 
-    /// True for a block of no bytes.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -54,7 +53,7 @@ impl Drop for Lease {
     }
 }
 
-/// The consumer's hold on a block that has not been delivered: a payload, or a leaf of a batch that is dropped.
+/// Releases the consumer's hold on a block that was not delivered: a payload, or a leaf of a dropped batch.
 pub fn let_go(arena: &Arena, region: u32, block: u32) {
     arena.release(region, block, CONSUMER);
 }

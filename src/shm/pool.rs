@@ -1,8 +1,8 @@
-//! Arenas outlive their iterators: the next epoch finds warm pages.
+//! A pool of arenas that outlive their iterators: the next epoch finds warm pages.
 //!
-//! The pool belongs to the process and is bounded: [`POOL_ARENAS`] arenas, in idle pages a sixteenth of the machine's memory and
-//! half of what its limits leave, and [`POOL_IDLE`] without use. Without a thread of its own it can look at the clock only when
-//! the library is called: at each start and end of an iterator and, while one waits, a few times a second.
+//! The pool belongs to the process and holds at most [`POOL_ARENAS`] arenas, idle pages up to a sixteenth of the machine's
+//! memory and half of the available memory, for at most [`POOL_IDLE`]. It has no thread: it trims at each start and end
+//! of an iterator and, while one waits, a few times a second.
 
 use std::sync::atomic::AtomicU64 as Stamp;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use crate::sys;
 
 struct Idle {
     arena: Arc<Arena>,
-    /// Bytes of pages that nobody holds.
+    /// Bytes of pages in idle blocks.
     bytes: u64,
     since: Duration,
 }
@@ -25,22 +25,22 @@ static POOL: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
 /// The fork generation whose process the pool's contents belong to.
 static GENERATION: Stamp = Stamp::new(0);
 
-/// The pool's contents; `None` in a child that was forked while another thread was in here.
+/// Locks the pool; `None` in a child that was forked while another thread held the lock.
 fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
     let ours = sys::fork::generation();
     // SYNC: pool-emptied (pairs with the Release below).
     if GENERATION.load(Ordering::Acquire) != ours {
-        // A child: what it inherited is dead, and so, maybe, is the lock.
+        // A forked child: the inherited arenas are unusable, and the lock may be held forever.
         let mut inherited = POOL.try_lock().ok()?;
         inherited.drain(..).for_each(|idle| std::mem::forget(idle.arena));
-        // SYNC: pool-emptied (pairs with the Acquire above): who sees it finds nothing of the parent's.
+        // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees it finds nothing of the parent.
         GENERATION.store(ours, Ordering::Release);
         return Some(inherited);
     }
     Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// An arena for `workers` workers of at most `outstanding` tasks each: out of the pool, or new.
+/// Takes a pooled or new arena for `workers` workers of at most `outstanding` tasks each.
 pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> {
     trim();
     let ring_slots = Geometry::ring_slots_of(workers, outstanding)?;
@@ -56,7 +56,7 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
         return Ok(arena);
     }
     let arena = match Arena::create(workers, outstanding) {
-        // What lies in the pool takes address space, and pages.
+        // Pooled arenas use address space and pages.
         Err(_) if clear() > 0 => Arena::create(workers, outstanding)?,
         made => made?,
     };
@@ -64,7 +64,7 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
     Ok(arena)
 }
 
-/// Puts an arena back whose workers have all left by their own will.
+/// Returns an arena whose workers have all left cleanly.
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
@@ -82,7 +82,7 @@ pub fn put(arena: Arc<Arena>) {
     retire(dropped);
 }
 
-/// Lets go of the arenas that have lain idle for too long.
+/// Retires the arenas that were idle for too long.
 pub fn trim() {
     super::forks::reap();
     let now = sys::clock::monotonic();
@@ -90,7 +90,7 @@ pub fn trim() {
     retire(old.unwrap_or_default());
 }
 
-/// Lets go of all arenas in the pool; says how many there were.
+/// Retires all arenas in the pool; returns their number.
 pub fn clear() -> usize {
     super::forks::reap();
     let all: Vec<Idle> = pool().map(|mut pool| pool.drain(..).collect()).unwrap_or_default();
@@ -99,7 +99,7 @@ pub fn clear() -> usize {
     count
 }
 
-/// Outside the pool's lock: giving pages back takes milliseconds. Leases may keep an arena mapped for longer.
+/// Runs outside the pool's lock: releasing pages takes milliseconds. Leases may keep an arena mapped for longer.
 fn retire(idle: Vec<Idle>) {
     idle.into_iter().for_each(|idle| idle.arena.retire());
 }

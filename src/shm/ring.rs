@@ -1,8 +1,8 @@
 //! Single-producer single-consumer rings of fixed-size entries (the bounded queue of Lamport, 1983, with
 //! Acquire/Release in place of sequential consistency and cached counters as in rtrb and FastForward).
 //!
-//! A ring's counters wrap at 2^32; its capacity is a power of two. An entry is published by one Release store of
-//! `tail` after its words have been written, so a producer that is killed half-way has published nothing.
+//! Counters wrap at 2^32; capacities are powers of two. One Release store of `tail` publishes an entry after its words
+//! were written, so a producer that is killed half-way has published nothing.
 
 use super::layout::{RingControl, RingSlot, SLOT_WORDS};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use crate::sync::Ordering;
 /// The words of an entry.
 pub type Entry = [u64; SLOT_WORDS];
 
-/// The memory of one ring, wherever it lies.
+/// The memory of one ring.
 pub trait RingMemory {
     /// The counters.
     fn control(&self) -> &RingControl;
@@ -23,28 +23,28 @@ pub trait RingMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
 
-/// The producer's end. It belongs to one thread at a time: `push` takes `&mut self`.
+/// The producer's end, used by one thread at a time.
 #[derive(Debug)]
 pub struct Producer<M> {
     memory: M,
-    /// The own counter; `tail` is only ever written from it.
+    /// The private counter; `tail` is only written from it.
     tail: u32,
-    /// `head` as last read: the ring has at least as much room as this says.
+    /// `head` as last read: a lower bound of the free slots.
     head: u32,
 }
 
-/// The consumer's end. It belongs to one thread at a time: `pop` takes `&mut self`.
+/// The consumer's end, used by one thread at a time.
 #[derive(Debug)]
 pub struct Consumer<M> {
     memory: M,
-    /// The own counter; `head` is only ever written from it.
+    /// The private counter; `head` is only written from it.
     head: u32,
-    /// `tail` as last read: the ring holds at least as much as this says.
+    /// `tail` as last read: a lower bound of the entries.
     tail: u32,
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// The producer's end of a ring whose counters are as another producer left them.
+    /// The producer's end of a ring, from the counters that another producer left.
     pub fn new(memory: M) -> Self {
         let tail = memory.control().tail.0.load(Ordering::Relaxed);
         let head = memory.control().head.0.load(Ordering::Acquire);
@@ -75,14 +75,14 @@ impl<M: RingMemory> Producer<M> {
 }
 
 impl<M: RingMemory> Consumer<M> {
-    /// The consumer's end of a ring whose counters are as another consumer left them.
+    /// The consumer's end of a ring, from the counters that another consumer left.
     pub fn new(memory: M) -> Self {
         let head = memory.control().head.0.load(Ordering::Relaxed);
         Self { memory, head, tail: head }
     }
 
-    /// Takes the oldest entry; `None` when the ring is empty. The counter of the other side is checked: a
-    /// ring that claims more entries than it has slots is [`Error::Corrupt`].
+    /// Takes the oldest entry; `None` when the ring is empty. [`Error::Corrupt`] if the other side's counter claims more
+    /// entries than the ring has slots.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Entry>> {
         let slots = self.memory.slots();

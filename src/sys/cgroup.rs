@@ -1,10 +1,10 @@
-//! The cgroups of this process, in both versions, and the CPU time that they grant.
+//! The cgroups of this process, versions 1 and 2, and their CPU quota.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::read_file;
 
-/// Where the kernel shows its numbers. Tests point it to files of their own.
+/// Roots of the kernel's file systems; tests use their own.
 #[derive(Clone, Debug)]
 pub struct Roots {
     /// `/proc`.
@@ -14,7 +14,7 @@ pub struct Roots {
 }
 
 impl Default for Roots {
-    /// The kernel's own; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
+    /// The system's; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
         #[cfg(feature = "failpoints")]
         if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
@@ -25,23 +25,22 @@ impl Default for Roots {
     }
 }
 
-/// One level of a hierarchy of cgroups.
+/// One level of a cgroup hierarchy.
 pub(super) struct Level {
-    /// It belongs to version 2, which has other files.
+    /// Whether it belongs to version 2, which has other files.
     pub is_v2: bool,
-    /// The folder with its files.
     pub folder: PathBuf,
-    /// Its path from the root of the hierarchy on, as this process sees it: "/a/b".
+    /// Its path from the hierarchy's root in this process's view: "/a/b".
     pub name: PathBuf,
 }
 
 impl Level {
-    /// The content of one of its files, without the line end; `None` where it cannot be read.
+    /// A trimmed file of this level; `None` if unreadable.
     pub fn text(&self, file: &str) -> Option<String> {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
 
-    /// The CPU time per wall time that this level grants; `None` without a quota.
+    /// The CPU time per wall time that this level allows; `None` without a quota.
     fn cpu_quota(&self) -> Option<f64> {
         let (quota, period) = if self.is_v2 {
             let text = self.text("cpu.max")?;
@@ -56,18 +55,18 @@ impl Level {
     }
 }
 
-/// The cores' worth of CPU time that the cgroups of this process grant it, at the tightest level; `None` without a quota.
+/// The number of cores allowed by this process's cgroups, at the tightest level; `None` without a quota.
 pub fn cpu_quota(roots: &Roots) -> Option<f64> {
     levels(roots, "cpu").iter().filter_map(Level::cpu_quota).reduce(f64::min)
 }
 
-/// The levels of this process's cgroups, from the root down, that a controller may limit.
+/// The levels of this process's cgroups for a controller, from the root down.
 pub(super) fn levels(roots: &Roots, controller: &str) -> Vec<Level> {
     let membership = text(&roots.proc_.join("self/cgroup")).unwrap_or_default();
     membership.lines().flat_map(|line| levels_of_line(roots, controller, line)).collect()
 }
 
-/// Those of the cgroup in a line of /proc/self/cgroup.
+/// The levels of the cgroup in a line of /proc/self/cgroup.
 fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     let mut parts = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
@@ -80,8 +79,8 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
         _ => return Vec::new(),
     };
     let is_v2 = controllers.is_empty();
-    // In a container the path may name levels that are not mounted here ("/docker/1f.."), or lie above what is
-    // ("/../x"); the mount's root then is the container's own level.
+    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lie above the mount's root
+    // ("/../x"), which is then the container's own level.
     let names = Path::new(path).components().filter_map(|component| match component {
         Component::Normal(name) => Some(name),
         _ => None,
@@ -94,7 +93,7 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     levels
 }
 
-/// A file's content; `None` where it cannot be read.
+/// Reads a file; `None` if unreadable.
 pub(super) fn text(path: &Path) -> Option<String> {
     String::from_utf8(read_file(path).ok()?).ok()
 }

@@ -1,11 +1,11 @@
-//! The monotonic clock, and giving up the processor.
+//! Clocks, and yielding the processor.
 
 use std::time::Duration;
 
-/// The time since an unnamed point (boot), the same point for all processes of the machine.
+/// The time since an unspecified point (boot) common to all processes of the machine.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a timespec of ours for the kernel to fill.
+    // SAFETY: `time` is a local struct that the kernel fills.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
@@ -15,10 +15,10 @@ pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
 
-/// Nanoseconds of processor time that this process has used so far, with that of its ended children; at least 1.
+/// CPU nanoseconds of this process and its ended children; at least 1.
 pub fn process_cpu_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a timespec of ours for the kernel to fill.
+    // SAFETY: `time` is a local struct that the kernel fills.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
     // SAFETY: an rusage of zeroes is a valid one, for the kernel to fill.
     let children = unsafe {
@@ -31,20 +31,20 @@ pub fn process_cpu_ns() -> u64 {
     (all.as_nanos() as u64).max(1)
 }
 
-/// Nanoseconds that the main thread of this process was ready to run and had no core; 0 where the system does not say.
+/// Nanoseconds that this process's main thread was ready to run without a core; 0 if unknown.
 pub fn queued_ns() -> u64 {
     let bytes = super::read_file("/proc/self/schedstat".as_ref()).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
     text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0)
 }
 
-/// Lets another thread that is ready to run have the processor.
+/// Yields the processor to another ready thread.
 pub fn yield_now() {
     // SAFETY: sched_yield has no precondition.
     unsafe { libc::sched_yield() };
 }
 
-/// A duration as the kernel wants it; one too long for it becomes the longest.
+/// Converts a duration, saturating.
 pub(super) fn timespec(time: Duration) -> libc::timespec {
     libc::timespec {
         tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),

@@ -1,11 +1,11 @@
 //! Defers signals that have a handler while workers are forked.
 //!
-//! To block them in the starting thread is not enough: the kernel gives a signal of the process to any thread that does not
-//! block it, and libraries have threads of their own. Python would then run its handler within the hooks of the fork, and
-//! what is raised there is lost. Here the process's handler is replaced by one that takes a note.
+//! Blocking them in the starting thread is not enough: the kernel gives a process's signal to any thread that does not
+//! block it, and libraries have threads of their own. Python would run its handler within the fork's hooks, where
+//! exceptions are lost. So a handler that records the signal replaces the process's.
 //!
-//! Callers hold the GIL, so that one at a time is in here. There is no lock: a process may be forked at any moment, and in the
-//! child the signals must have the effect that they had before.
+//! Callers hold the GIL, so one at a time is in here. There is no lock: a fork may come at any moment, and in the child
+//! the signals must have their earlier effect.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
@@ -14,33 +14,33 @@ use super::signal::{action_of, set_action};
 /// One signal that can be deferred.
 struct Deferral {
     signal: i32,
-    /// The process in which it is deferred; 0: in none.
+    /// The process in which it is deferred; 0 for none.
     owner: AtomicI32,
-    /// How many callers defer it there.
+    /// Number of callers that defer it there.
     holders: AtomicU32,
-    /// It came meanwhile.
+    /// It arrived while deferred.
     came: AtomicBool,
-    /// The handler that was there, and whether it takes three arguments.
+    /// The replaced handler, and whether it takes three arguments.
     old: AtomicUsize,
     old_takes_info: AtomicBool,
 }
 
 static DEFERRALS: [Deferral; 2] = [Deferral::new(libc::SIGINT), Deferral::new(libc::SIGTERM)];
 
-/// The signals that one caller defers, until [`Deferred::release`].
+/// The signals that one caller defers until [`Deferred::release`].
 #[derive(Debug)]
 #[must_use]
 pub struct Deferred([bool; 2]);
 
-/// Defers `signals` until [`Deferred::release`]. A signal that has no handler, is neither SIGINT nor SIGTERM, or whose handler the
-/// system does not let us replace, is left alone.
+/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is neither SIGINT nor SIGTERM, or
+/// whose handler the system does not replace.
 pub fn defer(signals: &[i32]) -> Deferred {
     Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
 
 impl Deferred {
-    /// Restores the handlers. A signal that came meanwhile, and that no other caller defers, is raised again in this thread: last,
-    /// because what a handler raises ends the caller's work.
+    /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers. Raising
+    /// comes last, because a handler's exception ends the caller's work.
     pub fn release(self) {
         let mine = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
         let came: Vec<i32> = mine().filter(|it| it.end()).map(|it| it.signal).collect();
@@ -56,19 +56,19 @@ extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: 
     let pid = getpid();
     if deferral.owner.load(Ordering::SeqCst) == pid {
         deferral.came.store(true, Ordering::SeqCst);
-        // Unless `Deferral::end` has gone by meanwhile, it sees the note.
+        // `Deferral::end` sees the note unless it ran in between.
         if deferral.owner.load(Ordering::SeqCst) == pid || !deferral.came.swap(false, Ordering::SeqCst) {
             return;
         }
     }
     let old = deferral.old.load(Ordering::Relaxed);
     if deferral.old_takes_info.load(Ordering::Relaxed) {
-        // SAFETY: the kernel took it for a function of this type, as SA_SIGINFO says.
+        // SAFETY: it was installed with SA_SIGINFO, so it has this type.
         let old: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
             unsafe { std::mem::transmute(old) };
         old(signal, info, context);
     } else {
-        // SAFETY: as above, without SA_SIGINFO.
+        // SAFETY: it was installed without SA_SIGINFO, so it has this type.
         let old: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(old) };
         old(signal);
     }
@@ -94,7 +94,7 @@ impl Deferral {
         }
     }
 
-    /// Begins to defer it; false where it is not deferred.
+    /// Starts deferring it; returns whether it is deferred.
     fn begin(&self) -> bool {
         let pid = getpid();
         if self.owner.load(Ordering::Relaxed) == pid {
@@ -107,7 +107,7 @@ impl Deferral {
         }
         self.came.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
-        // In a child of a process that deferred it ours is there already.
+        // A child of a process that deferred it has the recording handler already.
         if action.sa_sigaction != handler as *const () as usize {
             self.old.store(action.sa_sigaction, Ordering::Relaxed);
             self.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
@@ -121,14 +121,14 @@ impl Deferral {
         true
     }
 
-    /// Ends one [`Deferral::begin`]. The last one restores the handler; returns whether the signal came meanwhile.
+    /// Ends one [`Deferral::begin`]. The last call restores the handler; returns whether the signal arrived.
     fn end(&self) -> bool {
         if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1
         {
             return false;
         }
         self.owner.store(0, Ordering::SeqCst);
-        // The user may have set another one meanwhile.
+        // Unless the program has set another one.
         if let Some(mut action) =
             self.action().filter(|action| action.sa_sigaction == handler as *const () as usize)
         {
@@ -141,13 +141,13 @@ impl Deferral {
         self.came.swap(false, Ordering::SeqCst)
     }
 
-    /// What the signal does now.
+    /// The signal's current action.
     fn action(&self) -> Option<libc::sigaction> {
         action_of(self.signal)
     }
 
     fn set(&self, action: &libc::sigaction) -> bool {
-        // SAFETY: the handler in it is ours, or one that was there.
+        // SAFETY: the handler is `handler`, or one that was installed before.
         unsafe { set_action(self.signal, action) }
     }
 }

@@ -7,14 +7,17 @@ use super::owned::KnownFd;
 use super::{descriptor_hint, errno, retry};
 use crate::error::{Error, Result};
 
-/// A counter in the kernel that is readable while it is not zero. Neither end ever blocks on it.
+/// The remedy when the descriptor no longer names the eventfd.
+const REPLACED: &str = "the descriptor was closed or replaced by somebody else";
+
+/// A kernel counter that is readable while it is not zero. Neither end blocks on it.
 ///
-/// Where its number names another file by now, ringing and draining do nothing: whoever waits looks by himself now and then.
+/// Once its number names another file, ringing and draining do nothing; waiters also check periodically.
 #[derive(Debug)]
 pub struct EventFd(KnownFd);
 
 impl EventFd {
-    /// A new one, at zero, closed on exec.
+    /// Creates one, at zero and closed on exec.
     pub fn new() -> Result<Self> {
         // SAFETY: eventfd takes plain numbers.
         let call = || unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -26,7 +29,7 @@ impl EventFd {
         Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
-    /// One that came from another process. It must have been made by [`EventFd::new`], which makes it non-blocking.
+    /// Wraps a descriptor from another process, made by [`EventFd::new`] and so non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
         Self(KnownFd::new(fd))
     }
@@ -41,35 +44,28 @@ impl EventFd {
         let call = || unsafe { libc::write(self.0.as_fd().as_raw_fd(), one.as_ptr().cast(), one.len()) };
         // A full counter (EAGAIN) is readable already.
         if retry(|| failpoint!("eventfd_write", -1, call())) == -1 && errno() != libc::EAGAIN {
-            return Err(Error::last_os(
-                "write(eventfd)",
-                "the descriptor was closed or replaced by somebody else",
-            ));
+            return Err(Error::last_os("write(eventfd)", REPLACED));
         }
         Ok(())
     }
 
-    /// Makes it unreadable until the next ring; false where its number names another file. To be called before looking at
-    /// what the rings were for.
+    /// Makes it unreadable until the next ring; false if its number names another file. Call it before checking what the
+    /// rings announced.
     pub fn drain(&self) -> Result<bool> {
         if !self.0.is_intact() {
             return Ok(false);
         }
         let mut count = [0_u8; 8];
         // SAFETY: `count` has room for the 8 bytes that are written to it.
-        let call =
+        let mut call =
             || unsafe { libc::read(self.0.as_fd().as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
-        let mut call = call;
         if retry(|| failpoint!("eventfd_read", -1, call())) == -1 && errno() != libc::EAGAIN {
-            return Err(Error::last_os(
-                "read(eventfd)",
-                "the descriptor was closed or replaced by somebody else",
-            ));
+            return Err(Error::last_os("read(eventfd)", REPLACED));
         }
         Ok(true)
     }
 
-    /// Its descriptor, to wait on.
+    /// The descriptor to wait on.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -1,9 +1,9 @@
-//! The failpoint seam: the n-th system call of a kind fails, or ends the process. For tests only.
+//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process.
 //!
 //! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
-//! Only atomics are used, so that forked children can be driven as well.
+//! Only atomics are used, so failpoints work in forked children.
 
-/// `failpoint!("kind", failure, call)`: the value of `call`; or `failure`, with `errno` set, when a failpoint says so.
+/// `failpoint!("kind", failure, call)`: the value of `call`, or `failure` with `errno` set if a failpoint applies.
 macro_rules! failpoint {
     ($kind:literal, $failure:expr, $call:expr) => {{
         #[cfg(feature = "failpoints")]
@@ -25,7 +25,7 @@ mod seam {
 
     use crate::error::{Error, Result};
 
-    /// What the chosen call does instead of its work.
+    /// What the chosen call does instead.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Effect {
         /// It fails with this `errno`.
@@ -34,11 +34,11 @@ mod seam {
         Exit(i32),
         /// The process kills itself by SIGKILL.
         Kill,
-        /// The process stops itself by SIGSTOP; once it goes on, so does the call.
+        /// The process stops itself by SIGSTOP; the call continues when it does.
         Stop,
     }
 
-    /// Every kind of call that has a failpoint.
+    /// Every kind of call with a failpoint.
     const KINDS: &[&str] = &[
         "memfd_create",
         "getrlimit",
@@ -80,9 +80,9 @@ mod seam {
     struct Point {
         /// Calls so far in this process.
         calls: AtomicU64,
-        /// The number of the first call that is hit; 0 for none.
+        /// The first call that is hit; 0 for none.
         first: AtomicU64,
-        /// The number of the last call that is hit.
+        /// The last call that is hit.
         last: AtomicU64,
         /// What happens: 0 errno, 1 exit, 2 kill, 3 stop.
         effect: AtomicI32,
@@ -100,40 +100,40 @@ mod seam {
         }
     }; KINDS.len()];
 
-    /// The process that has read the environment last. A forked child reads it again.
+    /// The process that last read the environment. A forked child reads it again.
     static READ_BY: AtomicI32 = AtomicI32::new(0);
 
-    /// The names that [`set`] knows.
+    /// The kinds that [`set`] accepts.
     pub fn kinds() -> &'static [&'static str] {
         KINDS
     }
 
-    /// How many calls of `kind` this process has made.
+    /// The number of calls of `kind` in this process.
     pub fn calls(kind: &str) -> u64 {
         read_environment();
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
     }
 
-    /// The `nth` call of `kind` from now on in this process (1 is the next) gets `effect`.
+    /// Gives the `nth` next call of `kind` in this process (from 1) the `effect`.
     pub fn set(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, false, effect)
     }
 
-    /// Like [`set`], but every call from the `nth` on gets `effect`.
+    /// Like [`set`], for every call from the `nth` on.
     pub fn set_from(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, true, effect)
     }
 
-    /// Takes every failpoint off. Counts stay.
+    /// Removes every failpoint. Counts stay.
     pub fn clear() {
         for point in &POINTS {
             point.first.store(0, Ordering::Release);
         }
     }
 
-    /// Counts a call of `kind`; true when it has to fail, with `errno` set. For the macro.
+    /// Counts a call of `kind`; true when it must fail, with `errno` set. For the macro.
     #[doc(hidden)]
     pub fn hit(kind: &str) -> bool {
         read_environment();
@@ -188,12 +188,12 @@ mod seam {
         Ok(())
     }
 
-    /// Arms what `RUSTLOADER_FAILPOINT` says, once a process: `kind:nth:effect`, several apart by commas. `nth+` means
+    /// Arms the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+` means
     /// "from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
-    /// Each process reads it at its first call and counts from there; of what its parent had armed and counted a child
-    /// keeps nothing. So a variable that is set after main's first call and before a fork drives the children alone, and
-    /// one that is taken away there drives main alone.
+    /// Each process reads it at its first call and counts from there; a child keeps no failpoints or counts of its parent.
+    /// So a variable set after main's first call and before a fork affects the children alone, and one removed there main
+    /// alone.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
@@ -215,7 +215,7 @@ mod seam {
         }
     }
 
-    /// A variable of the environment. Not by std::env: that takes a lock, which a fork may have left held.
+    /// Reads an environment variable. std::env takes a lock that a forked child may inherit locked.
     pub fn environment(name: &CStr) -> Option<String> {
         // SAFETY: the name is a C string; tests do not change the environment while others read it.
         let text = unsafe { libc::getenv(name.as_ptr()) };

@@ -1,34 +1,34 @@
-//! Forks: whether this process is a forked child, and the hooks around a fork.
+//! Detects forks, and installs hooks around them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::failpoint::failpoint;
 use crate::error::{Error, Result};
 
-/// How many forks lie between this process and the one that asked first.
+/// Forks between this process and the one that called first.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
-/// The handler that raises [`GENERATION`] is in place.
+/// Whether the handler that raises [`GENERATION`] is installed.
 static COUNTING: AtomicBool = AtomicBool::new(false);
-/// The crate's handlers are in place.
+/// Whether the crate's handlers are installed.
 static HANDLING: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn raise_generation() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A number that is another one in every forked child. Whoever notes it when an object is made can tell later that the
-/// object was made before a fork. One atomic load. `vfork` and a bare `clone` do not raise it.
+/// A number that differs in every forked child: an object that stores it knows later whether it was made before a
+/// fork. One atomic load. `vfork` and a bare `clone` do not raise it.
 #[inline]
 pub fn generation() -> u64 {
-    // SYNC: forks-counted (pairs with the Release in `install_counter`): who sees the flag relies on the handler.
+    // SYNC: forks-counted (pairs with the Release in `install_counter`): the flag implies the handler.
     if !COUNTING.load(Ordering::Acquire) {
-        // Who cannot do without has asked before.
+        // Callers that depend on it have called `count_forks` before.
         let _ = install_counter();
     }
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Sees to it that [`generation`] counts.
+/// Installs the counter of [`generation`].
 pub fn count_forks() -> Result<()> {
     // SYNC: forks-counted (pairs with the Release in `install_counter`).
     if COUNTING.load(Ordering::Acquire) { Ok(()) } else { install_counter() }
@@ -36,7 +36,7 @@ pub fn count_forks() -> Result<()> {
 
 #[cold]
 fn install_counter() -> Result<()> {
-    // Two threads that come here at once install it twice, and a fork then counts two, which is as good.
+    // Two concurrent calls install it twice; a fork then counts two, which does no harm.
     // SAFETY: the handler touches one atomic only and stays as long as the process (the library is not unloaded).
     at_fork(|| unsafe { libc::pthread_atfork(None, None, Some(raise_generation)) })?;
     // SYNC: forks-counted (pairs with the Acquires in `generation` and `count_forks`).
@@ -44,7 +44,7 @@ fn install_counter() -> Result<()> {
     Ok(())
 }
 
-/// Makes a call of pthread_atfork.
+/// Runs a call of pthread_atfork.
 fn at_fork(call: impl Fn() -> i32) -> Result<()> {
     let refused = failpoint!("atfork", libc::ENOMEM, call());
     if refused == 0 {
@@ -54,10 +54,10 @@ fn at_fork(call: impl Fn() -> i32) -> Result<()> {
     Err(Error::Os { call: "pthread_atfork", errno: refused, hint })
 }
 
-/// Has every fork of this process call `prepare` before it, in the forking thread, then `parent` in the parent and
-/// `child` in the child, where [`generation`] has been raised before. Once a process: a later call changes nothing and
-/// answers false. Two threads that call it at once may have them called twice, which they must bear. They must not panic;
-/// `child` may do only what is safe after a fork with other threads about.
+/// Runs `prepare` before every fork, in the forking thread, then `parent` in the parent and `child` in the child, after
+/// [`generation`] was raised. A second call in a process changes nothing and returns false. Two concurrent calls may
+/// install the handlers twice, which these must tolerate. They must not panic; `child` must be safe after a fork of a
+/// process with threads.
 pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> Result<bool> {
     count_forks()?;
     if HANDLING.load(Ordering::Acquire) {
@@ -66,7 +66,7 @@ pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern 
     // SAFETY: the handlers are plain functions that stay as long as the process (the library is not unloaded).
     let call = || unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) };
     at_fork(call)?;
-    // SYNC: forks-handled (pairs with the Acquire above). Only now: whoever sees it relies on the handlers.
+    // SYNC: forks-handled (pairs with the Acquire above). Last: the flag implies the handlers.
     HANDLING.store(true, Ordering::Release);
     Ok(true)
 }

@@ -1,4 +1,4 @@
-//! Tells whether forked children are still alive.
+//! Detects the end of forked children.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -7,22 +7,22 @@ use super::map::{Mapping, page_size};
 use super::memfd;
 use crate::error::Result;
 
-/// Tells when the processes that were forked while its [`WitnessMapping`] existed have ended.
+/// Detects when all processes forked while its [`WitnessMapping`] existed have ended.
 ///
-/// The mapping is one of an empty file. A child keeps it until it ends or calls exec, whatever descriptors it closes, and
-/// passes it on to its own children. As long as any process has it, the kernel refuses to seal the file against writing.
+/// The mapping is of an unused file. A child keeps it until it ends or calls exec, whatever descriptors it closes, and
+/// its own children inherit it. While any process maps the file, the kernel refuses to seal it against writing.
 #[derive(Debug)]
 pub struct ForkWitness {
     file: OwnedFd,
     identity: FdIdentity,
 }
 
-/// What the children inherit, see [`ForkWitness`]. It is dropped in the parent after the fork, and never in a child.
+/// The mapping that children inherit, see [`ForkWitness`]. The parent drops it after the fork; a child never does.
 #[derive(Debug)]
 pub struct WitnessMapping(#[expect(dead_code, reason = "it exists to be inherited")] Mapping);
 
 impl ForkWitness {
-    /// A witness of the forks that happen while the mapping exists.
+    /// Creates a witness of the forks that happen while the mapping exists.
     pub fn new() -> Result<(Self, WitnessMapping)> {
         let file = memfd::create("rl_fork", page_size() as u64)?;
         let mapping = WitnessMapping(Mapping::new(file.as_fd(), page_size())?);
@@ -30,9 +30,9 @@ impl ForkWitness {
         Ok((Self { file, identity }, mapping))
     }
 
-    /// Whether no process has the mapping any more. Never blocks. False where that is unknown.
+    /// Whether no process has the mapping. Never blocks. False if unknown.
     pub fn all_ended(&self) -> bool {
-        // The number may belong to another file by now, which must not be sealed.
+        // The number may name another file by now, which must not be sealed.
         self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())
     }
 }

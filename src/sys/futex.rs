@@ -1,4 +1,4 @@
-//! Sleeping on a word in memory that processes share.
+//! Sleeps on a word in memory that processes share.
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
@@ -8,21 +8,21 @@ use super::errno;
 use super::failpoint::failpoint;
 use crate::error::{Error, Result};
 
-/// Why [`wait`] came back.
+/// Why [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// Somebody called [`wake`]; or nobody did: look at the word again.
+    /// By [`wake`], or spuriously: check the word again.
     Woken,
-    /// The word was not what it was expected to be: no sleep took place.
+    /// The word differed from the expected value, so there was no sleep.
     Changed,
-    /// The time is over.
+    /// The timeout expired.
     TimedOut,
     /// A signal was handled.
     Interrupted,
 }
 
-/// Sleeps until [`wake`], while `word` is `expected`. The word may lie in a mapping that other processes share, so the
-/// futex is not a private one. Without a timeout it sleeps as long as it takes.
+/// Sleeps until [`wake`] while `word` is `expected`, without a timeout for as long as it takes. The futex is not private:
+/// the word may lie in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
     let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -40,7 +40,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Resul
     }
 }
 
-/// Wakes up to `n` threads, of any process, that sleep on `word`; answers how many it woke.
+/// Wakes up to `n` threads, of any process, that sleep on `word`; returns their number.
 pub fn wake(word: &AtomicU32, n: u32) -> Result<u32> {
     let n = n.min(i32::MAX as u32);
     // SAFETY: `word` is a live aligned word; FUTEX_WAKE uses its address only.

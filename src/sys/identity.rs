@@ -1,35 +1,35 @@
-//! Whether a descriptor's number still names the file that it named before.
+//! Detects whether a descriptor's number still names the same file.
 
 use std::os::fd::RawFd;
 
 use super::failpoint::failpoint;
 use crate::error::{Error, Result};
 
-/// What tells an open file from others: device, inode and kind.
+/// Identifies an open file by device, inode and kind.
 ///
-/// It cannot tell: two descriptors of one file; two eventfds, epolls or other files without an inode of their own, which all
-/// share one (so did pidfds before Linux 6.9); a file that was deleted and whose inode went to a new one. An eventfd has a
-/// number of its own in /proc/self/fdinfo, but to read that at each ring would take three more system calls.
+/// Not distinguished: two descriptors of one file; eventfds, epolls and other files that share one inode (pidfds before
+/// Linux 6.9); a file that got a deleted file's inode. /proc/self/fdinfo numbers eventfds, but reading it at each ring
+/// would cost three more system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FdIdentity {
     device: u64,
     inode: u64,
-    /// The kind of the file; 0 for what has no inode of its own.
+    /// The kind of the file; 0 for files without an inode of their own.
     kind: u32,
 }
 
 impl FdIdentity {
-    /// The identity of what `fd` names now. Takes no lock, so a forked child can call it.
+    /// The identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
         let hint = |_| format!("descriptor {fd} was closed by somebody else");
         Self::look(fd).ok_or_else(|| Error::last_os_with("fstat", hint))
     }
 
-    /// `None`, and `errno` says why, where `fd` names nothing.
+    /// `None`, with `errno` set, if `fd` names no file.
     fn look(fd: RawFd) -> Option<Self> {
         // SAFETY: a stat64 of zeroes is a valid one.
         let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is a struct of ours for the kernel to fill; any number may be asked about.
+        // SAFETY: `stat` is a local struct that the kernel fills; any number may be passed.
         let answer = failpoint!("fstat", -1, unsafe { libc::fstat64(fd, &mut stat) });
         let kind = stat.st_mode & libc::S_IFMT;
         (answer == 0).then_some(Self { device: stat.st_dev, inode: stat.st_ino, kind })
@@ -40,7 +40,7 @@ impl FdIdentity {
         (self.device, self.inode)
     }
 
-    /// Whether `fd` names a file of the same inode now. False for a closed one.
+    /// Whether `fd` names a file of the same inode; false for a closed one.
     pub fn same_inode(&self, fd: RawFd) -> bool {
         Self::look(fd) == Some(*self)
     }

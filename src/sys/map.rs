@@ -11,10 +11,10 @@ use super::memory;
 use super::{errno, read_file, retry};
 use crate::error::{Error, Result};
 
-/// Puts pages into the page tables as reads would, 16 at a time (Linux 5.14).
+/// Maps present pages without faults, 16 at a time (Linux 5.14).
 const MADV_POPULATE_READ: libc::c_int = 22;
 
-/// Fills in pages as a write would, and answers an errno where a write would be SIGBUS (Linux 5.14).
+/// Allocates pages as a write would; returns an errno where a write would be SIGBUS (Linux 5.14).
 const MADV_POPULATE_WRITE: libc::c_int = 23;
 
 /// The size of a page of memory in bytes.
@@ -23,10 +23,10 @@ pub fn page_size() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Bytes of address space that this process may still map; `None` without a limit.
+/// Bytes of address space left to this process; `None` without a limit.
 pub fn address_space_left() -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a struct of ours for the kernel to fill.
+    // SAFETY: `limit` is a local struct that the kernel fills.
     let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_AS, &mut limit) };
     if failpoint!("getrlimit", -1, call()) == -1 || limit.rlim_cur == libc::RLIM64_INFINITY {
         return None;
@@ -36,33 +36,32 @@ pub fn address_space_left() -> Option<u64> {
     Some(limit.rlim_cur.saturating_sub(pages.unwrap_or(0) * page_size() as u64))
 }
 
-/// A file mapped whole, for reading and writing, shared with every process that maps it. Kept out of core dumps. A
-/// forked child has it too. The bytes change under us at any time: only atomics and raw copies may touch them.
+/// A shared, writable mapping of a file, excluded from core dumps and inherited by forked children. Other processes
+/// change the bytes at any time: only atomics and raw copies may access them.
 #[derive(Debug)]
 pub struct Mapping {
     /// The first byte; on a page boundary.
     start: NonNull<u8>,
-    /// How many bytes of the file are mapped.
     len: usize,
     /// The size of a page.
     page: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is guarded by those who use the pointer.
+// SAFETY: a mapping belongs to the process, not to a thread; users of the pointer synchronize their accesses.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; the methods hand out no reference into it.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `fd`, which must be that long and stay so (be sealed): touching what lies behind a
-    /// file's end is SIGBUS.
+    /// Maps the first `len` bytes of `fd`, which must keep at least that length (be sealed): an access behind a file's end is
+    /// SIGBUS.
     pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::usage("a mapping of 0 bytes"));
         }
         // SAFETY: a stat64 of zeroes is a valid one.
         let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is a struct of ours for the kernel to fill.
+        // SAFETY: `stat` is a local struct that the kernel fills.
         if failpoint!("fstat", -1, unsafe { libc::fstat64(fd.as_raw_fd(), &mut stat) }) == -1 {
             return Err(Error::last_os("fstat", "the descriptor was closed by somebody else"));
         }
@@ -70,10 +69,10 @@ impl Mapping {
             let size = stat.st_size;
             return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
         }
-        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would fill every page in, far more than there is memory.
+        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, more than the machine's memory.
         let (protection, flags) = (libc::PROT_NONE, libc::MAP_SHARED | libc::MAP_NORESERVE);
         let (any, fd) = (std::ptr::null_mut(), fd.as_raw_fd());
-        // SAFETY: the kernel chooses an address where nothing lies.
+        // SAFETY: the kernel chooses a free address range.
         let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
         let start = failpoint!("mmap", libc::MAP_FAILED, call());
         if start == libc::MAP_FAILED {
@@ -83,56 +82,56 @@ impl Mapping {
             return Err(Error::usage("mmap answered address 0"));
         };
         let mapping = Self { start, len, page: page_size() };
-        // Locked pages would stay when they are given back; what was never locked is none the worse.
+        // Locked pages could not be released. For pages that were never locked this does nothing.
         // SAFETY: the range is the mapping just made.
         unsafe { libc::munlock(mapping.start.as_ptr().cast(), len) };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: as above.
+        // SAFETY: the range is the mapping just made.
         let call = || unsafe { libc::mprotect(mapping.start.as_ptr().cast(), len, protection) };
         if failpoint!("mprotect", -1, call()) == -1 {
             return Err(Error::last_os("mprotect", "run without the sandbox or tool that restricts it"));
         }
-        // A kernel that refuses only makes core dumps larger.
+        // A refusal only makes core dumps larger.
         // SAFETY: the range is the mapping just made.
         let call = || unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
         failpoint!("dontdump", -1, call());
         Ok(mapping)
     }
 
-    /// Its first byte. Valid for [`Mapping::len`] bytes while the mapping lives.
+    /// The first byte, valid for [`Mapping::len`] bytes while the mapping lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Its length in bytes; never 0.
+    /// The length in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Makes sure that every page which `range` touches has memory and can be written without a fault.
+    /// Ensures that every page that `range` touches has memory and can be written without a fault.
     ///
-    /// Errors: [`Error::NoMemory`] where the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux
-    /// 5.14, and where a sandbox refuses the call, there is no answer but SIGBUS on a machine without a free page. A memory cgroup does not refuse either, it
-    /// kills: compare with [`memory::available`] first.
+    /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux 5.14, and
+    /// where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills instead of
+    /// refusing: check [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("populate", -1, self.advise(&pages, MADV_POPULATE_WRITE));
         if !pages.is_empty() && retry(call) != 0 {
             match out_of_memory(&pages, errno()) {
                 Some(error) => return Err(error),
-                // EINVAL from an older kernel, whatever else from a sandbox.
+                // EINVAL from an older kernel, any other errno from a sandbox.
                 None => self.touch(&pages),
             }
         }
         Ok(())
     }
 
-    /// Puts those pages which `range` touches, and which have memory already, into this process's page tables. As a shared
-    /// mapping needs no word of the first write to a page, they can be written from then on without a fault; that takes less
-    /// than half of the time that [`Mapping::populate`] takes for such pages (0.38 us each, not 0.92).
+    /// Maps the present pages that `range` touches into this process's page tables. A shared mapping tracks no first write,
+    /// so later writes do not fault. For such pages it takes less than half the time of [`Mapping::populate`] (0.38 us
+    /// each, not 0.92).
     ///
-    /// Errors: as of [`Mapping::populate`]. A kernel that does not know the call leaves it to faults.
+    /// Errors: as of [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("map_in", -1, self.advise(&pages, MADV_POPULATE_READ));
@@ -142,8 +141,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Gives the memory of the whole pages inside `range` back to the machine, for all processes; they read as zeroes
-    /// afterwards. The rest of `range` stays as it is.
+    /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The rest of
+    /// `range` stays.
     pub fn remove(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
         let Some(pages) = self.inside(&range) else { return Ok(()) };
@@ -160,15 +159,14 @@ impl Mapping {
         Err(Error::usage(format!("bytes {range:?} of a mapping of {} bytes", self.len)))
     }
 
-    /// All pages that `range` touches.
+    /// The pages that `range` touches.
     fn touched(&self, range: &Range<usize>) -> Result<Range<usize>> {
         self.check(range)?;
         let start = range.start / self.page * self.page;
         Ok(start..if range.is_empty() { start } else { range.end.next_multiple_of(self.page) })
     }
 
-    /// The whole pages inside `range`, if there are any. The file's last page counts as whole where `range` reaches its
-    /// end.
+    /// The whole pages inside `range`, if any. The file's last page counts as whole if `range` reaches the file's end.
     fn inside(&self, range: &Range<usize>) -> Option<Range<usize>> {
         let start = range.start.next_multiple_of(self.page);
         let end = if range.end == self.len { self.len } else { range.end / self.page * self.page };
@@ -177,15 +175,15 @@ impl Mapping {
 
     fn advise(&self, pages: &Range<usize>, advice: libc::c_int) -> libc::c_int {
         let start = self.start.as_ptr().wrapping_add(pages.start);
-        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of our advices unmaps; MADV_REMOVE
-        // changes bytes, which the owner of the range has asked for.
+        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of the advices unmaps; MADV_REMOVE changes
+        // bytes, as the owner of the range requests.
         unsafe { libc::madvise(start.cast(), pages.len(), advice) }
     }
 
-    /// Writes every page with the value that it has.
+    /// Writes every page with its current value.
     fn touch(&self, pages: &Range<usize>) {
         for offset in pages.clone().step_by(self.page) {
-            // SAFETY: the byte lies in the mapping, and all who share it use atomics or own the range.
+            // SAFETY: the byte lies in the mapping; all users of the range use atomics or own it.
             let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset)) };
             // Not fetch_add(0): compilers may turn that into a load, which does not make the page writable.
             let value = byte.load(Ordering::Relaxed);
@@ -196,12 +194,12 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `new` and is given up once; who took pointers gave its word to outlive none.
+        // SAFETY: `new` mapped the range, it is unmapped once, and no pointer into it may outlive `self`.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-/// What [`Mapping::new`] would answer, for a process that has too little address space `left`.
+/// The error of [`Mapping::new`] in a process with only `left` bytes of address space.
 pub fn no_address_space(wanted: u64, left: u64) -> Error {
     let hint = format!("{}; {left} bytes of it are left", address_space_hint(wanted));
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
@@ -214,7 +212,7 @@ fn address_space_hint(wanted: u64) -> String {
     )
 }
 
-/// What an errno of a populating madvise means, if it tells of memory.
+/// The error for an errno of a populating madvise that concerns memory.
 fn out_of_memory(pages: &Range<usize>, errno: i32) -> Option<Error> {
     let why = match errno {
         libc::EHWPOISON => "the machine's memory has a hardware fault there",

@@ -1,4 +1,4 @@
-//! Anonymous files that live in memory, and flags of descriptors.
+//! Anonymous files in memory.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// The file can never be made executable (Linux 6.3). It also sets `F_SEAL_EXEC`.
 const MFD_NOEXEC_SEAL: libc::c_uint = 0x0008;
 
-/// An anonymous file of `len` bytes without pages, closed on exec. `name` is what /proc shows.
+/// Creates a file of `len` bytes without pages, closed on exec. /proc shows `name`.
 ///
 /// Errors: [`Error::Os`] of `memfd_create`, or of `ftruncate` where `len` is too much (`EFBIG`, `ENOSPC`, `EINVAL`).
 pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
@@ -31,8 +31,8 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Sets the length of a new file. The limit of file sizes is looked at first, because passing it raises SIGXFSZ, which
-/// would end a process that does not ignore it.
+/// Sets the length of a new file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
+/// process that does not ignore it.
 fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let refused = |errno, why: &str| {
         let hint = format!("a file of {len} bytes in memory was wanted{why}");
@@ -41,13 +41,13 @@ fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let too_long = ": raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)";
     let Ok(wanted) = libc::off64_t::try_from(len) else { return Err(refused(libc::EFBIG, "")) };
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a struct of ours for the kernel to fill.
+    // SAFETY: `limit` is a local struct that the kernel fills.
     let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
     let known = failpoint!("getrlimit", -1, call()) == 0;
     if known && limit.rlim_cur != libc::RLIM64_INFINITY && len > limit.rlim_cur {
         return Err(refused(libc::EFBIG, too_long));
     }
-    // SAFETY: ftruncate64 takes a descriptor that we hold and a number.
+    // SAFETY: ftruncate64 takes an open descriptor and a number.
     let call = || failpoint!("ftruncate", -1, unsafe { libc::ftruncate64(fd.as_raw_fd(), wanted) });
     if retry(call) == -1 {
         let errno = errno();
@@ -56,8 +56,8 @@ fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Seals a file of [`create`]: nobody can shrink or grow it any more (so no access to its mapping can be SIGBUS for
-/// want of length), and nobody can change the seals. Punching holes stays allowed. Doing it again is no error.
+/// Seals the length of a file of [`create`], so that no access to its mapping can be SIGBUS for want of length, and seals
+/// the seals. Punching holes stays allowed. Sealing again is no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: fcntl with F_ADD_SEALS takes a number.
@@ -70,8 +70,8 @@ pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     if present != -1 && present & seals == seals { Ok(()) } else { Err(error) }
 }
 
-/// Seals a file of [`create`] against writing, which the kernel refuses while any process has a writable mapping of it;
-/// says whether it is sealed.
+/// Seals a file of [`create`] against writing, which the kernel refuses while any process maps it writable; returns
+/// whether it is sealed.
 pub fn seal_writing(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: fcntl with F_ADD_SEALS takes a number.
     let call = || unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_WRITE) };

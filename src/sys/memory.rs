@@ -1,22 +1,22 @@
-//! How much memory can still be had before the kernel refuses or kills.
+//! The memory left before the kernel refuses or kills.
 
 use super::cgroup::{Level, Roots, levels, text};
 use super::failpoint::failpoint;
 
-/// What is left below a limit.
+/// The memory left below a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Headroom {
-    /// How many bytes; `u64::MAX` where no limit is known.
+    /// Bytes left; `u64::MAX` without a known limit.
     pub bytes: u64,
     /// The limit in bytes, used or not.
     pub size: u64,
-    /// It is a cgroup's limit, not the machine's.
+    /// Whether it is a cgroup's limit, not the machine's.
     pub is_cgroup: bool,
-    /// Which limit, in words, with its size.
+    /// A description of the limit, with its size.
     pub limit: String,
 }
 
-/// The least of [`limits`].
+/// The tightest of [`limits`].
 pub fn available(roots: &Roots) -> Headroom {
     let unknown = || Headroom {
         bytes: u64::MAX,
@@ -27,9 +27,9 @@ pub fn available(roots: &Roots) -> Headroom {
     limits(roots).into_iter().min_by_key(|room| room.bytes).unwrap_or_else(unknown)
 }
 
-/// What the machine has (free and reclaimable memory, and swap), and what each level of the process's memory cgroup (v1
-/// and v2) lets it take. Page cache that can be dropped counts as free. A file that is missing or unreadable is no limit.
-/// Reads a handful of small files: some tens of microseconds.
+/// The headroom of the machine (free and reclaimable memory, and swap) and of each level of the process's memory cgroup
+/// (v1 and v2). Reclaimable page cache counts as free. A missing or unreadable file is no limit. Reads a handful of
+/// small files, which takes tens of microseconds.
 pub fn limits(roots: &Roots) -> Vec<Headroom> {
     let levels = levels(roots, "memory");
     machine(roots).into_iter().chain(levels.iter().filter_map(of_level)).collect()
@@ -39,7 +39,7 @@ pub fn limits(roots: &Roots) -> Vec<Headroom> {
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: a sysinfo of zeroes is a valid one.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a struct of ours for the kernel to fill. Refused, it stays 0.
+    // SAFETY: `info` is a local struct that the kernel fills. Refused, it stays 0.
     failpoint!("sysinfo", -1, unsafe { libc::sysinfo(&mut info) });
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
@@ -59,8 +59,7 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// What a level of the memory cgroup leaves. Of page cache, what was not used lately counts as free: that of this level
-/// and those below.
+/// The headroom of a memory cgroup level. Inactive page cache of this level and those below counts as free.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, cache) = if level.is_v2 {
         ("memory.max", "memory.current", "inactive_file")
@@ -68,7 +67,7 @@ fn of_level(level: &Level) -> Option<Headroom> {
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     };
     let number = |name| level.text(name)?.parse::<u64>().ok();
-    // "max" is no number; v1 says "none" by a number near 2^63.
+    // v2's "max" is no number; v1's default is near 2^63.
     let size = number(file).filter(|size| *size < 1 << 62)?;
     let usage = number(usage)?;
     let cache = field(&level.text("memory.stat").unwrap_or_default(), cache).unwrap_or(0).min(usage);

@@ -1,7 +1,7 @@
 //! Every system call of the crate.
 //!
-//! What a forked child can reach takes no lock of the process and logs nothing. Each refusal names the call and the
-//! way out; calls are repeated when a signal interrupts them, except waits, which report it.
+//! Code that a forked child can reach takes no process-wide lock and logs nothing. Each error names the call and the
+//! remedy. Calls interrupted by a signal are repeated, except waits, which report it.
 
 pub mod cgroup;
 pub mod clock;
@@ -24,12 +24,12 @@ pub mod sigterm;
 pub mod symbol;
 pub mod thread;
 
-/// The `errno` that the thread holds now.
+/// The calling thread's `errno`.
 fn errno() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
-/// Repeats `call` while it answers -1 and the reason is a signal.
+/// Repeats `call` while a signal interrupts it.
 fn retry<T: Copy + PartialEq + From<i8>>(mut call: impl FnMut() -> T) -> T {
     loop {
         let answer = call();
@@ -39,12 +39,12 @@ fn retry<T: Copy + PartialEq + From<i8>>(mut call: impl FnMut() -> T) -> T {
     }
 }
 
-/// The content of a file that the kernel makes up, in /proc or /sys.
+/// Reads a file of /proc or /sys.
 fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", Err(std::io::Error::last_os_error()), std::fs::read(path))
 }
 
-/// The way out when a new descriptor is refused.
+/// The remedy when a new descriptor is refused.
 fn descriptor_hint(errno: i32) -> &'static str {
     match errno {
         libc::EMFILE => {

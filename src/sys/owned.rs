@@ -1,4 +1,4 @@
-//! Descriptors that belong to the process that got them.
+//! Descriptors that belong to the process that opened them.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use super::fork::generation;
 use super::identity::FdIdentity;
 
-/// A descriptor that a forked child forgets instead of closing it: by then its number may name a file of the child's.
+/// A descriptor that a forked child forgets instead of closing: its number may by then name a file of the child's.
 #[derive(Debug)]
 pub struct HomeFd {
     fd: ManuallyDrop<OwnedFd>,
@@ -15,7 +15,7 @@ pub struct HomeFd {
 }
 
 impl HomeFd {
-    /// Takes a descriptor into the calling process's care.
+    /// Takes ownership for the calling process.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd: ManuallyDrop::new(fd), generation: generation() }
     }
@@ -36,23 +36,23 @@ impl Drop for HomeFd {
     }
 }
 
-/// A [`HomeFd`] that knows what it names: somebody may close all descriptors of the process, and its number then names a file
-/// of theirs, in which nothing of ours is to be written or read.
+/// A [`HomeFd`] that knows its file: a program may close all descriptors of the process, and the number then names
+/// another file, which must not be read or written.
 #[derive(Debug)]
 pub struct KnownFd {
     fd: HomeFd,
-    /// `None` where the system does not tell.
+    /// `None` if the system does not tell.
     identity: Option<FdIdentity>,
 }
 
 impl KnownFd {
-    /// Takes a descriptor into the calling process's care.
+    /// Takes ownership for the calling process.
     pub fn new(fd: OwnedFd) -> Self {
         let identity = FdIdentity::of(fd.as_raw_fd()).ok();
         Self { fd: HomeFd::new(fd), identity }
     }
 
-    /// Whether its number surely names the same file still, as far as [`FdIdentity`] can tell.
+    /// Whether its number certainly still names the same file, as far as [`FdIdentity`] can tell.
     pub fn is_intact(&self) -> bool {
         self.identity.is_some_and(|identity| identity.same_inode(self.fd.as_fd().as_raw_fd()))
     }

@@ -1,4 +1,4 @@
-//! Processes: whether they live, how they ended, signals to them.
+//! Processes: liveness, exit status, signals.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
 const PIDFD_GET_INFO: u64 = 0xC040_FF0B;
-/// Asks for `exit_code`, and says that it is there (Linux 6.15).
+/// Requests `exit_code`, and reports that it is valid (Linux 6.15).
 const PIDFD_INFO_EXIT: u64 = 1 << 3;
 
 /// `struct pidfd_info` of <linux/pidfd.h>, its first published size.
@@ -22,28 +22,28 @@ struct PidfdInfo {
     pid: u32,
     tgid: u32,
     ppid: u32,
-    /// Real, effective, saved and file system user and group.
+    /// Real, effective, saved and file system user and group ids.
     ids: [u32; 8],
     exit_code: i32,
 }
 
 const _: () = assert!(size_of::<PidfdInfo>() == 64);
 
-/// How a process ended.
+/// A process's exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
-    /// It exited with this code.
+    /// Exited with this code.
     Code(i32),
-    /// This signal ended it.
+    /// Ended by this signal.
     Signal(i32),
 }
 
-/// A process, named so that its number cannot be recycled under us.
+/// A process, protected from recycling of its number.
 #[derive(Debug)]
 pub struct PidFd(KnownFd);
 
 impl PidFd {
-    /// The process `pid`, alive or not yet reaped. The descriptor is closed on exec.
+    /// Opens the process `pid`, alive or not yet reaped. The descriptor is closed on exec.
     pub fn open(pid: i32) -> Result<Self> {
         // SAFETY: pidfd_open takes plain numbers.
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -60,7 +60,7 @@ impl PidFd {
         Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
     }
 
-    /// Whether its number still names it.
+    /// Whether the descriptor still names the process.
     pub fn is_intact(&self) -> bool {
         self.0.is_intact()
     }
@@ -68,7 +68,7 @@ impl PidFd {
     /// Whether the process has ended, reaped or not. Never blocks.
     pub fn has_exited(&self) -> Result<bool> {
         let mut entry = libc::pollfd { fd: self.0.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `entry` is one entry, as said.
+        // SAFETY: `entry` is one entry.
         let answer = retry(|| failpoint!("pidfd_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
         if answer == -1 {
             return Err(Error::last_os("poll(pidfd)", ""));
@@ -80,8 +80,8 @@ impl PidFd {
         Ok(entry.revents != 0)
     }
 
-    /// How the process ended, without reaping it. `None` while it lives, and where the kernel does not tell: for
-    /// children of others, or reaped by others, it tells since Linux 6.15 only (and not before they are reaped).
+    /// The exit status, without reaping. `None` while the process lives, or if the kernel does not report it: before Linux
+    /// 6.15 it does only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         match wait_status(libc::P_PIDFD, self.0.as_fd().as_raw_fd() as libc::id_t) {
             Ok(status) => status,
@@ -89,10 +89,10 @@ impl PidFd {
         }
     }
 
-    /// What the kernel keeps of a process that somebody else has reaped.
+    /// The kernel's record of a process reaped elsewhere.
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
-        // SAFETY: the number says that `info` has 64 bytes, which is its size.
+        // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
         let mut call =
             || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
         let answer = failpoint!("pidfd_get_info", -1, call());
@@ -106,7 +106,7 @@ impl PidFd {
         })
     }
 
-    /// Sends `signal` to the process; one that is gone already is no error.
+    /// Sends `signal` to the process; an ended one is no error.
     pub fn send_signal(&self, signal: i32) -> Result<()> {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
@@ -117,35 +117,35 @@ impl PidFd {
         Err(Error::last_os_with("pidfd_send_signal", |_| format!("signal {signal} to a worker process")))
     }
 
-    /// Its descriptor: readable once the process has ended.
+    /// The descriptor, readable once the process has ended.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// Whether the process `pid` that was started at `start_time` (0: whenever) has ended, for where there are no pidfds. Of a
-/// child waitid tells it: /proc shows a zombie while other threads of it still run, and its status cannot be had yet.
+/// Whether the process `pid` started at `start_time` (0: any) has ended, for systems without pidfds. Children are
+/// checked by waitid: /proc shows a zombie while other threads of it run, before its status is available.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
     match wait_status(libc::P_PID, pid as libc::id_t) {
         Ok(Some(_)) => true,
-        // Unless another child has got the number meanwhile.
+        // A different start time: another child reused the number.
         Ok(None) => self::start_time(pid).is_ok_and(|time| start_time != 0 && time != start_time),
         Err(()) => !runs(pid, start_time),
     }
 }
 
-/// How the child `pid` of this process ended, without reaping it, for where there are no pidfds. `None` while it lives, and for
-/// what is no child or has been reaped.
+/// The exit status of the child `pid`, without reaping, for systems without pidfds. `None` while it lives, and for a
+/// process that is no child or was reaped.
 pub fn child_status(pid: i32) -> Option<ExitStatus> {
     wait_status(libc::P_PID, libc::id_t::try_from(pid).ok()?).ok().flatten()
 }
 
-/// What waitid says of a process without reaping it; an error where it cannot tell.
+/// A process's status by waitid, without reaping; an error where waitid fails.
 fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Option<ExitStatus>, ()> {
     // SAFETY: a siginfo_t of zeroes is a valid one.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is a struct of ours for the kernel to fill.
+    // SAFETY: `info` is a local struct that the kernel fills.
     let mut call = || unsafe { libc::waitid(kind, id, &mut info, flags) };
     if retry(|| failpoint!("waitid", -1, call())) == -1 {
         return Err(());
@@ -160,30 +160,30 @@ fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Opti
     })
 }
 
-/// Whether the process `pid` is a child of the calling one that has not been reaped.
+/// Whether the process `pid` is an unreaped child of this process.
 pub fn is_child(pid: i32) -> bool {
     wait_status(libc::P_PID, pid as libc::id_t).is_ok()
 }
 
-/// Whether the process `pid` is a child of the calling one, or a child of such a child, as multiprocessing's fork server
-/// is. False for the calling process itself, and for what names a group or no process.
+/// Whether the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server. False for
+/// this process, and for a number that names a group or no process.
 pub fn descends(pid: i32) -> bool {
     let me = std::process::id() as i32;
     if pid <= 0 || pid == me {
         return false;
     }
     let parent = parent(pid);
-    // Where /proc cannot be read, or shows other numbers, waitid has to do.
+    // waitid serves where /proc is unreadable or shows other numbers.
     parent == Some(me) || is_child(pid) || parent.is_some_and(|parent| parent > 0 && is_child(parent))
 }
 
-/// The parent of the process `pid`, where /proc shows it.
+/// The parent of the process `pid`, if /proc shows it.
 fn parent(pid: i32) -> Option<i32> {
     let stat = read_file(format!("/proc/{pid}/stat").as_ref()).ok()?;
     parse_field(&stat, 4)
 }
 
-/// When the process `pid` was started, in clock ticks since boot. With its number it names a process for good.
+/// The start time of the process `pid`, in clock ticks since boot. With the number it identifies the process.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let text = read_file(path.as_ref()).map_err(|error| Error::Os {
@@ -198,13 +198,13 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Whether the process `pid` that was started at `start_time` (0: whenever) still runs: a zombie does not. Where /proc cannot
-/// be read a signal's answer has to do, which takes a zombie for alive.
+/// Whether the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is unreadable, signal
+/// 0 decides, which counts a zombie as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
-        // A process whose file is not there is gone if others' files are; what else fails (no descriptor left, say)
-        // says nothing of it.
+        // A missing file means a dead process only if other files of /proc exist; other errors (no descriptor left, say)
+        // do not tell.
         Err(error)
             if error.kind() == std::io::ErrorKind::NotFound
                 && read_file("/proc/self/stat".as_ref()).is_ok() =>
@@ -219,9 +219,9 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
     !ended && (start_time == 0 || parse_start_time(&stat).is_none_or(|time| time == start_time))
 }
 
-/// Whether there is a process `pid`, be it a zombie.
+/// Whether the process `pid` exists, perhaps as a zombie.
 fn exists(pid: i32) -> bool {
-    // SAFETY: signal 0 is none; nothing happens but the check.
+    // SAFETY: signal 0 only checks.
     let answer = failpoint!("kill", -1, unsafe { libc::kill(pid, 0) });
     answer == 0 || errno() != libc::ESRCH
 }
@@ -230,17 +230,17 @@ fn parse_start_time(stat: &[u8]) -> Option<u64> {
     parse_field(stat, 22)
 }
 
-/// A field from the third on, by its number in proc(5). Field 2 is the program's name in parentheses, which may hold
-/// blanks and parentheses itself.
+/// A field by its number in proc(5), from 3. Field 2 is the program's name in parentheses, which may contain blanks and
+/// parentheses.
 fn parse_field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
     rest.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
-/// The C library's words for a signal, like "Killed" or "Segmentation fault".
+/// The C library's name of a signal, like "Killed" or "Segmentation fault".
 pub fn signal_name(signal: i32) -> String {
-    // SAFETY: strsignal answers null or a C string that stays until this thread's next call of it.
+    // SAFETY: strsignal returns null or a C string valid until this thread's next call.
     unsafe {
         let text = libc::strsignal(signal);
         if text.is_null() {

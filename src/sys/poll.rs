@@ -1,4 +1,4 @@
-//! Waiting for many descriptors at once.
+//! Waits for many descriptors at once.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
@@ -9,32 +9,29 @@ use super::{descriptor_hint, errno};
 use crate::config::{EPOLL_EVENTS, POLL_MAX};
 use crate::error::{Error, Result};
 
-/// Why [`PollSet::wait`] came back.
+/// Why [`PollSet::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitOutcome {
-    /// Some are readable, or at their end.
+    /// Some descriptors are readable, or at their end.
     Ready,
-    /// The time is over.
+    /// The timeout expired.
     TimedOut,
     /// A signal was handled.
     Interrupted,
 }
 
-/// Descriptors to wait on until one is readable, each with a token of the caller's. ppoll over an array while they are
-/// few, epoll from then on.
+/// Descriptors to wait on until one is readable, each with a token of the caller's: ppoll for a few, epoll for more.
 ///
-/// A descriptor must be removed before it is closed. The set works in the process that made it alone: a forked child
-/// shares the epoll with its parent, and a change there would be one here. In a child, dropping it does nothing.
+/// A descriptor must be removed before it is closed. The set works only in the process that made it: a forked child
+/// shares the epoll with its parent, where its changes would apply too. In a child, dropping it does nothing.
 #[derive(Debug)]
 pub struct PollSet {
-    /// What is waited on. `array[i]` belongs to `tokens[i]`.
+    /// `array[i]` belongs to `tokens[i]`.
     array: Vec<libc::pollfd>,
-    /// The callers' tokens.
     tokens: Vec<u64>,
-    /// In use from the time when there were more than [`POLL_MAX`], unless it was refused.
+    /// Used once there were more than [`POLL_MAX`] descriptors, unless refused.
     epoll: Option<OwnedFd>,
-    /// The process that made the set.
-    pid: i32,
+    pid: u32,
 }
 
 impl Default for PollSet {
@@ -46,22 +43,22 @@ impl Default for PollSet {
 impl PollSet {
     /// An empty set of this process.
     pub fn new() -> Self {
-        Self { array: Vec::new(), tokens: Vec::new(), epoll: None, pid: getpid() }
+        Self { array: Vec::new(), tokens: Vec::new(), epoll: None, pid: std::process::id() }
     }
 
-    /// How many descriptors are in it.
+    /// The number of descriptors.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// Waits on `fd` too from now on. The caller keeps it open until [`PollSet::remove`].
+    /// Adds `fd`, which the caller keeps open until [`PollSet::remove`].
     ///
-    /// Errors: [`Error::Usage`] for a token or a descriptor that is in the set, or in a forked child.
+    /// Errors: [`Error::Usage`] for a token or descriptor already in the set, or in a forked child.
     pub fn add(&mut self, fd: RawFd, token: u64) -> Result<()> {
         self.check_process()?;
         if self.tokens.contains(&token) {
@@ -76,13 +73,13 @@ impl PollSet {
         self.array.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
         self.tokens.push(token);
         if self.epoll.is_none() && self.array.len() > POLL_MAX {
-            // Where it is refused (no descriptor left), ppoll does for any number.
+            // If that fails (no descriptor left), ppoll serves any number.
             self.epoll = self.new_epoll().ok();
         }
         Ok(())
     }
 
-    /// Waits on the descriptor of `token` no more.
+    /// Removes the descriptor of `token`.
     ///
     /// Errors: [`Error::Usage`] for a token that is not in the set, or in a forked child.
     pub fn remove(&mut self, token: u64) -> Result<()> {
@@ -99,18 +96,16 @@ impl PollSet {
         if failpoint!("epoll_ctl", -1, call()) == 0 {
             return Ok(());
         }
-        // Somebody closed it before. If a forked process still holds its file, the epoll reports it for ever and cannot
-        // be told otherwise: only a new one forgets it. Where that fails too, ppoll names the culprit.
+        // It was closed before. If a forked process still holds its file, the epoll reports it forever and only a new one
+        // forgets it. Where that fails too, ppoll names the descriptor.
         self.epoll = self.new_epoll().ok();
         Ok(())
     }
 
-    /// Waits until something can be read, for at most `timeout`, and writes the tokens of what can into `ready`. What
-    /// has ended (end of file, an error, an exited process) can be read. No more than 64 at once with epoll; the others
-    /// come at the next wait.
+    /// Waits until a descriptor is readable, for at most `timeout`, and writes the tokens of those that are into `ready`.
+    /// An end of file, an error and an exited process count as readable. epoll reports at most 64 per wait.
     ///
-    /// Errors: [`Error::Os`] `EBADF` where a descriptor was closed before it was removed, [`Error::Usage`] in a forked
-    /// child.
+    /// Errors: [`Error::Os`] `EBADF` for a descriptor closed before it was removed, [`Error::Usage`] in a forked child.
     pub fn wait(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         ready.clear();
         self.check_process()?;
@@ -147,7 +142,7 @@ impl PollSet {
         Ok(WaitOutcome::Ready)
     }
 
-    /// An epoll of all that is waited on.
+    /// An epoll of all descriptors.
     fn new_epoll(&self) -> Result<OwnedFd> {
         // SAFETY: epoll_create1 takes a plain number.
         let fd = failpoint!("epoll_create", -1, unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) });
@@ -163,7 +158,7 @@ impl PollSet {
     }
 
     fn check_process(&self) -> Result<()> {
-        if self.pid == getpid() {
+        if self.pid == std::process::id() {
             return Ok(());
         }
         Err(Error::usage("a poll set was used in a forked child of the process that made it"))
@@ -172,16 +167,11 @@ impl PollSet {
 
 impl Drop for PollSet {
     fn drop(&mut self) {
-        if self.pid != getpid() {
-            // The number may belong to a file of the child's by now.
+        if self.pid != std::process::id() {
+            // The number may name a file of the child's by now.
             std::mem::forget(self.epoll.take());
         }
     }
-}
-
-fn getpid() -> i32 {
-    // SAFETY: getpid has no precondition.
-    unsafe { libc::getpid() }
 }
 
 fn register(epoll: &OwnedFd, fd: RawFd, token: u64) -> Result<()> {
@@ -198,7 +188,7 @@ fn register(epoll: &OwnedFd, fd: RawFd, token: u64) -> Result<()> {
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
-    // Rounded up, so that nobody spins through the last fraction of a millisecond.
+    // Rounded up, so that the caller does not spin through the last fraction of a millisecond.
     let millis =
         timeout.map_or(-1, |time| i32::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX));
     let mut events = [libc::epoll_event { events: 0, u64: 0 }; EPOLL_EVENTS];
@@ -213,7 +203,7 @@ fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) 
     Ok(WaitOutcome::Ready)
 }
 
-/// What an answer of 0 or -1 means.
+/// The outcome for an answer of 0 or -1.
 fn nothing(answer: i32, call: &'static str) -> Result<WaitOutcome> {
     match errno() {
         _ if answer == 0 => Ok(WaitOutcome::TimedOut),

@@ -1,4 +1,4 @@
-//! Files of another process, read through /proc.
+//! Reads files of another process through /proc.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
@@ -7,13 +7,13 @@ use super::identity::FdIdentity;
 use super::{descriptor_hint, errno};
 use crate::error::{Error, Result};
 
-/// Opens what the process `pid` has under the number `fd`, if it is the file of this device and inode. Nothing else is opened:
-/// that would wake who waits at a FIFO, and may do anything to a device.
+/// Opens the file that the process `pid` has under the number `fd`, if it has this device and inode. No other file is
+/// opened: that would wake a FIFO's peer, and may have any effect on a device.
 ///
-/// Errors: [`Error::Os`]: `EBADF` for another file; else that of `open`, where /proc is not mounted, hides the
-/// process's files, or shows none of that number.
+/// Errors: [`Error::Os`] `EBADF` for another file; else that of `open`, where /proc is not mounted, hides the
+/// process's files, or has no such number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
-    // A reference to whatever the number names by now, which can be looked at and no more.
+    // O_PATH: a reference that allows only fstat.
     let found = open_path(&format!("/proc/{pid}/fd/{fd}\0"), libc::O_PATH)?;
     if FdIdentity::of(found.as_raw_fd())?.place() == place {
         return open_path(&format!("/proc/self/fd/{}\0", found.as_raw_fd()), libc::O_RDONLY);
@@ -35,18 +35,18 @@ fn open_path(path: &str, flags: i32) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(file) })
 }
 
-/// What the file holds from `start` on, at most `most` bytes.
+/// Reads at most `most` bytes from `start` on.
 pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
     let mut bytes = vec![0; most];
-    // SAFETY: `bytes` has the room that is said.
+    // SAFETY: `bytes` has room for `most` bytes.
     let len = unsafe { libc::pread(file.as_raw_fd(), bytes.as_mut_ptr().cast(), most, start as libc::off_t) };
     bytes.truncate(usize::try_from(len).unwrap_or(0));
     bytes
 }
 
-/// Bytes of the file; 0 where that cannot be told.
+/// The file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
-    // SAFETY: lseek takes plain numbers, and the descriptor's place in the file matters to nobody.
+    // SAFETY: lseek takes plain numbers; the descriptor's position is not used.
     let end = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_END) };
     usize::try_from(end).unwrap_or(0)
 }

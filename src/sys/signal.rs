@@ -1,10 +1,10 @@
-//! Signals of this thread and to other processes; the sudden end of this one.
+//! Signals of this thread and to other processes; the immediate exit of this one.
 
 use super::failpoint::failpoint;
 use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
-/// Blocks every signal in the calling thread, so that the signals of the process reach the user's threads alone.
+/// Blocks every signal in the calling thread, so that the user's threads alone receive them.
 pub fn block_all_in_this_thread() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset fills the whole set, which pthread_sigmask then reads.
@@ -14,15 +14,15 @@ pub fn block_all_in_this_thread() {
     }
 }
 
-/// The signals that a thread has blocked.
+/// A thread's blocked signals.
 #[derive(Clone, Copy, Debug)]
 pub struct Mask(libc::sigset_t);
 
 impl Mask {
-    /// Blocks `signals` in the calling thread too; the mask that was there before.
+    /// Also blocks `signals` in the calling thread; returns the previous mask.
     pub fn block(signals: &[i32]) -> Self {
         let (mut more, mut before) = (empty_set(), Self(empty_set()));
-        // SAFETY: sets of ours; a number that is no signal is refused.
+        // SAFETY: local sets; a number that is no signal is refused.
         unsafe {
             for &signal in signals {
                 libc::sigaddset(&mut more, signal);
@@ -32,15 +32,15 @@ impl Mask {
         before
     }
 
-    /// Has the calling thread block these and no others.
+    /// Makes this the calling thread's mask.
     pub fn restore(&self) {
-        // SAFETY: a set of ours; the old one is not asked for.
+        // SAFETY: a valid set; the old one is not requested.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
     }
 
-    /// Whether `signal` is among them.
+    /// Whether `signal` is blocked.
     pub fn has(&self, signal: i32) -> bool {
-        // SAFETY: a set of ours; a number that is no signal is refused.
+        // SAFETY: a valid set; a number that is no signal is refused.
         unsafe { libc::sigismember(&self.0, signal) == 1 }
     }
 }
@@ -54,8 +54,8 @@ fn empty_set() -> libc::sigset_t {
     }
 }
 
-/// Sends `signal` to the process `pid`; one that is gone already is no error. Prefer
-/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit a stranger with a recycled number.
+/// Sends `signal` to the process `pid`; an ended process is no error. Prefer
+/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit another process with a recycled number.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if pid <= 0 {
         return Err(Error::usage(format!("kill of {pid}, which is a group and no process")));
@@ -68,40 +68,40 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     Err(Error::last_os_with("kill", |_| format!("signal {signal} to process {pid}")))
 }
 
-/// The signal on which a worker dumps its stack: a real-time one, because programs use the others. In the middle of them:
-/// at both ends are those that C libraries and debuggers take.
+/// The signal on which a worker dumps its stack: real-time, because programs use the others, and from the middle of the
+/// range, because C libraries and debuggers use both ends.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + STACK_SIGNAL
 }
 
-/// No handler: the signal has its default effect.
+/// The default action.
 pub const DEFAULT: usize = libc::SIG_DFL;
 
-/// The address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` where it cannot be told.
+/// The address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
 pub fn handler_of(signal: i32) -> Option<usize> {
     action_of(signal).map(|action| action.sa_sigaction)
 }
 
-/// What `signal` does in this process; `None` where it cannot be told.
+/// The action of `signal` in this process; `None` if unknown.
 pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     // SAFETY: a sigaction of zeroes is a valid one.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
-    // SAFETY: with a null action nothing is changed; `now` is a struct of ours to be filled.
+    // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
     (failpoint!("sigaction", -1, call()) == 0).then_some(now)
 }
 
-/// Has `signal` do something else, and says whether it does now.
+/// Sets the action of `signal`; returns whether that succeeded.
 ///
 /// # Safety
 /// A handler in `action` is of the type that its flags say, and async-signal-safe.
 pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
-    // SAFETY: by this function's own contract; the old action is not asked for.
+    // SAFETY: the caller's contract; the old action is not requested.
     let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
     failpoint!("sigaction", -1, call()) == 0
 }
 
-/// From here on `signal` has no effect on this process; where that is refused it keeps the one that it has.
+/// Makes this process ignore `signal`; if refused, its action stays.
 pub fn ignore(signal: i32) {
     // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -110,13 +110,13 @@ pub fn ignore(signal: i32) {
     unsafe { set_action(signal, &action) };
 }
 
-/// Whether the process `pid` has a handler for `signal`, by /proc; false where that does not say.
+/// Whether the process `pid` has a handler for `signal`, by /proc; false if unknown.
 pub fn catches(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigCgt:", signal)
 }
 
-/// Whether the main thread of the process `pid` has `signal` blocked, as it has while the handler for it runs there, by
-/// /proc; false where that does not say.
+/// Whether the main thread of the process `pid` blocks `signal`, as it does while the handler runs, by /proc; false if
+/// unknown.
 pub fn blocks(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigBlk:", signal)
 }
@@ -128,19 +128,19 @@ fn is_in_mask(pid: i32, name: &[u8], signal: i32) -> bool {
     mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
-/// Ends the process at once: no exit handler runs, no buffer is flushed.
+/// Ends the process at once, without exit handlers or flushing buffers.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: _exit has no precondition.
     unsafe { libc::_exit(code) }
 }
 
-/// The process whose child the calling one is now.
+/// The parent process.
 pub fn getppid() -> i32 {
     // SAFETY: getppid has no precondition.
     unsafe { libc::getppid() }
 }
 
-/// The calling thread's number.
+/// The calling thread's id.
 pub fn gettid() -> i32 {
     // SAFETY: gettid has no precondition.
     unsafe { libc::syscall(libc::SYS_gettid) as i32 }

@@ -1,7 +1,7 @@
-//! A handler for SIGTERM that may put the end off.
+//! A handler for SIGTERM that can postpone the end.
 //!
-//! What runs in the handler is async-signal-safe: atomics, and the system calls getpid, timer_settime, sigaction, raise and
-//! _exit. A timer of the process, whose signal is SIGTERM again, brings it back: so nothing has to wait, and no thread is woken.
+//! The handler is async-signal-safe: atomics, and the system calls getpid, timer_settime, sigaction, raise and _exit. A
+//! timer that sends SIGTERM calls it again, so nothing waits and no thread is woken.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -13,51 +13,51 @@ use crate::error::{Error, Result};
 /// Why the handler runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// A process has sent the signal; 0 for one of another pid namespace, and for the kernel.
+    /// A process sent the signal; 0 for another pid namespace or the kernel.
     Sent {
-        /// Its number.
+        /// The sender's process id.
         by: i32,
     },
-    /// The time of [`Answer::AskAgain`] is over.
+    /// The time of [`Answer::AskAgain`] is up.
     Time,
 }
 
-/// What is to be done.
+/// The decision about a SIGTERM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The process goes on, and the question comes again after this time.
+    /// Continue, and decide again after this time.
     AskAgain(Duration),
-    /// It exits with code 0, at once.
+    /// Exit with code 0 at once.
     Leave,
-    /// The signal ends it, as without a handler.
+    /// Die by the signal, as without a handler.
     Die,
 }
 
-/// What the handler needs.
+/// The handler's state.
 struct Seat {
-    /// The process that has installed it. A forked child has the handler and no timer: there the signal has its default effect.
+    /// The process that installed it. A forked child has the handler but no timer: there the signal has its default effect.
     pid: i32,
-    /// The timer, a `timer_t`.
+    /// A `timer_t`.
     timer: usize,
     decide: fn(Cause) -> Answer,
 }
 
 static SEAT: OnceLock<Seat> = OnceLock::new();
 
-/// Has SIGTERM ask `decide` from now on, which runs in the handler: it may use atomics, and no lock, allocation or thread-local.
-/// Once a process, by a thread that lives as long as that. A handler that is installed later replaces it.
+/// Makes SIGTERM call `decide`, in the handler: it may use atomics, but no lock, allocation or thread-local. Once per
+/// process, by a thread that lives as long as the process. A later handler replaces it.
 ///
 /// # Errors
-/// [`Error::Os`]: the system refuses a timer or the handler; nothing has changed then.
+/// [`Error::Os`] if the system refuses a timer or the handler; nothing has changed then.
 pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     // SAFETY: a sigevent of zeroes is a valid one.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
-    // To this thread, because one to the process would be merged with another SIGTERM that is pending there.
+    // To this thread: one to the process would merge with another pending SIGTERM.
     event.sigev_notify = libc::SIGEV_THREAD_ID;
     event.sigev_notify_thread_id = super::signal::gettid();
     event.sigev_signo = libc::SIGTERM;
     let mut timer: libc::timer_t = std::ptr::null_mut();
-    // SAFETY: both structs are ours, one to be read, one to be filled.
+    // SAFETY: both are local structs, one read, one filled.
     let mut call = || unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
     if failpoint!("timer", -1, call()) == -1 {
         return Err(Error::last_os("timer_create", "raise `ulimit -i` (RLIMIT_SIGPENDING)"));
@@ -68,9 +68,9 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as *const () as usize;
-    // System calls that it interrupts go on; on the alternate stack where the thread has one.
+    // Interrupted system calls restart; it runs on the alternate stack where the thread has one.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
-    // SAFETY: the handler is a function of the type that SA_SIGINFO wants, and stays for as long as the process.
+    // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
     if failpoint!("sigaction", -1, call()) == -1 {
         return Err(Error::last_os("sigaction", "the handler for SIGTERM"));
@@ -79,14 +79,14 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
 }
 
 extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _context: *const libc::c_void) {
-    // SAFETY: __errno_location answers the calling thread's own errno, which what was interrupted may be about to read.
+    // SAFETY: __errno_location returns the thread's own errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: with SA_SIGINFO the kernel hands over a siginfo; any of its fields may be read.
+    // SAFETY: with SA_SIGINFO the kernel passes a siginfo; all its fields are readable.
     let (code, by) = unsafe { ((*info).si_code, (*info).si_pid()) };
     let cause = if code == libc::SI_TIMER { Cause::Time } else { Cause::Sent { by } };
     // SAFETY: getpid has no precondition.
     let pid = unsafe { libc::getpid() };
-    // An atomic load, because it was set before the handler was installed.
+    // A plain atomic load: it was set before the handler was installed.
     let seat = SEAT.get().filter(|seat| seat.pid == pid);
     let answer = seat.map_or(Answer::Die, |seat| (seat.decide)(cause));
     match (answer, seat) {
@@ -105,7 +105,7 @@ fn set_timer(timer: usize, after: Duration) -> bool {
     unsafe { libc::timer_settime(timer as libc::timer_t, 0, &time, std::ptr::null_mut()) == 0 }
 }
 
-/// The default effect comes when the handler returns: until then the signal is blocked.
+/// Restores the default action, which applies when the handler returns: until then the signal is blocked.
 fn die() {
     // SAFETY: a sigaction of zeroes is the default action with an empty mask; raise takes a number.
     unsafe {

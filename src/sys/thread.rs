@@ -1,14 +1,14 @@
-//! Threads of ours, and the calling thread's name.
+//! Starts the crate's threads, and names the calling one.
 
 use super::failpoint::failpoint;
 
-/// Starts a thread that nobody joins, with a stack of `stack` bytes. It must block signals by itself.
+/// Starts a detached thread with `stack` bytes of stack. The thread must block signals itself.
 pub fn spawn(name: &str, stack: usize, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let builder = std::thread::Builder::new().name(name.into()).stack_size(stack);
     failpoint!("thread", Err(std::io::Error::last_os_error()), builder.spawn(work).map(drop))
 }
 
-/// Names the calling thread, as `ps -L`, `py-spy` and debuggers show it. The kernel keeps 15 bytes; the rest is cut.
+/// Names the calling thread for `ps -L`, `py-spy` and debuggers, up to the kernel's 15 bytes.
 pub fn set_name(name: &str) {
     let mut text = [0_u8; 16];
     let mut end = name.len().min(15);
