@@ -14,7 +14,7 @@ from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
 from rustloader import options
-from rustloader._cli import arguments
+from rustloader.cli import arguments
 from rustloader.config import parse_install
 
 pytestmark = pytest.mark.ours
