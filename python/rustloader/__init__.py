@@ -107,9 +107,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        {*__getattr__("__all__"), "__all__", "__version__", *(name for name in globals() if name[:2] == "__")}
-    )
+    return sorted({*__getattr__("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
 
 
 if "RUSTLOADER_INSTALL" in os.environ:

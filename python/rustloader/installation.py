@@ -60,7 +60,7 @@ def install(values: dict[str, Any]) -> None:
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not OurIter and present is not TorchIter:
             raise RuntimeError(
-                f"torch.utils.data.dataloader.{_NAME} was replaced by {present.__module__}.{present.__qualname__}; "
+                f"torch.utils.data.dataloader.{_NAME} was replaced by {_full_name(present)}; "
                 "call rustloader.install() before that is imported"
             )
         options.add(values)
@@ -93,12 +93,8 @@ def uninstall() -> None:
         _tuples.clear()
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not TorchIter:
-            logger.warning(
-                "torch.utils.data.dataloader.%s was replaced by %s.%s after rustloader.install(), and stays so",
-                _NAME,
-                present.__module__,
-                present.__qualname__,
-            )
+            text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install(), and stays so"
+            logger.warning(text, _NAME, _full_name(present))
 
 
 def is_installed() -> bool:
@@ -223,8 +219,11 @@ def _log(rebound: list[str], older: list[type]) -> None:
         if cls not in _warned_of:
             _warned_of.add(cls)
             logger.warning(
-                "%s.%s was derived from torch's iterator before rustloader.install(), and stays on it; "
+                "%s was derived from torch's iterator before rustloader.install(), and stays on it; "
                 "call install() before the class is made",
-                cls.__module__,
-                cls.__qualname__,
+                _full_name(cls),
             )
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

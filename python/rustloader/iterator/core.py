@@ -139,7 +139,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 self._pin_memory_thread = pinning.Thread(core)  # type: ignore[assignment]
                 self._pin_memory_thread_done_event = pinning.DoneEvent(core)  # type: ignore[assignment]
         except BaseException as error:
-            # Some workers are of no use. A further iter() of a persistent loader starts them all again.
+            # An incomplete set of workers is useless. A further iter() of a persistent loader starts all again.
             clean_up_after(error, self._shutdown_workers)
             raise
 

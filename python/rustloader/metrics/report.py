@@ -15,24 +15,6 @@ from rustloader.metrics.figures import Stats, check_interval
 from rustloader.metrics.stats import stats
 
 
-class _Reporter:
-    """An active ``report``."""
-
-    def __init__(self, source: Any, callback: Callable[[Stats], object], every: float) -> None:
-        self.source, self.callback, self.every = source, callback, every
-        self.due = time.monotonic() + every
-
-    def look(self) -> None:
-        """Calls the callback if it is due. Runs in each `next` while `_core.observed()`."""
-        if time.monotonic() >= self.due:
-            self.call()
-
-    def call(self) -> None:
-        # First, so that a callback that iterates over a loader does not recurse.
-        self.due = time.monotonic() + self.every
-        self.callback(stats(self.source))
-
-
 def _forget_all() -> None:
     """Ends all reports in a forked child: workers report nothing."""
     hooks.before_next.clear()
@@ -68,21 +50,32 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
         2 batches
     """
     check_interval(every)
-    reporter = _Reporter(source, callback, every)
-    hooks.before_next.append(reporter.look)
+    due = time.monotonic() + every
+
+    def call() -> None:
+        nonlocal due
+        # First, so that a callback that iterates over a loader does not recurse.
+        due = time.monotonic() + every
+        callback(stats(source))
+
+    def call_if_due() -> None:
+        if time.monotonic() >= due:
+            call()
+
+    hooks.before_next.append(call_if_due)
     set_reporting(True)
     try:
         yield
     except BaseException as error:
-        _stop(reporter)
-        clean_up_after(error, reporter.call)
+        _stop(call_if_due)
+        clean_up_after(error, call)
         raise
-    _stop(reporter)
-    reporter.call()
+    _stop(call_if_due)
+    call()
 
 
-def _stop(reporter: _Reporter) -> None:
-    hooks.before_next.remove(reporter.look)
+def _stop(hook: Callable[[], object]) -> None:
+    hooks.before_next.remove(hook)
     set_reporting(bool(hooks.before_next))
 
 

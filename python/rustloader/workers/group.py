@@ -82,8 +82,8 @@ _live: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
 def interrupt_again() -> None:
-    """Raises a Ctrl-C that a destructor caught again, a moment later, when the object is gone. Python drops errors
-    from destructors and from the weak reference callbacks that follow them."""
+    """Repeats a Ctrl-C that a destructor caught, a moment later, when the object is gone. Python drops errors that
+    destructors raise, and those of the weak reference callbacks that follow."""
 
     def interrupt() -> None:
         time.sleep(INTERRUPT_AFTER)

@@ -180,9 +180,6 @@ class _Beside:
         self._waiting: dict[int, Any] = {}
         self._views = views
 
-    def reducers(self) -> _Reducers:
-        return _reducers(self._reduce_storage, self._reduce_tensor, self._reduce_array)
-
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's callback. Returns False for a buffer that travels out of band."""
         token = id(buffer)
@@ -223,15 +220,13 @@ class _Beside:
             if is_plain_leaf(tensor):
                 return self._token(_beside, tensor)
             # torch's reducer keeps only the class and this bit of such a tensor.
-            if tensor.requires_grad and tensor.is_leaf:
+            needs_grad = tensor.requires_grad and tensor.is_leaf
+            if needs_grad or type(tensor) is torch.nn.Parameter:
                 content = tensor.detach()
                 if is_plain_leaf(content):
-                    torch.utils.hooks.warn_if_has_hooks(tensor)
-                    return _rebuild_leaf, (type(tensor), content, True)
-            elif type(tensor) is torch.nn.Parameter:
-                content = tensor.detach()
-                if is_plain_leaf(content):
-                    return _rebuild_leaf, (type(tensor), content, False)
+                    if needs_grad:
+                        torch.utils.hooks.warn_if_has_hooks(tensor)
+                    return _rebuild_leaf, (type(tensor), content, needs_grad)
         self.tied |= tensor.device.type not in ("cpu", "meta")
         return _reduce_tensor(tensor)
 
@@ -264,7 +259,7 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
     Returns the pickle, its out-of-band objects, and whether unpickling needs this process to be alive.
     """
     beside = _Beside(views)
-    table = _table(beside.reducers())
+    table = _table(_reducers(beside._reduce_storage, beside._reduce_tensor, beside._reduce_array))
     if views and table.get(torch.Tensor) == beside._reduce_tensor:
         table = _Table(table)
     if _extra_reducers != _known:
