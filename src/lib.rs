@@ -25,12 +25,12 @@ pub mod scheduler;
 pub mod shm;
 pub mod sync;
 
-#[cfg(not(loom))]
-pub mod codec;
+#[cfg(all(any(test, feature = "python"), not(loom)))]
+mod codec;
 #[cfg(not(loom))]
 pub mod engine;
-#[cfg(not(loom))]
-pub mod interop;
+#[cfg(all(any(test, feature = "python"), not(loom)))]
+mod interop;
 #[cfg(not(loom))]
 pub mod metrics;
 #[cfg(not(loom))]
