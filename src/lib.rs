@@ -26,10 +26,12 @@ pub mod shm;
 pub mod sync;
 
 #[cfg(all(any(test, feature = "python"), not(loom)))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, unused_imports, reason = "only their tests use them"))]
 mod codec;
 #[cfg(not(loom))]
 pub mod engine;
 #[cfg(all(any(test, feature = "python"), not(loom)))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, unused_imports, reason = "only their tests use them"))]
 mod interop;
 #[cfg(not(loom))]
 pub mod metrics;
