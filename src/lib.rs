@@ -25,12 +25,14 @@ pub mod scheduler;
 pub mod shm;
 pub mod sync;
 
-#[cfg(not(loom))]
-pub mod codec;
+#[cfg(all(any(test, feature = "python"), not(loom)))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, unused_imports, reason = "only their tests use them"))]
+mod codec;
 #[cfg(not(loom))]
 pub mod engine;
-#[cfg(not(loom))]
-pub mod interop;
+#[cfg(all(any(test, feature = "python"), not(loom)))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, unused_imports, reason = "only their tests use them"))]
+mod interop;
 #[cfg(not(loom))]
 pub mod metrics;
 #[cfg(not(loom))]

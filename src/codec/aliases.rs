@@ -1,5 +1,5 @@
-//! The second pass over a payload in which something came twice: objects are marked and pointed back to, and
-//! tensors that share memory get one storage together.
+//! Alias resolution, the second pass over a payload with repetitions: repeated objects become references to a mark, and tensors
+//! that share memory get a common storage.
 
 use std::collections::HashMap;
 
@@ -11,26 +11,25 @@ use crate::tree::layout::{Plan, Style};
 use crate::tree::overlap::{Lattice, any_shared, components};
 use crate::tree::{Kind, Placeholder, Writer};
 
-/// The tensors of a batch, as alias resolution asks for them.
+/// The tensors of a batch.
 pub trait Tensors {
-    /// A tensor.
     type Object: Object + Clone;
 
-    /// The memory of a tensor; `None` if it is plain no more.
+    /// The memory of a tensor; `None` if it is no longer plain.
     fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
 
-    /// One object that keeps several tensors alive.
+    /// An object that keeps several tensors alive.
     fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
 }
 
-/// What stands in the place of a stretch of the payload.
+/// The replacement of a part of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Change {
-    /// Nothing is replaced; the value that follows is marked.
+    /// Replaces nothing; marks the value that follows.
     Mark,
-    /// An object that came before, whose encoding begins there.
+    /// A repeated object, by the start of its first encoding.
     Back(usize),
-    /// A tensor, by its position in [`Seen::leaves`], in a storage that begins at an address.
+    /// A tensor, by its position in [`Seen::leaves`], in a storage that begins at address `low`.
     Shared { leaf: usize, storage: usize, low: usize },
 }
 
@@ -45,15 +44,13 @@ struct SharedMemory<O> {
 struct Aliases<'a, T: Tensors> {
     tensors: &'a T,
     leaves: &'a [Met<T::Object>],
-    /// (where it begins, where what it replaces ends, what it is).
+    /// (start and end of the replaced part, replacement).
     changes: Vec<(usize, usize, Change)>,
     storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the part of the payload `out` from `from` on, and the placeholders of `copies`.
-///
-/// # Errors
-/// The tensors share memory in a way that cannot be described.
+/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. An error: the tensors share memory in a way that
+/// cannot be described.
 pub fn resolve<T: Tensors>(
     tensors: &T,
     seen: &Seen<T::Object>,
@@ -63,9 +60,7 @@ pub fn resolve<T: Tensors>(
     copies: Vec<PendingCopy<T::Object>>,
 ) -> Plain<Vec<PendingCopy<T::Object>>> {
     let mut aliases = Aliases { tensors, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
-    aliases
-        .changes
-        .extend(seen.again.iter().map(|again| (again.at, again.at + 1, Change::Back(again.first))));
+    aliases.changes.extend(seen.again.iter().map(|&(at, first)| (at, at + 1, Change::Back(first))));
     let unique = aliases.repeated_leaves(extents);
     let mut fits = Ok(());
     components(
@@ -83,10 +78,10 @@ pub fn resolve<T: Tensors>(
 }
 
 impl<T: Tensors> Aliases<'_, T> {
-    /// Turns leaves that came before into references; the extents of those tensors that did not.
+    /// Turns repeated leaves into references; returns the extents of the other tensors.
     fn repeated_leaves(&mut self, extents: &[Extent]) -> Vec<Extent> {
         let mut first: HashMap<usize, usize> = HashMap::new();
-        // In the order of the payload, so that what is pointed back to stands before.
+        // In the order of the payload, so that references point backwards.
         let mut ordered: Vec<&Extent> = extents.iter().collect();
         ordered.sort_unstable_by_key(|extent| extent.leaf);
         let mut unique = Vec::new();
@@ -104,7 +99,7 @@ impl<T: Tensors> Aliases<'_, T> {
         unique
     }
 
-    /// Decides how tensors travel whose extents overlap.
+    /// Decides how tensors with overlapping extents travel.
     fn component(&mut self, component: &[Extent]) -> Plain {
         if let [Extent { leaf, .. }] = component
             && !self.leaves[*leaf].window
@@ -136,7 +131,7 @@ impl<T: Tensors> Aliases<'_, T> {
         self.share(component, &views, len)
     }
 
-    /// Lets tensors share a storage of `len` bytes that begins where the first of them does.
+    /// Puts tensors into a common storage of `len` bytes that begins with the first of them.
     fn share(&mut self, extents: &[Extent], views: &[TensorView<'_>], len: usize) -> Plain {
         let (low, storage) = (extents[0].start, self.storages.len());
         for (extent, view) in extents.iter().zip(views) {
@@ -152,7 +147,7 @@ impl<T: Tensors> Aliases<'_, T> {
         Ok(())
     }
 
-    /// Writes the payload anew: the storages, then what was written before with the changes.
+    /// Writes the payload again: the storages, then the old payload with the changes.
     fn write(
         mut self,
         old: &[u8],
@@ -160,15 +155,12 @@ impl<T: Tensors> Aliases<'_, T> {
         from: usize,
         copies: Vec<PendingCopy<T::Object>>,
     ) -> Vec<PendingCopy<T::Object>> {
-        let mut marks: Vec<usize> = Vec::new();
-        marks.extend(self.changes.iter().filter_map(|(_, _, change)| match change {
-            Change::Back(first) => Some(*first),
-            _ => None,
-        }));
+        let back = |&(_, _, change): &_| if let Change::Back(first) = change { Some(first) } else { None };
+        let mut marks: Vec<usize> = self.changes.iter().filter_map(back).collect();
         marks.sort_unstable();
         marks.dedup();
         self.changes.extend(marks.iter().map(|&at| (at, at, Change::Mark)));
-        // A mark stands before what replaces the value behind it.
+        // A mark sorts before the replacement of its value.
         self.changes.sort_unstable_by_key(|&(at, _, change)| (at, change));
 
         let mut writer = Writer::new(out);
@@ -183,7 +175,7 @@ impl<T: Tensors> Aliases<'_, T> {
                 made.push(copy);
             }
             writer.raw(&old[copied - from..at - from]);
-            // What is replaced needs no copy of its own.
+            // The replaced part needs no copies.
             while copies.next_if(|copy| copy.place.at() < behind).is_some() {}
             copied = behind;
             match change {
@@ -203,8 +195,8 @@ impl<T: Tensors> Aliases<'_, T> {
         for SharedMemory { low, len, tensors } in &self.storages {
             let (first, len) = (*low as *const u8, *len);
             if len < INLINE_LIMIT {
-                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes: their storages
-                // hold all of it. The GIL is held, as while any tensor's memory is read.
+                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes, so their storages hold all of it.
+                // The GIL is held, as for every read of a tensor's memory.
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
                 let place = writer.storage_outside(len);
@@ -216,7 +208,7 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // It was there for `share` a moment ago; were it not, the payload would be refused by the reader.
+        // `share` has just read it. Were it gone, the reader would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }
@@ -233,7 +225,7 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     }
 }
 
-/// Bytes that a tensor takes when it travels alone.
+/// Bytes of a tensor that travels alone.
 fn shown(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
     let mut bytes = view.strides;

@@ -1,4 +1,4 @@
-//! Bytes and leaves become a batch.
+//! Decoding: bytes and leaves become a batch.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -12,28 +12,21 @@ use crate::config::DETACH_FROM;
 use crate::error::Error;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::{Bridge, SharedStorage};
+use crate::interop::view::Form;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// Builds the batch of a payload, whose large leaves are taken from `source`. Nothing in the payload is
-/// trusted.
-///
-/// # Errors
-/// [`Error::Corrupt`], as Python's exception, for a damaged payload; what the source, torch and NumPy say.
+/// Builds the batch of a payload, with its large leaves from `source`. Nothing in the payload is trusted: a damaged one is
+/// [`Error::Corrupt`].
 pub fn decode<S: Source>(
     py: Python<'_>,
     bridge: &Bridge,
     payload: &[u8],
     source: &mut S,
 ) -> PyResult<Py<PyAny>> {
-    let mut decoder = Decoder::new(py, Some(bridge), source);
-    walk(payload, &mut decoder)?;
-    decoder.finish()
+    Decoder::new(py, Some(bridge), source).build(payload)
 }
 
-/// As [`decode`], but the tensors lie in pinned memory. They hold what they should once the copies have been done.
-///
-/// # Errors
-/// As for [`decode`]; what the allocator says.
+/// As [`decode`], with the tensors in pinned memory. The copies fill them.
 pub fn decode_pinned<'py, S: Source>(
     bridge: &Bridge,
     payload: &[u8],
@@ -43,24 +36,13 @@ pub fn decode_pinned<'py, S: Source>(
 ) -> PyResult<(Py<PyAny>, Copies<S::Memory>)> {
     let mut decoder = Decoder::new(py, Some(bridge), source);
     decoder.pinned = Some(pinned);
-    walk(payload, &mut decoder)?;
-    let pinned = decoder.pinned.take();
-    let batch = decoder.finish()?;
-    match pinned {
-        Some(pinned) => Ok((batch, pinned.into_copies())),
-        None => unreachable!("it was put in above"),
-    }
+    let batch = decoder.build(payload)?;
+    Ok((batch, decoder.pinned.map_or_else(Copies::new, |pinned| pinned.copies)))
 }
 
 /// Builds the index batch that [`super::encode_indices`] wrote.
-///
-/// # Errors
-/// As for [`decode`].
 pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
-    let mut source = Nothing;
-    let mut decoder = Decoder::new(py, None, &mut source);
-    walk(payload, &mut decoder)?;
-    decoder.finish()
+    Decoder::new(py, None, &mut Nothing).build(payload)
 }
 
 /// The source of a payload without leaves.
@@ -79,10 +61,10 @@ struct Decoder<'a, 'py, S: Source> {
     bridge: Option<&'a Bridge>,
     source: &'a mut S,
     stack: Vec<Bound<'py, PyAny>>,
-    /// Objects that may come back, by the numbers of their marks; None for those that are not complete.
+    /// Objects that may occur again, by the numbers of their marks; `None` until complete.
     kept: Vec<Option<Bound<'py, PyAny>>>,
     storages: Vec<SharedStorage>,
-    /// Where tensors go, if not into ordinary memory.
+    /// Memory for the tensors, if it is pinned.
     pinned: Option<Pinned<'py, S::Memory>>,
 }
 
@@ -120,7 +102,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
     fn close(&mut self, group: Group, count: usize) -> PyResult<()> {
         let py = self.py;
         let values = if group == Group::Dict { count * 2 } else { count };
-        // The walk closes over values that it handed out; were it wrong, this would be an error, not a panic.
+        // An error rather than a panic, should the walk be wrong.
         let start = self
             .stack
             .len()
@@ -132,7 +114,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
             }
-            // A value that is replaced here would be let go of before its memory has been filled.
+            // A replaced value would be released before its memory is filled.
             if dict.len() != count {
                 return Err(Error::corrupt("a dict with a key that comes twice").into());
             }
@@ -186,8 +168,8 @@ fn sequence<'py>(
     values: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let size = len as ffi::Py_ssize_t;
-    // SAFETY: new references, or null with an exception set. Slots that are not set stay null, which both
-    // types can be dropped with; the object is not handed out before all are set.
+    // SAFETY: new references, or null with an exception set. Slots stay null until set, which both types tolerate on drop;
+    // the object is not returned before all are set.
     let made = unsafe {
         let made = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
         Bound::from_owned_ptr_or_err(py, made)?
@@ -195,8 +177,7 @@ fn sequence<'py>(
     let mut set = 0;
     for value in values {
         let (at, value) = (set as ffi::Py_ssize_t, value?.into_ptr());
-        // SAFETY: a new list or tuple of ours; the call takes the reference and refuses a position that is
-        // out of range.
+        // SAFETY: a new list or tuple; the call takes the reference and refuses a position out of range.
         let failed = unsafe {
             if group == Group::List {
                 ffi::PyList_SetItem(made.as_ptr(), at, value)
@@ -222,7 +203,8 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         Ok(self.bridge.ok_or_else(|| Error::corrupt(what))?)
     }
 
-    fn finish(mut self) -> PyResult<Py<PyAny>> {
+    fn build(&mut self, payload: &[u8]) -> PyResult<Py<PyAny>> {
+        walk(payload, self)?;
         match (self.stack.pop(), self.stack.is_empty()) {
             (Some(batch), true) => Ok(batch.unbind()),
             _ => Err(PyRuntimeError::new_err("unbalanced batch")),
@@ -233,7 +215,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         let py = self.py;
         let lease = self.source.leaf(leaf)?;
         let offset = within(&lease, leaf, offset, len, 1)?;
-        // SAFETY: a new bytes object of `len` bytes that are still to be written, or null with an exception set.
+        // SAFETY: a new bytes object of `len` unwritten bytes, or null with an exception set.
         let made = unsafe {
             let made = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
             Bound::from_owned_ptr_or_err(py, made)?
@@ -241,7 +223,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         // SAFETY: the object's own bytes.
         let to = unsafe { ffi::PyBytes_AsString(made.as_ptr()) } as usize;
         let from = lease.ptr() as usize + offset;
-        // SAFETY: `within` has checked the source, which the lease keeps; nobody else has the object yet.
+        // SAFETY: `within` checked the source, which the lease keeps; only this function has the object.
         let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
         if len >= DETACH_FROM {
             py.detach(copy)
@@ -255,15 +237,16 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         let py = self.py;
         let bridge = self.bridge()?;
         let Leaf { kind, dtype, shape, strides, extent, place } = leaf;
+        let form = Form { dtype: *dtype, shape, strides };
         match *place {
             Place::Inline(bytes) => match (kind, &mut self.pinned) {
-                // A tensor without elements has no memory that could be pinned.
+                // A tensor without elements has no memory to pin.
                 (Kind::Tensor, Some(pinned)) if !bytes.is_empty() => {
                     let (storage, at) = pinned.small(bytes)?;
-                    bridge.tensor_shared(py, storage, at, *dtype, shape, strides)
+                    bridge.tensor_shared(py, storage, at, form)
                 }
-                (Kind::Tensor, _) => bridge.tensor_copied(py, bytes, *dtype, shape, strides),
-                (Kind::Array, _) => bridge.ndarray_copied(py, bytes, *dtype, shape, strides),
+                (Kind::Tensor, _) => bridge.tensor_copied(py, bytes, form),
+                (Kind::Array, _) => bridge.ndarray_copied(py, bytes, form),
             },
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
@@ -271,19 +254,19 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                 match (kind, &mut self.pinned) {
                     (Kind::Tensor, Some(pinned)) => {
                         let storage = pinned.large(lease, offset, *extent)?;
-                        bridge.tensor_shared(py, &storage, 0, *dtype, shape, strides)
+                        bridge.tensor_shared(py, &storage, 0, form)
                     }
-                    (Kind::Tensor, None) => bridge.tensor(py, lease, offset, *dtype, shape, strides),
-                    (Kind::Array, _) => bridge.ndarray(py, lease, offset, *dtype, shape, strides),
+                    (Kind::Tensor, None) => bridge.tensor(py, lease, offset, form),
+                    (Kind::Array, _) => bridge.ndarray(py, lease, offset, form),
                 }
             }
             Place::Shared { storage, offset } => {
                 let found = self.storages.get(storage).zip(usize::try_from(offset).ok());
                 let missing = || Error::corrupt(format!("a tensor at byte {offset} of storage {storage}"));
                 let (storage, offset) = found.ok_or_else(missing)?;
-                bridge.tensor_shared(py, storage, offset, *dtype, shape, strides)
+                bridge.tensor_shared(py, storage, offset, form)
             }
-            Place::Empty { offset } => bridge.tensor_empty(py, offset, *dtype, shape, strides),
+            Place::Empty { offset } => bridge.tensor_empty(py, offset, form),
         }
     }
 }

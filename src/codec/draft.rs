@@ -1,41 +1,37 @@
-//! The first pass over a batch: writes as if nothing came twice, and notes what the second pass has to know.
+//! The first pass over a batch: writes as if no object repeats, and records what the second pass needs.
 
 use super::Sink;
-use super::seen::{Again, Met, Object, Seen};
+use super::seen::{Met, Object, Seen};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::Error;
-use crate::tree::dtype::Dtype;
-use crate::tree::layout::{Dims, Plan, Style, extent, numel};
+use crate::interop::view::LeafView;
+use crate::tree::layout::{Plan, Style, extent, numel};
 use crate::tree::{Kind, Placeholder, Writer};
 
-/// Why an encoder stops before the end: the batch is no plain tree.
+/// The batch is not a plain tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotPlain;
 
-/// What encoding gives, unless the batch is no plain tree.
 pub type Plain<T = ()> = Result<T, NotPlain>;
 
-/// A leaf that is copied once the whole batch is known to be plain.
+/// A leaf to copy once the whole batch is known to be plain.
 #[derive(Debug)]
 pub struct PendingCopy<O> {
     /// Keeps the memory alive while the GIL is released.
     _owner: O,
-    /// Where its number goes.
+    /// The place of its number in the payload.
     pub place: Placeholder,
     first: *const u8,
     plan: Plan,
 }
 
 impl<O> PendingCopy<O> {
-    /// The copy of `len` bytes from `first` on, which `owner` keeps alive.
+    /// Copies `len` bytes from `first` on, which `owner` keeps alive.
     pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize) -> Self {
         Self { _owner: owner, place, first, plan: Plan::bytes(len) }
     }
 
-    /// Puts the leaf into the sink: memory that may travel as it is, or a copy, which `copy` makes of (plan, source, target).
-    ///
-    /// # Errors
-    /// What the sink says.
+    /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
     pub fn run<S: Sink>(
         &self,
         out: &mut Writer<'_>,
@@ -56,27 +52,11 @@ impl<O> PendingCopy<O> {
     }
 }
 
-/// A tensor or an array that is being encoded, with strides in bytes.
-#[derive(Clone, Copy, Debug)]
-pub struct LeafView<'a> {
-    /// Which of both.
-    pub kind: Kind,
-    /// The element type.
-    pub dtype: Dtype,
-    /// The sizes.
-    pub shape: &'a [i64],
-    /// The strides, in bytes.
-    pub byte_strides: &'a [i64],
-    /// The first element.
-    pub first: *const u8,
-}
-
-/// A payload in the making.
+/// An unfinished payload.
 pub struct Draft<'a, O> {
-    /// The payload.
     pub out: Writer<'a>,
     seen: Seen<O>,
-    /// Addresses of the containers around the value that is being written.
+    /// Addresses of the containers around the current value.
     open: Vec<usize>,
     copies: Vec<PendingCopy<O>>,
 }
@@ -87,15 +67,12 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
 
-    /// What was noted, and the copies that are still to be made.
+    /// The record of objects, and the pending copies.
     pub fn finish(self) -> (Seen<O>, Vec<PendingCopy<O>>) {
         (self.seen, self.copies)
     }
 
-    /// Notes an object. False: it came before, and what stands for it has been written.
-    ///
-    /// # Errors
-    /// It contains itself.
+    /// Records an object. False: it is repeated, and a gap stands for it. An object inside itself is an error.
     #[inline]
     pub fn is_new(&mut self, value: &O) -> Plain<bool> {
         let (address, at) = (value.address(), self.out.len());
@@ -103,15 +80,12 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         if self.open.contains(&address) {
             return Err(NotPlain);
         }
-        self.seen.again.push(Again { at, first });
+        self.seen.again.push((at, first));
         self.out.gap();
         Ok(false)
     }
 
-    /// Notes a container that lies `depth` deep; false as for [`Self::is_new`]. To be closed by [`Self::leave`].
-    ///
-    /// # Errors
-    /// It contains itself, or lies too deep.
+    /// Records a container at a depth; false as for [`Self::is_new`]. [`Self::leave`] ends it. Too deep a one is an error.
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
@@ -124,16 +98,13 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(new)
     }
 
-    /// Ends the container that was entered last.
+    /// Ends the innermost container.
     #[inline]
     pub fn leave(&mut self) {
         self.open.pop();
     }
 
-    /// Writes a bytes object that is large enough to be a leaf of its own.
-    ///
-    /// # Errors
-    /// As for [`Self::is_new`].
+    /// Writes a bytes object as a leaf.
     pub fn bytes_outside(&mut self, value: &O, bytes: &[u8]) -> Plain {
         if self.is_new(value)? {
             let place = self.out.bytes_outside(bytes.len());
@@ -142,10 +113,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. `storage_offset` gives where in its storage a tensor without elements begins, in elements.
-    ///
-    /// # Errors
-    /// The view cannot travel as a leaf.
+    /// Writes a tensor or an array. `storage_offset` returns the offset of a tensor without elements, in elements.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.
@@ -153,17 +121,17 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
     pub unsafe fn leaf(
         &mut self,
         value: &O,
-        view: LeafView<'_>,
+        view: &LeafView,
         storage_offset: impl FnOnce() -> Plain<Option<u64>>,
     ) -> Plain {
-        let LeafView { kind, dtype, shape, byte_strides, first } = view;
+        let &LeafView { kind, dtype, ref shape, ref byte_strides, first } = view;
         let style = if kind == Kind::Tensor { Style::Tensor } else { Style::Array };
         let at = self.out.len();
         let Some(plan) = Plan::new(shape, byte_strides, dtype.itemsize(), style) else {
             return self.window(value, view);
         };
         if plan.span == 0 {
-            // Without memory the object alone shows that it came before.
+            // Without memory only the object shows a repetition.
             if !self.is_new(value)? {
                 return Ok(());
             }
@@ -173,7 +141,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             }
         }
         if plan.bytes < INLINE_LIMIT {
-            // SAFETY: the plan was made of this view, which the caller vouches for.
+            // SAFETY: the plan describes this view, which the caller guarantees.
             unsafe { self.out.inline(kind, dtype, shape, &plan, first) };
         } else {
             let place = self.out.outside(kind, dtype, shape, &plan);
@@ -188,11 +156,10 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Notes a tensor whose elements share memory; what it becomes is written when all others are known.
-    fn window(&mut self, value: &O, view: LeafView<'_>) -> Plain {
-        let LeafView { kind, dtype, shape, byte_strides, first } = view;
+    /// Leaves a gap for a tensor whose elements share memory. Alias resolution fills it.
+    fn window(&mut self, value: &O, view: &LeafView) -> Plain {
+        let &LeafView { kind, dtype, ref shape, byte_strides: mut strides, first } = view;
         let item = dtype.itemsize() as i64;
-        let mut strides = Dims::new(byte_strides).ok_or(NotPlain)?;
         strides.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
         let count = numel(shape).filter(|count| count.checked_mul(item).is_some());
         let span = extent(shape, &strides, dtype.itemsize()).filter(|&span| span > 0);

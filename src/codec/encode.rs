@@ -1,4 +1,4 @@
-//! A batch becomes bytes and leaves.
+//! Encoding: a batch becomes bytes and leaves.
 
 use pyo3::ffi;
 use pyo3::intern;
@@ -7,11 +7,11 @@ use pyo3::types::{PyBytes, PyComplex, PyComplexMethods, PyFloat, PyList, PyStrin
 
 use super::Sink;
 use super::aliases::{Tensors, resolve};
-use super::draft::{Draft, LeafView, NotPlain, PendingCopy, Plain};
+use super::draft::{Draft, NotPlain, PendingCopy, Plain};
 use super::seen::Object;
 use crate::config::{DETACH_FROM, INLINE_LIMIT};
 use crate::interop::tensor::Bridge;
-use crate::interop::view::TensorView;
+use crate::interop::view::{LeafView, TensorView};
 use crate::tree::{Group, Kind, Writer};
 
 impl Object for Bound<'_, PyAny> {
@@ -21,7 +21,7 @@ impl Object for Bound<'_, PyAny> {
     }
 }
 
-/// The tensors of a batch, as the second pass asks for them.
+/// The tensors of a batch, for alias resolution.
 struct BatchTensors<'a, 'py> {
     py: Python<'py>,
     bridge: Option<&'a Bridge>,
@@ -45,11 +45,8 @@ struct Encoder<'a, 'py> {
     draft: Draft<'a, Bound<'py, PyAny>>,
 }
 
-/// Appends `batch` to `out`, and puts its large leaves into `sink`. `Ok(false)`: it is not a plain tree,
-/// `out` is as it was, and the whole batch is to be pickled.
-///
-/// # Errors
-/// What the sink says.
+/// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out` is
+/// unchanged.
 pub fn encode<S: Sink>(
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
@@ -65,8 +62,8 @@ pub fn encode<S: Sink>(
     for copy in copies {
         let done = copy.run(&mut out, sink, |plan, first, target| {
             let (from, to) = (first as usize, target as usize);
-            // SAFETY: `from` is the first element of the view that the plan was made of, which the copy's owner keeps
-            // alive; `to` points to as many fresh bytes as the plan writes.
+            // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to` points to as
+            // many fresh bytes as the plan writes.
             let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
             if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
         });
@@ -78,7 +75,7 @@ pub fn encode<S: Sink>(
     Ok(true)
 }
 
-/// Appends an index batch to `out`. False: it is to be pickled, and `out` is as it was.
+/// Appends an index batch to `out`. False: it must be pickled, and `out` is unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
     let plain = plain(None, index, out).is_ok();
@@ -88,7 +85,7 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     plain
 }
 
-/// Writes a plain tree; the copies that are still to be made. Where it is none, `out` is left with a part.
+/// Writes a plain tree and returns the pending copies. On an error `out` holds a part.
 fn plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
@@ -106,16 +103,16 @@ fn plain<'py>(
     }
 }
 
-/// The value as an exact int; `Err` if it is one that does not fit.
+/// The value of an exact int, if it fits.
 #[inline]
 fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     let mut overflow = 0;
-    // SAFETY: an int (the callers look at its type); the GIL is held.
+    // SAFETY: an int (the callers check its type); the GIL is held.
     let number = unsafe { ffi::PyLong_AsLongLongAndOverflow(value.as_ptr(), &mut overflow) };
     if overflow == 0 { Ok(number) } else { Err(NotPlain) }
 }
 
-/// Where in its storage a tensor begins, if not at its first element.
+/// The offset of a tensor in its storage, if it is not 0.
 fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     let offset = value.call_method0(intern!(value.py(), "storage_offset"));
     let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
@@ -130,7 +127,7 @@ fn is_int(value: &Bound<'_, PyAny>) -> bool {
 impl<'py> Encoder<'_, 'py> {
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Plain {
         let kind = value.get_type_ptr();
-        // Exact types, by the address of the type object. These statics are never written by us.
+        // Exact types, by the address of the type object.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
             return self.tensor(value);
         }
@@ -184,7 +181,7 @@ impl<'py> Encoder<'_, 'py> {
         get: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
         depth: usize,
     ) -> Plain {
-        // Python has one empty tuple only.
+        // Python has only one empty tuple.
         let has_identity = group == Group::List || len > 0;
         if has_identity && !self.draft.enter(value, depth)? {
             return Ok(());
@@ -232,15 +229,15 @@ impl<'py> Encoder<'_, 'py> {
         if !self.draft.enter(value, depth)? {
             return Ok(());
         }
-        // SAFETY: an exact dict (the caller looked at its type); the GIL is held.
+        // SAFETY: an exact dict (the caller checked its type); the GIL is held.
         let len = unsafe { ffi::PyDict_Size(value.as_ptr()) };
         let len = usize::try_from(len).map_err(|_| NotPlain)?;
         self.draft.out.open(Group::Dict, len);
         let (mut position, mut found) = (0, 0);
         loop {
             let (mut key, mut item) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: an exact dict; a change of the dict meanwhile makes the walk miss entries, never
-            // invalid. The borrowed references are made owned before anything else runs.
+            // SAFETY: an exact dict; a concurrent change makes the walk miss entries, but never invalid. The borrowed
+            // references become owned before any other code runs.
             let (key, item) = unsafe {
                 if ffi::PyDict_Next(value.as_ptr(), &mut position, &mut key, &mut item) == 0 {
                     break;
@@ -261,22 +258,18 @@ impl<'py> Encoder<'_, 'py> {
     fn tensor(&mut self, value: &Bound<'py, PyAny>) -> Plain {
         let view = self.bridge.and_then(|bridge| bridge.view(value)).ok_or(NotPlain)?;
         let item = view.dtype.itemsize() as i64;
-        let mut bytes = view.strides;
-        for stride in bytes.as_mut_slice() {
+        let TensorView { ptr: first, dtype, shape, strides: mut byte_strides, .. } = view;
+        for stride in byte_strides.as_mut_slice() {
             *stride = stride.checked_mul(item).ok_or(NotPlain)?;
         }
-        let (kind, shape) = (Kind::Tensor, &*view.shape);
-        let view = LeafView { kind, dtype: view.dtype, shape, byte_strides: &bytes, first: view.ptr };
-        // SAFETY: torch described this view just now; the batch keeps the tensor alive.
-        unsafe { self.draft.leaf(value, view, || storage_offset(value)) }
+        let view = LeafView { kind: Kind::Tensor, dtype, shape, byte_strides, first };
+        // SAFETY: torch has just described this view; the batch keeps the tensor alive.
+        unsafe { self.draft.leaf(value, &view, || storage_offset(value)) }
     }
 
     fn array(&mut self, value: &Bound<'py, PyAny>) -> Plain {
         let view = self.bridge.and_then(|bridge| bridge.array_view(value)).ok_or(NotPlain)?;
-        let (kind, shape) = (Kind::Array, &*view.shape);
-        let byte_strides = &*view.byte_strides;
-        let view = LeafView { kind, dtype: view.dtype, shape, byte_strides, first: view.ptr };
-        // SAFETY: NumPy described this view just now; the batch keeps the array alive.
-        unsafe { self.draft.leaf(value, view, || Ok(None)) }
+        // SAFETY: NumPy has just described this view; the batch keeps the array alive.
+        unsafe { self.draft.leaf(value, &view, || Ok(None)) }
     }
 }

@@ -1,4 +1,4 @@
-//! Leaves in shared memory: a worker's end takes them, the main process's end gives them out.
+//! Leaves in shared memory, on the worker's side and on the main process's.
 
 use super::{Sink, Source};
 use crate::engine::completions::Leaves;
@@ -8,7 +8,7 @@ use crate::shm::lease::Lease;
 use crate::wire::{Leaf, ResultKind, Timings};
 use crate::worker::port::{Keep, Port};
 
-/// The blocks of a message in the making. What has not been sent is given back.
+/// The blocks of an unsent message. Dropping releases them.
 #[derive(Debug)]
 pub struct Outgoing<'a> {
     port: &'a Port,
@@ -16,20 +16,16 @@ pub struct Outgoing<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// A message without leaves.
     pub fn new(port: &'a Port) -> Self {
         Self { port, leaves: Vec::new() }
     }
 
-    /// Bytes of the leaves.
+    /// The size of all leaves.
     pub fn bytes(&self) -> u64 {
         self.leaves.iter().map(|(leaf, _)| leaf.len).sum()
     }
 
-    /// Publishes the message.
-    ///
-    /// # Errors
-    /// What the port says; the leaves are given back.
+    /// Publishes the message; an error releases the leaves.
     pub fn send(mut self, task: u64, kind: ResultKind, payload: &[u8], timings: Timings) -> Result<()> {
         self.port.send(task, kind, &self.leaves, payload, timings)?;
         self.leaves.clear();
@@ -39,7 +35,7 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // With the GIL: the batch that is being read must not change meanwhile.
+        // Sleeps with the GIL: the batch must not change while it is encoded.
         let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
         Ok((self.leaves.len() as u32 - 1, memory))

@@ -1,13 +1,8 @@
-//! The codec: a batch that is a plain tree of Python values, tensors and arrays becomes bytes and memory
-//! leaves, and comes back.
+//! The codec encodes a batch, a plain tree of Python values, tensors and arrays, as bytes and memory leaves, and decodes it.
 //!
-//! [`crate::tree`] defines the bytes. What is not plain (subclasses, cycles, ...) is left to pickle as a
-//! whole. A batch that comes back has the identities of its containers, tensors and arrays, and tensors that
-//! shared an element share it again. The first pass writes as if nothing came twice; only where something
-//! did, `aliases` resolves them.
-//!
-//! What needs no interpreter compiles without the feature `python`: the first pass (`draft`, `seen`), alias resolution, the
-//! sides of shared memory (`leaves`).
+//! [`crate::tree`] defines the bytes. Pickle handles any other batch (subclasses, cycles, ...) as a whole. Decoding preserves the
+//! identities of containers, tensors and arrays, and the elements that tensors share. The first pass (`draft`, `seen`) writes as
+//! if no object repeats; `aliases` resolves repetitions. Both compile without the feature `python`, for their tests.
 
 pub mod aliases;
 pub mod draft;
@@ -22,59 +17,53 @@ mod decode;
 #[cfg(feature = "python")]
 mod encode;
 #[cfg(feature = "python")]
-pub(crate) mod pickle;
+pub mod pickle;
 #[cfg(feature = "python")]
 mod pinned;
 #[cfg(feature = "python")]
-pub(crate) mod prepare;
+pub mod prepare;
 #[cfg(feature = "python")]
-pub(crate) mod roundtrip;
+pub mod roundtrip;
 
 use crate::config::BUFFER_KEPT;
 use crate::error::{Error, Result};
 use crate::interop::memory::Memory;
 
 #[cfg(feature = "python")]
-pub(crate) use decode::{decode, decode_indices, decode_pinned};
+pub use decode::{decode, decode_indices, decode_pinned};
 #[cfg(feature = "python")]
-pub(crate) use encode::{encode, encode_indices};
+pub use encode::{encode, encode_indices};
 pub use leaves::Outgoing;
 #[cfg(feature = "python")]
-pub(crate) use pickle::{pickle_of, pickle_sum};
+pub use pickle::{pickle_of, pickle_sum};
 #[cfg(feature = "python")]
-pub(crate) use pinned::Pinned;
+pub use pinned::Pinned;
 
-/// Frees a buffer that one large message has blown up.
+/// Frees a buffer that a large message has enlarged.
 pub fn shrink(buffer: &mut Vec<u8>) {
     if buffer.capacity() > BUFFER_KEPT {
         *buffer = Vec::new();
     }
 }
 
-/// Where an encoder puts what does not fit into the payload. Leaves are numbered from 0 in the order in which
-/// they are taken.
+/// The encoder's destination for large leaves, which are numbered from 0 in order.
 pub trait Sink {
-    /// Memory for a leaf of its own, page aligned: its number and where it lies.
+    /// Allocates a leaf, page aligned: its number and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
-    /// Bytes that lie in memory which may travel as it is: the number of the leaf, and their offset in it.
-    /// Asked only for leaves of at least [`INLINE_LIMIT`] bytes.
+    /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least `INLINE_LIMIT` bytes.
     fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)>;
 }
 
-/// Where a decoder finds the leaves.
+/// The decoder's source of leaves.
 pub trait Source {
-    /// A leaf's memory.
     type Memory: Memory;
 
-    /// Takes a leaf. A damaged payload may ask for one that is not there, or twice: that is an error.
+    /// Takes a leaf. It is an error if the leaf does not exist or was taken: the payload may be damaged.
     fn leaf(&mut self, index: u32) -> Result<Self::Memory>;
 }
 
-/// The offset of `len` bytes in a leaf, checked.
-///
-/// # Errors
-/// [`Error::Corrupt`]: they reach beyond the leaf, or their address is no multiple of `align`.
+/// Checks that `len` bytes at `offset` lie inside the leaf and are aligned; else the payload is [`Error::Corrupt`].
 #[inline]
 pub fn within<M: Memory>(memory: &M, leaf: u32, offset: u64, len: usize, align: usize) -> Result<usize> {
     let offset = usize::try_from(offset).ok().filter(|offset| {

@@ -1,4 +1,4 @@
-//! Pickles that travel beside a plain tree.
+//! Pickles with plain out-of-band objects.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -7,17 +7,17 @@ use crate::config::INLINE_LIMIT;
 use crate::error::Error;
 use crate::wire;
 
-/// A result that has to be unpickled.
+/// A result to unpickle.
+#[derive(Debug)]
 pub struct Pickled {
-    /// The pickle.
     pub payload: Py<PyBytes>,
-    /// The plain objects that travel beside it.
+    /// The out-of-band objects.
     pub objects: Py<PyList>,
-    /// Whether it is a batch; else it is an error.
+    /// Whether it is a batch, not an error.
     pub is_batch: bool,
 }
 
-/// The checksum of a pickle that travels in a leaf: a message's own one covers its payload alone.
+/// The checksum of a pickle that travels in a leaf. A message's checksum covers its payload alone.
 pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     let bytes = pickle.as_bytes();
     if bytes.len() < INLINE_LIMIT {
@@ -26,7 +26,7 @@ pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     pickle.py().detach(|| wire::checksum(bytes)) as i64
 }
 
-/// A pickle and what travels beside it, out of a decoded payload; the checksum is checked.
+/// A pickle and its out-of-band objects from a decoded payload; verifies the checksum.
 pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
     let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
     if pickle_sum(&pickle) != sum {

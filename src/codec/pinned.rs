@@ -1,4 +1,4 @@
-//! Decoding into pinned memory: the batch is built over memory that is filled afterwards, without the GIL.
+//! Decoding into pinned memory: the batch is built first, and its memory is filled afterwards without the GIL.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,28 +13,24 @@ use crate::tree::Group;
 
 /// Pinned memory for the tensors of one batch.
 pub struct Pinned<'py, M> {
-    /// A Python function: number of bytes -> a pinned `uint8` tensor of as many.
+    /// A Python function: number of bytes -> a pinned `uint8` tensor of that size.
     allocate: Bound<'py, PyAny>,
-    /// Whether tuples become lists, as older versions of torch's function make them.
+    /// Whether tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
-    /// What all small tensors share, and how much of it is in use.
+    /// The memory of all small tensors, and how much of it is in use.
     slab: Option<(PinnedMemory, usize)>,
-    /// Bytes that the slab needs.
     slab_len: usize,
-    copies: Copies<M>,
+    pub copies: Copies<M>,
 }
 
-/// A storage and where it lies.
+/// A storage and its address.
 struct PinnedMemory {
     storage: SharedStorage,
     ptr: *mut u8,
 }
 
 impl<'py, M: Memory> Pinned<'py, M> {
-    /// For one payload. None for one that torch's function has to see, see [`small_bytes`].
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] for a damaged payload.
+    /// Memory for one payload; `None` if it needs torch's function, see [`small_bytes`].
     pub fn new(
         payload: &[u8],
         allocate: Bound<'py, PyAny>,
@@ -50,11 +46,6 @@ impl<'py, M: Memory> Pinned<'py, M> {
         if group == Group::Tuple && self.tuples_become_lists { Group::List } else { group }
     }
 
-    /// The copies, once the batch has been built.
-    pub fn into_copies(self) -> Copies<M> {
-        self.copies
-    }
-
     fn memory(&self, len: usize) -> PyResult<PinnedMemory> {
         let py = self.allocate.py();
         let bytes = call(&self.allocate, PyTuple::new(py, [len])?)?;
@@ -63,7 +54,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok(PinnedMemory { storage, ptr: ptr as *mut u8 })
     }
 
-    /// A place for a small tensor, filled at once: its storage and its offset there.
+    /// Copies a small tensor; returns its storage and its offset there.
     pub fn small(&mut self, bytes: &[u8]) -> PyResult<(&SharedStorage, usize)> {
         if self.slab.is_none() {
             self.slab = Some((self.memory(self.slab_len)?, 0));
@@ -74,12 +65,12 @@ impl<'py, M: Memory> Pinned<'py, M> {
         if *used > self.slab_len {
             return Err(Error::corrupt("a batch whose small tensors have grown").into());
         }
-        // SAFETY: the slab has `slab_len` bytes, which reach beyond these, and nobody else has it yet.
+        // SAFETY: these lie inside the `slab_len` bytes of the slab, which nothing else uses yet.
         unsafe { memory.ptr.add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok((&memory.storage, at))
     }
 
-    /// A storage of its own that will hold `len` bytes of a lease.
+    /// A new storage for `len` bytes of a lease, to be filled by the copies.
     pub fn large(&mut self, from: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let PinnedMemory { storage, ptr } = self.memory(len)?;
         // SAFETY: the decoder has checked the range in the lease; the storage is new, and part of the batch.

@@ -1,4 +1,4 @@
-//! What decoding into pinned memory needs without Python: which payloads it is for, and the copies behind it.
+//! The part of pinned decoding without Python: scanning payloads, and the copies.
 
 use crate::config::STREAM_FROM;
 use crate::copy::copy;
@@ -6,10 +6,10 @@ use crate::error::Error;
 use crate::interop::memory::Memory;
 use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 
-/// Small tensors lie one behind the other in one storage, each at a multiple of this, as torch's allocators align.
+/// Alignment, in bytes, of small tensors in their common storage, as in torch's allocators.
 pub const ALIGN: usize = 64;
 
-/// Bytes of a lease that have to be copied before the batch is handed out.
+/// Bytes of a lease to copy before the batch is delivered.
 #[derive(Debug)]
 struct LeasedCopy<M> {
     from: M,
@@ -27,7 +27,6 @@ unsafe impl<M: Memory> Send for LeasedCopy<M> {}
 pub struct Copies<M>(Vec<LeasedCopy<M>>);
 
 impl<M: Memory> Copies<M> {
-    /// No copy.
     pub const fn new() -> Self {
         Self(Vec::new())
     }
@@ -40,7 +39,7 @@ impl<M: Memory> Copies<M> {
         self.0.push(LeasedCopy { from, offset, len, to });
     }
 
-    /// Makes them, and gives the leases back. To be called without the GIL, while the batch is held.
+    /// Makes the copies and releases the leases. Call it without the GIL, while the batch lives.
     pub fn run(self) {
         for LeasedCopy { from, offset, len, to } in self.0 {
             // SAFETY: the caller of `push` vouched for both ranges.
@@ -49,32 +48,22 @@ impl<M: Memory> Copies<M> {
     }
 }
 
-impl<M: Memory> Default for Copies<M> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// Bytes that the small tensors of a payload need in pinned memory. `None` for a payload that torch's function has to see: it
-/// copies twice what came twice, and leaves the keys of dicts alone.
-///
-/// # Errors
-/// [`Error::Corrupt`] for a damaged payload.
+/// Bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs torch's function, which copies
+/// repeated objects twice and does not change the keys of dicts.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;
     Ok((!scan.odd).then_some(scan.slab_len))
 }
 
-/// What is known of a payload before it is decoded.
+/// The properties of a payload that matter for pinning.
 #[derive(Default)]
 struct Scan {
     tuples_become_lists: bool,
-    /// Bytes that the small tensors need.
     slab_len: usize,
-    /// Something came twice, or lies in the key of a dict and would change there.
+    /// An object occurs twice, or pinning would change the key of a dict.
     odd: bool,
-    /// For each value of the stack, whether pinning changes it.
+    /// Whether pinning changes each value of the stack.
     changes: Vec<bool>,
 }
 
@@ -180,7 +169,7 @@ mod tests {
         // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end.
         let copies = unsafe {
             from.ptr().write_bytes(7, 100);
-            let mut copies = Copies::default();
+            let mut copies = Copies::new();
             copies.push(from, 95, 5, to.as_mut_ptr().add(1));
             copies
         };

@@ -1,4 +1,4 @@
-//! Batches that are made ready before `next` asks for them; on the pin thread, in memory of torch's pinned allocator.
+//! Batches that are prepared before `next` delivers them; on the pin thread, in memory of torch's pinned allocator.
 
 use std::sync::Arc;
 
@@ -19,34 +19,23 @@ use crate::shm::arena::Arena;
 use crate::shm::lease::Lease;
 use crate::wire::ResultKind;
 
-/// A batch that was made ready when it came: by the pin thread, or because it had to be unpickled while its worker lives.
+/// A batch that was prepared on arrival: pinned, or unpickled while its worker lives.
+#[derive(Debug)]
 pub enum Ready {
-    /// The batch.
     Batch(DetachedObject),
-    /// What unpickling it has raised.
+    /// The error of unpickling.
     Raised(PyErr),
-    /// torch's `ExceptionWrapper` of what kept it from being pinned.
+    /// torch's `ExceptionWrapper` of the error of pinning.
     Error(DetachedObject),
-    /// Not ready after all: a signal handler cut off its unpickling.
+    /// Not ready: a signal handler interrupted the unpickling.
     Pickled(Pickled),
-}
-
-impl std::fmt::Debug for Ready {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Batch(_) => "Batch",
-            Self::Raised(_) => "Raised",
-            Self::Error(_) => "Error",
-            Self::Pickled(_) => "Pickled",
-        })
-    }
 }
 
 /// The Python functions that the pin thread calls; `_core.pyi` has their types.
 pub struct PinCallbacks {
     /// Called once, on the thread.
     pub begin: DetachedObject,
-    /// What allocates, and whether tuples become lists; None where torch's function has been replaced.
+    /// Returns the allocator and whether tuples become lists; None if torch's function was replaced.
     pub plain: DetachedObject,
     /// torch's function.
     pub pin: DetachedObject,
@@ -64,18 +53,16 @@ pub struct PinnedDecoder {
 }
 
 impl PinnedDecoder {
-    /// A decoder that calls these functions.
     pub fn new(callbacks: PinCallbacks) -> Self {
         Self { callbacks, buffer: Vec::new() }
     }
 
-    /// Makes the thread known to Python. With the GIL, on the thread.
+    /// Registers the thread with Python. Call it on the thread.
     pub fn begin(&self, py: Python<'_>) -> PyResult<()> {
         call(&self.callbacks.begin.bind(py), PyTuple::empty(py)).map(drop)
     }
 
-    /// Builds a batch. Plain ones are built over pinned memory that the copies then fill; for all others torch's function
-    /// does what it does.
+    /// Builds a batch. A plain one lies in pinned memory that the copies fill; torch's function pins any other.
     fn build<'py>(
         &self,
         py: Python<'py>,
@@ -85,7 +72,6 @@ impl PinnedDecoder {
         let bridge = Bridge::get(py)?;
         let (payload, leaves) = message.parts();
         if kind == ResultKind::Plain {
-            // None where a library has replaced torch's function: then that is called.
             let plain = call(&self.callbacks.plain.bind(py), PyTuple::empty(py))?;
             let plain: Option<(Bound<'py, PyAny>, bool)> = plain.extract()?;
             if let Some((allocate, tuples_become_lists)) = plain

@@ -1,4 +1,4 @@
-//! The codec by itself, over ordinary memory, for tests.
+//! The codec over ordinary memory, for tests. `_core.pyi` documents the functions.
 
 use pyo3::prelude::*;
 
@@ -9,12 +9,11 @@ use crate::interop::tensor::Bridge;
 
 type Made = Option<Py<PyAny>>;
 
-/// Leaves in ordinary memory, for both sides.
+/// Leaves in ordinary memory.
 #[derive(Default)]
 struct HeapLeaves {
     leaves: Vec<Option<Heap>>,
-    /// Whether every leaf is said to lie in a larger one already: bytes before it, which the decoder has to
-    /// step over.
+    /// If set, every leaf counts as part of a larger one, with this many bytes before it.
     adopt: Option<usize>,
 }
 
@@ -29,7 +28,7 @@ impl Sink for HeapLeaves {
     fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
-        // SAFETY: the encoder gives the bytes of a live tensor; as many were reserved behind the offset.
+        // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved behind the offset.
         unsafe { memory.add(offset).copy_from_nonoverlapping(ptr, len) };
         Some((leaf, offset as u64))
     }
@@ -44,12 +43,6 @@ impl Source for HeapLeaves {
     }
 }
 
-/// Encodes and decodes an object over ordinary memory: `(plain, object or None)`, for tests.
-///
-/// `exchange` False does without torch's C functions; `damage` is laid over the payload: `[(position, byte),
-/// ...]`, a position beyond its end cuts off its last byte; `indices` takes the codec of index batches;
-/// `raw`: `obj` is a bytes object, decoded as a payload with one leaf of a MiB; `adopt`: large leaves lie
-/// that many bytes deep in memory that travels as it is.
 #[pyfunction]
 #[pyo3(signature = (obj, *, exchange = true, damage = Vec::new(), indices = false, raw = false, adopt = None))]
 pub fn _roundtrip(
@@ -65,7 +58,7 @@ pub fn _roundtrip(
     let bridge = if exchange {
         Bridge::get(py)?
     } else {
-        own = Bridge::with(py, false)?;
+        own = Bridge::new(py, false)?;
         &own
     };
     let (mut payload, mut leaves) = (Vec::new(), HeapLeaves { adopt, ..HeapLeaves::default() });
@@ -94,8 +87,6 @@ pub fn _roundtrip(
     Ok((true, Some(back)))
 }
 
-/// The collate fast paths over ordinary memory: `(stack, numbers)`, None where torch's function is to do it;
-/// for tests.
 #[pyfunction]
 pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Made, Made)> {
     let bridge = Bridge::get(py)?;

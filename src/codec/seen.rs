@@ -1,80 +1,59 @@
-//! What a batch has shown so far: objects, and the memory of its leaves.
+//! The objects of a batch so far, and the memory of its leaves.
 
 use std::collections::HashMap;
 
 use crate::tree::Kind;
 
-/// Objects searched one by one before they are hashed.
+/// Number of objects that are searched linearly; further ones are hashed.
 const FEW: usize = 16;
 
 /// An object of a batch, or a reference to it.
 pub trait Object {
-    /// What tells it from all other objects while the batch lives.
+    /// Its identity while the batch lives.
     fn address(&self) -> usize;
 }
 
 /// A leaf with memory, in the order of the payload.
 #[derive(Debug)]
 pub struct Met<O> {
-    /// The tensor or array.
     pub object: O,
-    /// Which of both.
     pub kind: Kind,
-    /// Whether its elements share memory, so that there is only a gap for it.
+    /// Whether its elements share memory, so that it has only a gap.
     pub window: bool,
-    /// Where its encoding begins in the payload, and where it ends.
+    /// Start and end of its encoding in the payload.
     pub written: (usize, usize),
     /// Address of its first byte.
     pub start: usize,
-    /// Address behind its last byte.
+    /// Address after its last byte.
     pub end: usize,
 }
 
-/// The memory from a leaf's lowest to its highest byte.
+/// A leaf's memory: the addresses of its first byte and after its last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Extent {
-    /// Address of the first byte.
     pub start: usize,
-    /// Address behind the last byte.
     pub end: usize,
-    /// The leaf, as a position in [`Seen::leaves`].
+    /// Position in [`Seen::leaves`].
     pub leaf: usize,
 }
 
-/// A gap in the payload where an object stands again.
-#[derive(Clone, Copy, Debug)]
-pub struct Again {
-    /// Position of the gap, which is one byte wide.
-    pub at: usize,
-    /// Where the object's encoding begins.
-    pub first: usize,
-}
-
-/// Notes objects and memory, and tells whether something came twice. The batch keeps all of it alive.
+/// Records objects and memory, and finds repetitions. The batch keeps all of it alive.
 #[derive(Debug)]
 pub struct Seen<O> {
-    /// Addresses of objects, and where their encodings begin.
+    /// Addresses of objects, and the starts of their encodings.
     few: [(usize, usize); FEW],
     count: usize,
     many: HashMap<usize, usize>,
-    /// Objects that came again.
-    pub again: Vec<Again>,
-    /// Leaves with memory.
+    /// Repeated objects: position of the gap, which is one byte wide, and start of the first encoding.
+    pub again: Vec<(usize, usize)>,
     pub leaves: Vec<Met<O>>,
-    /// Whether each began behind the end of the one before.
+    /// Whether each leaf begins after the end of the previous one.
     ascending: bool,
-    /// Whether one of them is a window.
+    /// Whether a leaf is a window.
     pub windows: bool,
 }
 
-impl<O> Default for Seen<O> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl<O> Seen<O> {
-    /// Nothing seen.
     pub fn new() -> Self {
         Self {
             few: [(0, 0); FEW],
@@ -87,8 +66,7 @@ impl<O> Seen<O> {
         }
     }
 
-    /// Notes an object by its address, whose encoding begins at `at`; where it began before, if it was noted
-    /// before.
+    /// Records an object whose encoding begins at `at`. For a repeated one returns the start of its first encoding.
     #[inline]
     pub fn object(&mut self, address: usize, at: usize) -> Option<usize> {
         let few = &mut self.few[..self.count];
@@ -109,15 +87,14 @@ impl<O> Seen<O> {
         }
     }
 
-    /// Notes a leaf with memory.
     #[inline]
     pub fn leaf(&mut self, met: Met<O>) {
         self.ascending &= self.leaves.last().is_none_or(|last| last.end <= met.start);
         self.leaves.push(met);
     }
 
-    /// The extents of the leaves, sorted by where they start, if aliases must be resolved: an object came twice,
-    /// leaves share memory, or there are windows.
+    /// The sorted extents of the leaves if aliases must be resolved: an object is repeated, leaves share memory, or there are
+    /// windows.
     pub fn tangled(&self) -> Option<Vec<Extent>> {
         let certain = self.windows || !self.again.is_empty();
         if self.ascending && !certain {

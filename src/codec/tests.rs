@@ -6,13 +6,13 @@ use std::rc::Rc;
 use proptest::prelude::*;
 
 use super::aliases::{Tensors, resolve};
-use super::draft::{Draft, LeafView, NotPlain, Plain};
+use super::draft::{Draft, NotPlain, Plain};
 use super::seen::Object;
 use super::{Sink, within};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::{Error, Result};
 use crate::interop::memory::Heap;
-use crate::interop::view::TensorView;
+use crate::interop::view::{LeafView, TensorView};
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::Dims;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
@@ -103,15 +103,10 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, Leaves)> {
         let item = tensor.dtype.itemsize() as i64;
         let byte_strides: Vec<i64> = tensor.strides.iter().map(|stride| stride * item).collect();
         let Tensor { kind, dtype, shape, .. } = tensor;
-        let view = LeafView {
-            kind: *kind,
-            dtype: *dtype,
-            shape,
-            byte_strides: &byte_strides,
-            first: tensor.first(),
-        };
+        let (shape, byte_strides) = (Dims::new(shape).unwrap(), Dims::new(&byte_strides).unwrap());
+        let view = LeafView { kind: *kind, dtype: *dtype, shape, byte_strides, first: tensor.first() };
         // SAFETY: the strategy makes views inside of the memory.
-        unsafe { draft.leaf(tensor, view, || Ok(None)) }?;
+        unsafe { draft.leaf(tensor, &view, || Ok(None)) }?;
     }
     let (seen, mut copies) = draft.finish();
     if let Some(extents) = seen.tangled() {

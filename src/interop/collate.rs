@@ -1,26 +1,25 @@
-//! Fast paths of `default_collate`. Whatever is not covered here is torch's: `None` says so.
+//! Fast paths of `default_collate`. `None` leaves a batch to torch.
 
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 use super::memory::{Heap, Memory};
 use super::tensor::{Bridge, items};
-use super::view::{StackPlan, TensorView};
+use super::view::{Form, StackPlan, TensorView};
 use crate::config::{INLINE_LIMIT, STREAM_FROM};
 use crate::copy::copy;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::is_contiguous;
 
 /// `torch.stack` of a list or tuple of plain tensors of one dtype and shape: a contiguous tensor of shape
-/// `(len(batch), *shape)`. Its memory comes from `alloc` from [`INLINE_LIMIT`] bytes on (ordinary memory where
-/// that gives none).
+/// `(len(batch), *shape)`. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`, if that returns some.
 pub fn stack<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
     alloc: &mut dyn FnMut(usize) -> PyResult<Option<M>>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    // The items are held: other threads may change the list while the GIL is released.
+    // Owned items: other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first().and_then(|item| bridge.view(item)) else { return Ok(None) };
     if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {
@@ -28,32 +27,28 @@ pub fn stack<M: Memory>(
     }
     let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
     let StackPlan { shape, strides, each, total } = plan;
-    // To look at every item costs more than torch needs for all of a small batch.
-    let sources = if total < STREAM_FROM {
-        None
-    } else {
-        match sources(bridge, &items, &first) {
-            None => return Ok(None),
-            found => found,
-        }
-    };
+    // For a small batch torch is faster than reading every item.
+    let sources = (total >= STREAM_FROM).then(|| sources(bridge, &items, &first));
+    if matches!(sources, Some(None)) {
+        return Ok(None);
+    }
     let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
+    let form = Form { dtype: first.dtype, shape: &shape, strides: &strides };
     let (ptr, tensor) = match leased.filter(|lease| lease.len() >= total) {
-        Some(lease) => (lease.ptr(), bridge.tensor(py, lease, 0, first.dtype, &shape, &strides)?),
+        Some(lease) => (lease.ptr(), bridge.tensor(py, lease, 0, form)?),
         None => {
             let heap = Heap::new(total)?;
-            (heap.ptr(), bridge.tensor(py, heap, 0, first.dtype, &shape, &strides)?)
+            (heap.ptr(), bridge.tensor(py, heap, 0, form)?)
         }
     };
-    match sources {
-        // What torch refuses, its own function refuses as well, in its own words.
+    match sources.flatten() {
+        // On an error torch's own function raises it again, in its own words.
         None => Ok(bridge.stack_into(batch, &tensor).is_ok().then_some(tensor)),
         Some(sources) => {
             let to = ptr as usize;
             py.detach(move || {
                 for (i, from) in sources.into_iter().enumerate() {
-                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room for
-                    // all of them.
+                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room for all.
                     unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, true) };
                 }
             });
@@ -62,7 +57,7 @@ pub fn stack<M: Memory>(
     }
 }
 
-/// Where the elements of each item lie, if all are contiguous and as the first.
+/// The addresses of the items, if all are contiguous and of the first one's form.
 fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
     let source = |item| {
         let view = bridge.view(item)?;
@@ -92,7 +87,7 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
             bytes.extend_from_slice(&value.to_ne_bytes());
         } else {
             let mut overflow = 0;
-            // SAFETY: an exact int; out of range is told by `overflow`.
+            // SAFETY: an exact int; `overflow` reports one out of range.
             let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item.as_ptr(), &mut overflow) };
             if overflow != 0 {
                 return Ok(None);
@@ -104,5 +99,6 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
         return Ok(None);
     }
     let dtype = if floats { Dtype::FLOAT64 } else { Dtype::INT64 };
-    bridge.tensor_copied(py, &bytes, dtype, &[items.len() as i64], &[1]).map(Some)
+    let form = Form { dtype, shape: &[items.len() as i64], strides: &[1] };
+    bridge.tensor_copied(py, &bytes, form).map(Some)
 }

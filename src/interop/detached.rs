@@ -1,31 +1,29 @@
-//! Python objects on threads that do not hold the GIL.
+//! Python objects on threads without the GIL.
 
 use pyo3::prelude::*;
 
 use super::exit_guard::release;
 use crate::sys::fork;
 
-/// A Python object that a thread may drop while it does not hold the GIL.
+/// A Python object that a thread without the GIL may drop.
 ///
-/// PyO3 would put it onto a list behind a lock, which a fork may copy while it is held: so the GIL is taken here. In a
-/// forked child the object stays where it is: to free pinned memory takes the allocator's locks, which are no better.
+/// PyO3 would queue it behind a lock, which a fork may copy while it is held, so the drop takes the GIL. In a forked child the
+/// object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
+#[derive(Debug)]
 pub struct DetachedObject {
     object: Option<Py<PyAny>>,
     generation: u64,
 }
 
 impl DetachedObject {
-    /// Over an object.
     pub fn new(object: Py<PyAny>) -> Self {
         Self { object: Some(object), generation: fork::generation() }
     }
 
-    /// The object.
     pub fn take(mut self) -> Option<Py<PyAny>> {
         self.object.take()
     }
 
-    /// The object, with the GIL.
     pub fn bind<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         self.object.as_ref().map_or_else(|| py.None(), |object| object.clone_ref(py)).into_bound(py)
     }
@@ -40,7 +38,7 @@ impl Drop for DetachedObject {
     }
 }
 
-/// Runs with the GIL, which the thread does not hold. The error says why that is impossible.
+/// Runs `body` with the GIL. The error says why that is impossible.
 pub fn attached<R>(body: impl FnOnce(Python<'_>) -> Result<R, String>) -> Result<R, String> {
     Python::try_attach(body).unwrap_or_else(|| Err("the interpreter is at its end".to_owned()))
 }

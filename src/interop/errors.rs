@@ -1,4 +1,4 @@
-//! The only place where the core's errors become Python exceptions.
+//! The core's errors as Python exceptions.
 
 use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyOverflowError, PyRuntimeError};

@@ -1,4 +1,4 @@
-//! What torch's fetcher gets in the place of an index batch and of `collate_fn`.
+//! Stand-ins for the index batch and `collate_fn` that torch's fetcher gets.
 
 use std::sync::Arc;
 
@@ -16,18 +16,11 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
-/// Stands for an index batch inside torch's own fetcher, which only iterates over it and asks for its length.
+/// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its length.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct StoppableIndices {
-    port: Arc<Port>,
-    index: Py<PyAny>,
-}
-
-impl StoppableIndices {
-    /// Over any iterable.
-    pub fn new(port: Arc<Port>, index: Py<PyAny>) -> Self {
-        Self { port, index }
-    }
+    pub port: Arc<Port>,
+    pub index: Py<PyAny>,
 }
 
 #[pymethods]
@@ -62,19 +55,12 @@ impl StoppableIterator {
     }
 }
 
-/// A collate function, on its way into torch's fetcher, that says on the status page when it runs.
+/// A collate function that shows on the status page while it runs.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
-    port: Arc<Port>,
-    stopwatch: Arc<Stopwatch>,
-    collate_fn: Py<PyAny>,
-}
-
-impl TimedCollate {
-    /// Around any function.
-    pub fn new(port: Arc<Port>, stopwatch: Arc<Stopwatch>, collate_fn: Py<PyAny>) -> Self {
-        Self { port, stopwatch, collate_fn }
-    }
+    pub port: Arc<Port>,
+    pub stopwatch: Arc<Stopwatch>,
+    pub collate_fn: Py<PyAny>,
 }
 
 #[pymethods]

@@ -7,18 +7,15 @@ use crate::error::Error;
 use crate::shm::lease::Lease;
 use crate::worker::kept::WorkerLease;
 
-/// Memory that a delivered tensor or array lies in. Dropping it gives it back, which must work on any thread
-/// and without the GIL.
-#[expect(clippy::len_without_is_empty, reason = "what has no bytes is no case of its own")]
+/// Memory of a delivered tensor or array. Dropping releases it, on any thread and without the GIL.
 pub trait Memory: Send + 'static {
-    /// Where the bytes lie; they stay there as long as the value lives. Not null, even for no bytes.
+    /// The address, which is stable for the life of the value. Not null, even for no bytes.
     fn ptr(&self) -> *mut u8;
-
     /// Number of bytes.
     fn len(&self) -> usize;
 }
 
-/// Ordinary memory, aligned to 64 bytes, as torch's own is.
+/// Ordinary memory, aligned to 64 bytes like torch's.
 #[derive(Debug)]
 pub struct Heap {
     memory: NonNull<u8>,
@@ -36,7 +33,7 @@ impl Heap {
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 
-    /// `len` bytes of whatever was there before. [`Error::NoMemory`] where the system refuses them.
+    /// `len` uninitialized bytes.
     pub fn new(len: usize) -> Result<Self, Error> {
         let refused = || Error::NoMemory {
             wanted: len as u64,

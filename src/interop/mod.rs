@@ -1,24 +1,23 @@
-//! Interchange with Python's tensors and arrays: DLPack, torch, NumPy, and calls of Python that survive the interpreter's exit.
-//!
-//! What needs no interpreter compiles without the feature `python`: memory, views, DLPack's structures and blocks.
+//! Interchange with Python's tensors and arrays: DLPack, torch, NumPy, and calls into Python that survive the interpreter's
+//! exit. Memory, views and DLPack's blocks compile without the feature `python`, for their tests.
 
 pub mod dlpack;
 pub mod memory;
 pub mod view;
 
 #[cfg(feature = "python")]
-pub(crate) mod collate;
+pub mod collate;
 #[cfg(feature = "python")]
-pub(crate) mod detached;
+pub mod detached;
 #[cfg(feature = "python")]
 mod errors;
 #[cfg(feature = "python")]
-pub(crate) mod exit_guard;
+pub mod exit_guard;
 #[cfg(feature = "python")]
-pub(crate) mod fetcher;
+pub mod fetcher;
 #[cfg(feature = "python")]
-pub(crate) mod tensor;
+pub mod tensor;
 #[cfg(feature = "python")]
-pub(crate) mod text;
+pub mod text;
 #[cfg(feature = "python")]
-pub(crate) mod torch_symbols;
+pub mod torch_symbols;

@@ -1,12 +1,12 @@
-//! Objects of the user's as short texts.
+//! Short texts of indices.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 
 use crate::config::{INDICES_SHOWN, KEY_SHOWN};
 
-/// An index, or an index batch, as a text; a short form of a large one. Runs no code of the user's: an object that is
-/// neither number nor string is shown by its type alone.
+/// The text of an index or an index batch, shortened. Runs no user code: objects other than numbers and strings appear as
+/// their type.
 pub fn short_text(index: &Bound<'_, PyAny>) -> String {
     let (open, close) = if index.is_exact_instance_of::<PyList>() {
         ("[", "]")

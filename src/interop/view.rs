@@ -1,51 +1,77 @@
-//! Views of memory: what a tensor shows, and whether a view fits its memory.
+//! Views of memory: their forms, and whether they fit their memory.
 
 use std::marker::PhantomData;
 
 use super::memory::Memory;
+use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, is_contiguous};
 
-/// A plain CPU tensor, as memory. The pointer is valid as long as the tensor lives and is not resized.
+/// The memory of a plain CPU tensor. The pointer is valid while the tensor lives and is not resized.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    /// The first element.
     pub ptr: *const u8,
-    /// The element type.
     pub dtype: Dtype,
-    /// The sizes.
     pub shape: Dims,
-    /// The strides, in elements.
+    /// Counted in elements.
     pub strides: Dims,
     tensor: PhantomData<&'a ()>,
 }
 
 impl TensorView<'_> {
-    /// A view of a tensor that lives as long as `'a`.
     #[inline]
     pub fn new(ptr: *const u8, dtype: Dtype, shape: Dims, strides: Dims) -> Self {
         Self { ptr, dtype, shape, strides, tensor: PhantomData }
     }
 }
 
-/// Checks that a view, whose first element lies at byte `offset`, stays inside its memory and is aligned. The error is a
-/// sentence.
-#[inline]
-pub fn check_view<M: Memory>(
-    memory: &M,
-    offset: usize,
-    dtype: Dtype,
-    shape: &[i64],
-    strides: &[i64],
-) -> Result<(), &'static str> {
-    let end = extent(shape, strides, dtype.itemsize()).and_then(|bytes| bytes.checked_add(offset));
-    if end.is_none_or(|end| end > memory.len()) {
-        return Err("a tensor's sizes and strides reach beyond its memory");
+/// A plain tensor or array, with strides in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct LeafView {
+    pub kind: Kind,
+    pub dtype: Dtype,
+    pub shape: Dims,
+    pub byte_strides: Dims,
+    /// The first element.
+    pub first: *const u8,
+}
+
+/// The form of a tensor or array. Strides count elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Form<'a> {
+    pub dtype: Dtype,
+    pub shape: &'a [i64],
+    pub strides: &'a [i64],
+}
+
+impl<'a> Form<'a> {
+    /// A vector of bytes.
+    pub fn bytes(len: &'a [i64; 1]) -> Self {
+        Self { dtype: Dtype::UINT8, shape: len, strides: &[1] }
     }
-    if !(memory.ptr() as usize).wrapping_add(offset).is_multiple_of(dtype.align()) {
-        return Err("a tensor's memory is not aligned to its dtype");
+
+    /// Nothing, of a type.
+    pub fn empty(dtype: Dtype) -> Self {
+        Self { dtype, shape: &[0], strides: &[1] }
     }
-    Ok(())
+
+    /// Bytes from the first element to the end of the last one; `None` if no memory is that large.
+    pub fn extent(&self) -> Option<usize> {
+        extent(self.shape, self.strides, self.dtype.itemsize())
+    }
+
+    /// Checks that the view at byte `offset` stays inside its memory and is aligned. The error is a sentence.
+    #[inline]
+    pub fn check<M: Memory>(&self, memory: &M, offset: usize) -> Result<(), &'static str> {
+        let end = self.extent().and_then(|bytes| bytes.checked_add(offset));
+        if end.is_none_or(|end| end > memory.len()) {
+            return Err("a tensor's sizes and strides reach beyond its memory");
+        }
+        if !(memory.ptr() as usize).wrapping_add(offset).is_multiple_of(self.dtype.align()) {
+            return Err("a tensor's memory is not aligned to its dtype");
+        }
+        Ok(())
+    }
 }
 
 /// The order of a view's elements in memory.
@@ -60,7 +86,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// Of a view with strides in elements. A view that is both is [`Order::C`].
+    /// The order of a view; [`Order::C`] if it is both. Strides count elements.
     pub fn of(shape: &[i64], strides: &[i64]) -> Self {
         let reversed = |dims: &[i64]| dims.iter().rev().copied().collect::<Vec<_>>();
         if is_contiguous(shape, strides) {
@@ -76,9 +102,8 @@ impl Order {
 /// The result of `torch.stack` over tensors of one shape and dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StackPlan {
-    /// The sizes of the result.
     pub shape: Dims,
-    /// Its strides, in elements; it is contiguous.
+    /// Counted in elements; the result is contiguous.
     pub strides: Dims,
     /// Bytes of an item.
     pub each: usize,
@@ -109,7 +134,7 @@ mod tests {
     fn a_view_that_leaves_its_memory_or_is_not_aligned_is_refused() {
         let heap = Heap::new(64).unwrap();
         let check = |offset, shape: &[i64], strides: &[i64]| {
-            check_view(&heap, offset, Dtype::INT64, shape, strides).is_ok()
+            Form { dtype: Dtype::INT64, shape, strides }.check(&heap, offset).is_ok()
         };
         assert!(check(0, &[8], &[1]) && check(56, &[1], &[1]) && check(0, &[2, 4], &[4, 1]));
         assert!(check(64, &[0], &[1]), "no element needs no byte");

@@ -223,11 +223,12 @@ impl PyPort {
     }
 
     fn stoppable(&self, index: Bound<'_, PyAny>) -> StoppableIndices {
-        StoppableIndices::new(self.port.clone(), index.unbind())
+        StoppableIndices { port: self.port.clone(), index: index.unbind() }
     }
 
     fn timed(&self, collate_fn: Bound<'_, PyAny>) -> TimedCollate {
-        TimedCollate::new(self.port.clone(), self.stopwatch.clone(), collate_fn.unbind())
+        let (port, stopwatch) = (self.port.clone(), self.stopwatch.clone());
+        TimedCollate { port, stopwatch, collate_fn: collate_fn.unbind() }
     }
 
     fn storage(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Py<PyAny>>> {

@@ -5,25 +5,18 @@ use std::ffi::{c_int, c_void};
 /// `DLDeviceType`: ordinary memory.
 pub const CPU: i32 = 1;
 
-/// `DLDevice`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLDevice {
-    /// The kind of device; [`CPU`].
     pub device_type: i32,
-    /// Which device of that kind.
     pub device_id: i32,
 }
 
-/// `DLDataType`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLDataType {
-    /// The kind of number.
     pub code: u8,
-    /// Bits of a lane.
     pub bits: u8,
-    /// Lanes of an element.
     pub lanes: u16,
 }
 
@@ -31,17 +24,11 @@ pub struct DLDataType {
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLTensor {
-    /// The memory.
     pub data: *mut c_void,
-    /// Where the memory is.
     pub device: DLDevice,
-    /// Number of dimensions.
     pub ndim: i32,
-    /// The element type.
     pub dtype: DLDataType,
-    /// The sizes.
     pub shape: *mut i64,
-    /// The strides.
     pub strides: *mut i64,
     /// Bytes from `data` to the first element.
     pub byte_offset: u64,
@@ -51,21 +38,18 @@ pub struct DLTensor {
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensor {
-    /// The tensor.
     pub dl_tensor: DLTensor,
-    /// What the deleter needs.
     pub manager_ctx: *mut c_void,
     /// Called once by the tensor's owner, with this structure.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
-/// `DLPackVersion`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLPackVersion {
-    /// Another one means another layout.
+    /// Changes with the layout.
     pub major: u32,
-    /// Another one means additions.
+    /// Changes with additions.
     pub minor: u32,
 }
 
@@ -73,21 +57,18 @@ pub struct DLPackVersion {
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensorVersioned {
-    /// The version of this structure.
     pub version: DLPackVersion,
-    /// What the deleter needs.
     pub manager_ctx: *mut c_void,
     /// Called once by the tensor's owner, with this structure.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
     /// Bits for read-only and copied memory.
     pub flags: u64,
-    /// The tensor.
     pub dl_tensor: DLTensor,
 }
 
 /// Fills a structure with the description of a tensor object; 0 for success.
 pub type ReadTensor = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int;
-/// Makes a tensor object, which owns the structure on success (0).
+/// Creates a tensor object, which owns the structure on success (0).
 pub type MakeTensor = unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int;
 
 /// `DLPackExchangeAPIHeader`.
@@ -110,14 +91,13 @@ struct ExchangeTable {
     current_work_stream: *const c_void,
 }
 
-/// The functions of an exchange table: of the first one in the chain whose major version is 1. `None` if there is none, or it
-/// lacks one of the two.
+/// The functions of the first table in the chain with major version 1. `None` if there is no such table, or it lacks one.
 ///
 /// # Safety
-/// `header` is null, or the begin of a table of its version; so is the older one that it points to.
+/// `header` is null or begins a table of its version, and so does the older one that it points to.
 pub unsafe fn exchange_functions(mut header: *const ExchangeHeader) -> Option<(ReadTensor, MakeTensor)> {
     while !header.is_null() {
-        // SAFETY: the caller says so; every version begins with this header.
+        // SAFETY: by the contract; every version begins with this header.
         let ExchangeHeader { version, prev_api } = unsafe { &*header };
         if version.major == 1 {
             // SAFETY: major version 1 lays the table out as `ExchangeTable`.
@@ -160,7 +140,7 @@ mod tests {
         let newer = table(2, &first.header, None);
         for header in [&raw const first, &raw const newer] {
             let (_, make) = found(header.cast()).unwrap();
-            // SAFETY: the function of this test, which looks at nothing.
+            // SAFETY: the function of this test, which reads nothing.
             assert_eq!(unsafe { make(std::ptr::null_mut(), std::ptr::null_mut()) }, 2);
         }
         assert!(found(std::ptr::null()).is_none());

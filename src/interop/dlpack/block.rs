@@ -1,5 +1,4 @@
-//! One allocation for what a tensor over our memory needs: DLPack's structures, sizes, strides, the lease, or
-//! the data itself.
+//! One allocation per tensor: DLPack's structures, sizes, strides, and the lease or the data itself.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,9 +9,9 @@ use super::abi::{
     CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
 };
 use crate::interop::memory::Memory;
-use crate::tree::dtype::Dtype;
+use crate::interop::view::Form;
 
-/// A block in the making, which is freed on drop unless [`Self::hand_over`] gave it to a tensor.
+/// A block without a tensor. Freed on drop; [`Self::hand_over`] passes it to a tensor.
 #[derive(Debug)]
 pub struct Block<M: Memory>(NonNull<Header<M>>);
 
@@ -27,12 +26,12 @@ struct Header<M> {
     lease: Option<M>,
 }
 
-/// The block is ours. The deleter frees nothing then: an import that fails may call it or not.
-const OURS: u8 = 0;
-/// The deleter has been called while the block was ours.
-const LET_GO: u8 = 1;
+/// No tensor owns the block. The deleter frees nothing: a failed import may call it or not.
+const UNOWNED: u8 = 0;
+/// The deleter was called, before a tensor owned the block or as it freed it.
+const DELETED: u8 = 1;
 /// A tensor owns the block; its deleter frees it.
-const TENSORS: u8 = 2;
+const OWNED: u8 = 2;
 
 const EMPTY: DLTensor = DLTensor {
     data: std::ptr::null_mut(),
@@ -45,28 +44,20 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// A block over leased memory, whose first element lies at `byte_offset`. `None`: no memory, or a dtype
-    /// that DLPack cannot name.
-    ///
-    /// The caller has checked that the view stays inside the lease.
-    pub fn leased(
-        lease: M,
-        byte_offset: usize,
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-    ) -> Option<Self> {
-        let data = lease.ptr().wrapping_add(byte_offset);
-        let (block, _) = Self::allocate(Some(lease), dtype, shape, strides, 0)?;
-        // SAFETY: the header was just written and nobody else knows it.
+    /// A block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`: no memory, or
+    /// a dtype that DLPack cannot name.
+    pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
+        let data = lease.ptr().wrapping_add(offset);
+        let (block, _) = Self::allocate(Some(lease), form, 0)?;
+        // SAFETY: the header was just written, and only this function has it.
         unsafe { (*block.0.as_ptr()).set_data(data) };
         Some(block)
     }
 
     /// A block that holds a copy of `bytes` itself.
-    pub fn copied(bytes: &[u8], dtype: Dtype, shape: &[i64], strides: &[i64]) -> Option<Self> {
-        let (block, data) = Self::allocate(None, dtype, shape, strides, bytes.len())?;
-        // SAFETY: `allocate` left room for these bytes at `data`; the header is still ours alone.
+    pub fn copied(bytes: &[u8], form: Form<'_>) -> Option<Self> {
+        let (block, data) = Self::allocate(None, form, bytes.len())?;
+        // SAFETY: `allocate` left room for these bytes at `data`; only this function has the header.
         unsafe {
             data.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             (*block.0.as_ptr()).set_data(data);
@@ -74,15 +65,10 @@ impl<M: Memory> Block<M> {
         Some(block)
     }
 
-    fn allocate(
-        lease: Option<M>,
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-        data_len: usize,
-    ) -> Option<(Self, *mut u8)> {
+    fn allocate(lease: Option<M>, form: Form<'_>, data_len: usize) -> Option<(Self, *mut u8)> {
+        let Form { dtype, shape, strides } = form;
         let (code, bits, lanes) = dtype.dl()?;
-        // torch aligns to 64 bytes; for little data that costs the allocator more than it gives.
+        // torch aligns to 64 bytes; for little data the allocator makes that too expensive.
         let data_align = if data_len < 1024 { 16 } else { 64 };
         let (layout, dims_at) =
             Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
@@ -114,12 +100,11 @@ impl<M: Memory> Block<M> {
                 manager_ctx: context,
                 deleter: Some(delete_legacy::<M>),
             },
-            state: AtomicU8::new(OURS),
+            state: AtomicU8::new(UNOWNED),
             layout,
             lease,
         };
-        // SAFETY: the allocation has room for the header and for twice as many numbers as there are
-        // dimensions.
+        // SAFETY: the allocation has room for the header, the sizes and the strides.
         unsafe {
             header.write(value);
             dims.copy_from_nonoverlapping(shape.as_ptr(), shape.len());
@@ -140,24 +125,23 @@ impl<M: Memory> Block<M> {
         unsafe { &raw mut (*self.0.as_ptr()).legacy }
     }
 
-    /// A tensor owns the block from now on: its deleter frees it. The caller still holds the only reference
-    /// to that tensor.
+    /// Passes the block to a tensor, whose deleter frees it. The caller still has the only reference to that tensor.
     pub fn hand_over(self) {
-        // SAFETY: the header lives, because the deleter has freed nothing up to now.
+        // SAFETY: the header lives: the deleter frees nothing before the store below.
         let state = unsafe { &(*self.0.as_ptr()).state };
-        if state.load(Ordering::Relaxed) == LET_GO {
+        if state.load(Ordering::Relaxed) == DELETED {
             return;
         }
         // SYNC: handed-over (pairs with the Acquire in `delete`). The tensor reaches other threads through the GIL, so that
         // its deleter finds this store.
-        state.store(TENSORS, Ordering::Release);
+        state.store(OWNED, Ordering::Release);
         std::mem::forget(self);
     }
 }
 
 impl<M: Memory> Drop for Block<M> {
     fn drop(&mut self) {
-        // SAFETY: not handed over, so nobody else frees it.
+        // SAFETY: not handed over, so nothing else frees it.
         unsafe { free(self.0) }
     }
 }
@@ -170,7 +154,7 @@ impl<M> Header<M> {
 }
 
 /// # Safety
-/// `header` was made by [`Block::allocate`] and is used by nobody any more.
+/// `header` was made by [`Block::allocate`] and is no longer in use.
 unsafe fn free<M: Memory>(header: NonNull<Header<M>>) {
     // SAFETY: the header is read out once, and its memory freed with the layout that it was allocated with.
     let lease = unsafe {
@@ -178,18 +162,18 @@ unsafe fn free<M: Memory>(header: NonNull<Header<M>>) {
         dealloc(header.as_ptr().cast(), layout);
         lease
     };
-    // A panic must not pass through torch's destructors.
+    // A panic must not unwind into torch's destructors.
     let _ = catch_unwind(AssertUnwindSafe(|| drop(lease)));
 }
 
 /// # Safety
-/// `context` is the `manager_ctx` of a block of `L`.
+/// `context` is the `manager_ctx` of a `Block<M>`.
 unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     let Some(header) = NonNull::new(context.cast::<Header<M>>()) else { return };
-    // SAFETY: a deleter is called once, and the header lives until then; a block of ours is not freed here.
+    // SAFETY: a deleter is called once, and the header lives until then; only an owned block is freed here.
     unsafe {
         // SYNC: handed-over (pairs with the Release in `hand_over`).
-        if (*header.as_ptr()).state.swap(LET_GO, Ordering::Acquire) == TENSORS {
+        if (*header.as_ptr()).state.swap(DELETED, Ordering::Acquire) == OWNED {
             free(header);
         }
     }
@@ -211,8 +195,9 @@ mod tests {
 
     use super::*;
     use crate::interop::memory::Heap;
+    use crate::tree::dtype::Dtype;
 
-    /// Memory that counts how often it is given back.
+    /// Memory that counts its releases.
     struct Counted(Heap, Arc<AtomicU8>);
 
     impl Memory for Counted {
@@ -232,13 +217,14 @@ mod tests {
     }
 
     fn counted() -> (Block<Counted>, *mut u8, Arc<AtomicU8>) {
-        let given_back = Arc::default();
-        let memory = Counted(Heap::new(64).unwrap(), Arc::clone(&given_back));
+        let released = Arc::default();
+        let memory = Counted(Heap::new(64).unwrap(), Arc::clone(&released));
         let ptr = memory.ptr();
-        (Block::leased(memory, 8, Dtype::INT64, &[2, 3], &[3, 1]).unwrap(), ptr, given_back)
+        let form = Form { dtype: Dtype::INT64, shape: &[2, 3], strides: &[3, 1] };
+        (Block::leased(memory, 8, form).unwrap(), ptr, released)
     }
 
-    fn given_back(count: &AtomicU8) -> u8 {
+    fn released(count: &AtomicU8) -> u8 {
         count.load(Ordering::Relaxed)
     }
 
@@ -264,7 +250,7 @@ mod tests {
     fn a_copied_block_holds_aligned_bytes_of_its_own() {
         for len in [0, 5, 4096] {
             let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
-            let block = Block::<Heap>::copied(&bytes, Dtype::UINT8, &[len as i64], &[1]).unwrap();
+            let block = Block::<Heap>::copied(&bytes, Form::bytes(&[len as i64])).unwrap();
             // SAFETY: the block lives, and holds a copy of the bytes.
             let (data, copy) = unsafe {
                 let data = (*block.versioned()).dl_tensor.data.cast::<u8>();
@@ -276,18 +262,18 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_given_back_once_whoever_frees_the_block() {
+    fn memory_is_released_once() {
         // Never imported.
         let (block, _, count) = counted();
         drop(block);
-        assert_eq!(given_back(&count), 1);
+        assert_eq!(released(&count), 1);
         // The import failed, and called the deleter first.
         let (block, _, count) = counted();
         // SAFETY: a deleter, called with its own structure.
         unsafe { (*block.versioned()).deleter.unwrap()(block.versioned()) };
-        assert_eq!(given_back(&count), 0);
+        assert_eq!(released(&count), 0);
         drop(block);
-        assert_eq!(given_back(&count), 1);
+        assert_eq!(released(&count), 1);
         // A tensor owned it, and was dropped before or after the import returned.
         for early in [true, false] {
             let (block, _, count) = counted();
@@ -299,10 +285,10 @@ mod tests {
             }
             block.hand_over();
             if !early {
-                assert_eq!(given_back(&count), 0);
+                assert_eq!(released(&count), 0);
                 delete();
             }
-            assert_eq!(given_back(&count), 1);
+            assert_eq!(released(&count), 1);
         }
     }
 }

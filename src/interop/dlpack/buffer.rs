@@ -9,20 +9,18 @@ use pyo3::prelude::*;
 
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
-use crate::tree::dtype::Dtype;
+use crate::interop::view::Form;
 
-/// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy
-/// array.
-///
-/// NumPy keeps the object but holds no export of it, so the lease lives as long as the object does.
+/// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy array. The lease
+/// lives as long as the object: NumPy keeps the object, but holds no export of it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct LeaseBuffer {
     shared: SharedMemory,
 }
 
-/// A lease that several owners hold: the buffer and the storage made of it.
+/// A lease that the buffer and its storages share.
 struct SharedMemory {
-    /// Only held. The lock makes it `Sync`; nobody ever takes it.
+    /// Keeps the memory. The lock only makes it `Sync`.
     _lease: Arc<Mutex<dyn Memory>>,
     memory: *mut u8,
     len: usize,
@@ -30,7 +28,7 @@ struct SharedMemory {
 
 // SAFETY: `memory` belongs to the lease, which is `Send` and lies behind a lock.
 unsafe impl Send for SharedMemory {}
-// SAFETY: as above; what is shared is a pointer that never changes.
+// SAFETY: as above; the shared pointer never changes.
 unsafe impl Sync for SharedMemory {}
 
 impl Memory for SharedMemory {
@@ -44,7 +42,6 @@ impl Memory for SharedMemory {
 }
 
 impl LeaseBuffer {
-    /// A buffer over `lease`.
     pub fn new<M: Memory>(lease: M) -> Self {
         let (memory, len) = (lease.ptr(), lease.len());
         Self { shared: SharedMemory { _lease: Arc::new(Mutex::new(lease)), memory, len } }
@@ -53,12 +50,10 @@ impl LeaseBuffer {
 
 #[pymethods]
 impl LeaseBuffer {
-    /// A `torch.UntypedStorage` of just these bytes. It shares the memory with the buffer, and both keep it
-    /// alive.
     pub fn storage(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let SharedMemory { _lease: lease, memory, len } = &self.shared;
         let lease = SharedMemory { _lease: lease.clone(), memory: *memory, len: *len };
-        let tensor = Bridge::get(py)?.tensor(py, lease, 0, Dtype::UINT8, &[*len as i64], &[1])?;
+        let tensor = Bridge::get(py)?.tensor(py, lease, 0, Form::bytes(&[*len as i64]))?;
         Ok(tensor.bind(py).call_method0("untyped_storage")?.unbind())
     }
 
@@ -81,7 +76,6 @@ impl LeaseBuffer {
     }
 }
 
-/// An `UntypedStorage` of `nbytes` bytes of ordinary memory that, like a shared one, cannot be resized.
 #[pyfunction]
 pub fn heap_storage(py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
     LeaseBuffer::new(Heap::new(nbytes)?).storage(py)

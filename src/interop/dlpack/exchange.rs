@@ -1,4 +1,4 @@
-//! torch's side of DLPack: reading its tensors, and making them over blocks.
+//! torch's side of DLPack: reading its tensors, and creating them over blocks.
 
 use std::ffi::{CStr, c_char};
 
@@ -6,14 +6,14 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use super::Block;
-use super::abi::{DLManagedTensorVersioned, DLTensor, MakeTensor, ReadTensor, exchange_functions};
+use super::abi::{DLTensor, MakeTensor, ReadTensor, exchange_functions};
 use crate::interop::memory::Memory;
 
 const EXCHANGE_API: &CStr = c"dlpack_exchange_api";
 const CAPSULE: &CStr = c"dltensor";
 const USED_CAPSULE: &CStr = c"used_dltensor";
 
-/// torch's C functions, where it has them (`torch.Tensor.__dlpack_c_exchange_api__`).
+/// torch's C functions, if it has them (`torch.Tensor.__dlpack_c_exchange_api__`).
 #[derive(Clone, Copy)]
 pub struct Exchange {
     read: ReadTensor,
@@ -24,7 +24,7 @@ impl Exchange {
     /// The functions of a tensor type; `None` where they are missing or of another major version.
     pub fn of(tensor_type: &Bound<'_, PyAny>) -> Option<Self> {
         let capsule = tensor_type.getattr("__dlpack_c_exchange_api__").ok()?;
-        // SAFETY: any object may be asked; the name is checked by the call, an error is cleared below.
+        // SAFETY: the call accepts any object and checks the name; an error is cleared below.
         let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), EXCHANGE_API.as_ptr()) };
         if pointer.is_null() {
             drop(PyErr::take(capsule.py()));
@@ -35,13 +35,11 @@ impl Exchange {
         Some(Self { read, make })
     }
 
-    /// Describes a tensor; `None` if it cannot be described. Its sizes and strides are torch's: to be copied
-    /// at once.
+    /// Describes a tensor; `None` if torch cannot. Sizes and strides point into the tensor: copy them at once.
     #[inline]
     pub fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DLTensor> {
         let mut out = std::mem::MaybeUninit::<DLTensor>::uninit();
-        // SAFETY: the object's type is the one that the table belongs to (our callers check it), and the GIL
-        // is held.
+        // SAFETY: the table belongs to the object's type, which the callers check; the GIL is held.
         if unsafe { (self.read)(tensor.as_ptr().cast(), out.as_mut_ptr()) } != 0 {
             drop(PyErr::take(tensor.py()));
             return None;
@@ -50,17 +48,12 @@ impl Exchange {
         Some(unsafe { out.assume_init() })
     }
 
-    /// Makes a tensor; it owns the block when this succeeds.
+    /// Creates a tensor, which owns the block on success.
     #[inline]
-    fn make<'py>(
-        &self,
-        py: Python<'py>,
-        managed: *mut DLManagedTensorVersioned,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    fn make<'py, M: Memory>(&self, py: Python<'py>, block: &Block<M>) -> PyResult<Bound<'py, PyAny>> {
         let mut out = std::ptr::null_mut();
-        // SAFETY: `managed` is a complete structure of ours; the GIL is held.
-        let failed = unsafe { (self.make)(managed, &mut out) } != 0;
-        if failed {
+        // SAFETY: the block's structure is complete; the GIL is held.
+        if unsafe { (self.make)(block.versioned(), &mut out) } != 0 {
             return Err(PyErr::fetch(py));
         }
         // SAFETY: the call gives a new reference, or null with an exception set.
@@ -68,7 +61,7 @@ impl Exchange {
     }
 }
 
-/// How torch is handed a block.
+/// How a block gets to torch.
 pub enum Importer {
     /// Through its C function.
     Exchange(Exchange),
@@ -77,20 +70,16 @@ pub enum Importer {
 }
 
 impl Importer {
-    /// Makes a tensor that owns `block`. Whatever goes wrong, the block is freed just once.
+    /// Creates a tensor that owns `block`. The block is freed exactly once, even if this fails.
     pub fn import<M: Memory>(&self, py: Python<'_>, block: Block<M>) -> PyResult<Py<PyAny>> {
         let made = match self {
-            Self::Exchange(exchange) => exchange.make(py, block.versioned()),
+            Self::Exchange(exchange) => exchange.make(py, &block),
             Self::Capsule(from_dlpack) => Self::through_capsule(py, from_dlpack, &block),
         };
-        match made {
-            Ok(tensor) => {
-                block.hand_over();
-                Ok(tensor.unbind())
-            }
-            // `block` is dropped here. Its deleter, should torch have called it meanwhile, did nothing.
-            Err(error) => Err(error),
-        }
+        // An error drops the block. Its deleter, if torch has called it, did nothing.
+        let tensor = made?;
+        block.hand_over();
+        Ok(tensor.unbind())
     }
 
     fn through_capsule<'py, M: Memory>(
@@ -98,14 +87,13 @@ impl Importer {
         from_dlpack: &Py<PyAny>,
         block: &Block<M>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // SAFETY: the capsule has no destructor, so a plain pointer does; the block outlives the capsule's
-        // use below.
+        // SAFETY: the capsule has no destructor, and the block outlives its use below.
         let capsule = unsafe {
             let made = ffi::PyCapsule_New(block.legacy().cast(), CAPSULE.as_ptr(), None);
             Bound::from_owned_ptr_or_err(py, made)?
         };
         let made = from_dlpack.bind(py).call1((&capsule,));
-        // SAFETY: a live capsule; the name is static. Renamed, it can never again be taken for an unused one.
+        // SAFETY: a live capsule; the name is static. After that the capsule counts as used.
         unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED_CAPSULE.as_ptr().cast::<c_char>()) };
         made
     }

@@ -1,10 +1,10 @@
-//! DLPack: its C structures, and tensors made over memory of ours.
+//! DLPack: its C structures, and tensors over the arena's memory.
 
 pub mod abi;
 mod block;
 #[cfg(feature = "python")]
-pub(crate) mod buffer;
+pub mod buffer;
 #[cfg(feature = "python")]
-pub(crate) mod exchange;
+pub mod exchange;
 
 pub use block::Block;

@@ -7,43 +7,28 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::Bridge;
+use super::Made;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::memory::{Heap, Memory};
-use crate::interop::view::{Order, check_view};
+use crate::interop::view::{Form, LeafView, Order};
+use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
-use crate::tree::layout::{Dims, extent, is_contiguous};
+use crate::tree::layout::{Dims, is_contiguous};
 
-/// NumPy's objects.
+/// NumPy's objects that the crate uses.
 pub struct Numpy {
     ndarray: Py<PyAny>,
-    /// NumPy's built-in dtypes, aliases (`longlong`) among them, and ours.
+    /// (NumPy's dtype, ours) for all built-in dtypes, including aliases (`longlong`).
     known: Vec<(Py<PyAny>, Dtype)>,
-    /// By the codes of our dtypes, those that arrays are delivered with.
+    /// The dtypes of delivered arrays, by our dtypes' codes.
     delivered: Vec<Option<Py<PyAny>>>,
 }
 
-/// A plain array, as memory.
-pub struct ArrayView {
-    /// The first element.
-    pub ptr: *const u8,
-    /// The element type.
-    pub dtype: Dtype,
-    /// The sizes.
-    pub shape: Dims,
-    /// The strides, in bytes.
-    pub byte_strides: Dims,
-}
-
-/// Every built-in type of kinds b, i, u, f, c by its letter.
+/// The letters of all built-in types of kinds b, i, u, f, c.
 const LETTERS: &str = "?bBhHiIlLqQefdgFDG";
 
 impl Numpy {
-    /// NumPy's objects, if NumPy is there.
-    pub fn find(py: Python<'_>) -> Option<Self> {
-        Self::look_up(py).ok()
-    }
-
-    fn look_up(py: Python<'_>) -> PyResult<Self> {
+    pub fn find(py: Python<'_>) -> PyResult<Self> {
         let numpy = py.import("numpy")?;
         let make = numpy.getattr("dtype")?;
         let delivered: Vec<Option<Py<PyAny>>> =
@@ -73,8 +58,7 @@ impl Numpy {
         if let Some((_, found)) = self.known.iter().find(|(known, _)| known.is(&dtype)) {
             return Ok(Some(*found));
         }
-        // Unpickled arrays carry copies of the built-in dtypes. `==` tells byte orders and fields apart,
-        // metadata not.
+        // Unpickled arrays carry copies of the built-in dtypes. `==` compares byte orders and fields, but not metadata.
         if !dtype.getattr(intern!(py, "metadata"))?.is_none() {
             return Ok(None);
         }
@@ -88,14 +72,10 @@ impl Numpy {
 }
 
 impl Bridge {
-    /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds
-    /// b, i, u, f, c.
-    pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<ArrayView> {
+    /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds b, i, u, f, c.
+    pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
-        let dtype = match numpy.dtype_of(obj) {
-            Ok(dtype) => dtype?,
-            Err(_) => return None,
-        };
+        let dtype = numpy.dtype_of(obj).ok()??;
         let export = Export::of(obj, ffi::PyBUF_STRIDES).ok()?;
         let view = &export.0;
         let count = usize::try_from(view.ndim).ok()?;
@@ -109,8 +89,8 @@ impl Bridge {
         if view.itemsize != dtype.itemsize() as isize {
             return None;
         }
-        let ptr = view.buf.cast_const().cast();
-        Some(ArrayView { ptr, dtype, shape: dims(view.shape)?, byte_strides: dims(view.strides)? })
+        let (shape, byte_strides) = (dims(view.shape)?, dims(view.strides)?);
+        Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
     }
 
     fn numpy(&self, dtype: Dtype) -> PyResult<(&Numpy, &Py<PyAny>)> {
@@ -122,52 +102,37 @@ impl Bridge {
         Ok((numpy, found.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
     }
 
-    /// An array over leased memory, writeable. Sizes and strides count elements; the first one lies at
-    /// `byte_offset`.
-    pub fn ndarray<M: Memory>(
-        &self,
-        py: Python<'_>,
-        lease: M,
-        byte_offset: usize,
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-    ) -> PyResult<Py<PyAny>> {
-        check_view(&lease, byte_offset, dtype, shape, strides).map_err(PyValueError::new_err)?;
+    /// A writeable array over leased memory, its first element at byte `offset`.
+    pub fn ndarray<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
+        form.check(&lease, offset).map_err(PyValueError::new_err)?;
+        let Form { dtype, shape, strides } = form;
         let (numpy, own) = self.numpy(dtype)?;
         let buffer = Py::new(py, LeaseBuffer::new(lease))?;
         let shape_tuple = PyTuple::new(py, shape)?;
         if is_contiguous(shape, strides) {
-            let array = numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, byte_offset))?;
+            let array = numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset))?;
             return Ok(array.unbind());
         }
         let bytes =
             PyTuple::new(py, strides.iter().map(|stride| stride.wrapping_mul(dtype.itemsize() as i64)))?;
-        Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, byte_offset, bytes))?.unbind())
+        Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset, bytes))?.unbind())
     }
 
     /// An array that owns a copy of `bytes`, which are its extent.
-    pub fn ndarray_copied(
-        &self,
-        py: Python<'_>,
-        bytes: &[u8],
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-    ) -> PyResult<Py<PyAny>> {
-        if extent(shape, strides, dtype.itemsize()) != Some(bytes.len()) {
+    pub fn ndarray_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
+        if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of an array do not fit its sizes and strides"));
         }
-        let order = Order::of(shape, strides);
+        let order = Order::of(form.shape, form.strides);
         if order == Order::Other {
-            // NumPy makes such arrays only over memory that it does not own.
+            // NumPy creates such arrays only over memory that it does not own.
             let heap = Heap::new(bytes.len())?;
-            // SAFETY: just as many bytes were allocated, and nobody else knows them.
+            // SAFETY: as many bytes were just allocated, and only this function has them.
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-            return self.ndarray(py, heap, 0, dtype, shape, strides);
+            return self.ndarray(py, heap, 0, form);
         }
-        let (numpy, own) = self.numpy(dtype)?;
-        let (ndarray, shape) = (numpy.ndarray.bind(py), PyTuple::new(py, shape)?);
+        let (numpy, own) = self.numpy(form.dtype)?;
+        let (ndarray, shape) = (numpy.ndarray.bind(py), PyTuple::new(py, form.shape)?);
         let array = match order {
             Order::C => ndarray.call1((shape, own))?,
             _ => ndarray.call1((shape, own, py.None(), 0, py.None(), "F"))?,

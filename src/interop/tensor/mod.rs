@@ -1,4 +1,4 @@
-//! Reading torch tensors and NumPy arrays, and making them over memory.
+//! Reading torch tensors and NumPy arrays, and creating them over memory.
 
 pub mod array;
 mod storage;
@@ -13,40 +13,38 @@ use super::dlpack::Block;
 use super::dlpack::abi::CPU;
 use super::dlpack::exchange::{Exchange, Importer};
 use super::memory::{Heap, Memory};
-use super::view::{TensorView, check_view};
+use super::view::{Form, TensorView};
 use crate::tree::dtype::Dtype;
-use crate::tree::layout::{Dims, extent, numel};
+use crate::tree::layout::{Dims, numel};
 use array::Numpy;
 pub use storage::SharedStorage;
 
 static BRIDGE: PyOnceLock<Bridge> = PyOnceLock::new();
 
-/// What is looked up in torch and NumPy once a process.
+/// A new Python object.
+pub type Made = PyResult<Py<PyAny>>;
+
+/// The objects of torch and NumPy that the crate uses, looked up once per process.
 pub struct Bridge {
     tensor: Py<PyAny>,
     exchange: Option<Exchange>,
     importer: Importer,
     is_neg: Py<PyAny>,
     is_conj: Py<PyAny>,
-    /// Named tensors went away with torch 2.14 or so; before, torch refused to send them.
+    /// For named tensors, which torch refuses to send. Newer versions have none.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
     stack: Py<PyAny>,
     /// (torch's dtype, ours).
     dtypes: Vec<(Py<PyAny>, Dtype)>,
-    /// torch's own: how many function modes and dispatch modes there are, the default device.
+    /// torch's functions: number of function modes, number of dispatch modes, default device.
     defaults: [Py<PyAny>; 3],
     numpy: Option<Numpy>,
 }
 
 impl Bridge {
-    /// Looks everything up. torch has to be importable; NumPy need not be.
-    pub fn new(py: Python<'_>) -> PyResult<Self> {
-        Self::with(py, true)
-    }
-
-    /// As [`Self::new`]; `exchange` false does without torch's C functions, as on torch before 2.10.
-    pub fn with(py: Python<'_>, exchange: bool) -> PyResult<Self> {
+    /// Imports torch, and NumPy if possible. Without `exchange` torch's C functions are not used, as before torch 2.10.
+    pub fn new(py: Python<'_>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
         let c = torch.getattr("_C")?;
@@ -56,9 +54,9 @@ impl Bridge {
             Some(exchange) => Importer::Exchange(exchange),
             None => Importer::Capsule(of_c("_from_dlpack")?),
         };
-        // Older torches have element types that their DLPack has not.
+        // Older versions of torch have element types that their DLPack lacks.
         let makes = |dtype| {
-            let empty = Block::<Heap>::copied(&[], dtype, &[0], &[1]);
+            let empty = Block::<Heap>::copied(&[], Form::empty(dtype));
             empty.is_some_and(|block| importer.import(py, block).is_ok())
         };
         let dtypes = Dtype::all().filter_map(|dtype| {
@@ -79,14 +77,14 @@ impl Bridge {
                 of_c("_len_torch_dispatch_stack")?,
                 of_c("_get_default_device")?,
             ],
-            numpy: Numpy::find(py),
+            numpy: Numpy::find(py).ok(),
             tensor: tensor.unbind(),
         })
     }
 
-    /// The process's own bridge, made on first use.
+    /// The process's bridge, created on first use.
     pub fn get(py: Python<'_>) -> PyResult<&'static Self> {
-        BRIDGE.get_or_try_init(py, || Self::new(py))
+        BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
 
     /// Whether an object is a `torch.Tensor` and of no subclass.
@@ -101,8 +99,8 @@ impl Bridge {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, or not on the CPU, strided
-    /// and of a dtype that DLPack has, or it requires grad, has names, is a lazy conjugate, negative or zero.
+    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided, not of a dtype
+    /// of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -110,7 +108,7 @@ impl Bridge {
         let py = obj.py();
         let view = self.read(obj);
         if view.is_none() {
-            // A tensor that torch cannot describe is none of ours, and no error.
+            // A tensor that torch cannot describe is not plain, and no error.
             drop(PyErr::take(py));
         }
         view
@@ -161,15 +159,14 @@ impl Bridge {
         }
         let dims = |from: *const i64| match tensor.ndim {
             0 => Some(Dims::EMPTY),
-            // SAFETY: torch points to `ndim` numbers inside the tensor, and nobody else runs before they are
-            // copied.
+            // SAFETY: torch points to `ndim` numbers inside the tensor, and no code runs before they are copied.
             n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
         };
         let ptr = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         Some(TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?))
     }
 
-    /// The same for a torch without C functions.
+    /// The same without torch's C functions.
     fn read_attributes<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         let py = obj.py();
         if !obj.getattr(intern!(py, "layout")).ok()?.is(&self.strided)
@@ -190,40 +187,21 @@ impl Bridge {
         self.dtypes.iter().find(|(known, _)| known.is(dtype)).map(|(_, dtype)| *dtype)
     }
 
-    /// A tensor over leased memory. It is no view, its storage ends with its last element, and the lease is
-    /// dropped with the last tensor on that storage. Sizes and strides count elements; the first one lies at
-    /// `byte_offset`.
-    ///
-    /// # Errors
-    /// ValueError when the view does not fit into the lease or torch has no such dtype.
-    pub fn tensor<M: Memory>(
-        &self,
-        py: Python<'_>,
-        lease: M,
-        byte_offset: usize,
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-    ) -> PyResult<Py<PyAny>> {
-        check_view(&lease, byte_offset, dtype, shape, strides).map_err(PyValueError::new_err)?;
-        let block = Block::leased(lease, byte_offset, dtype, shape, strides);
-        self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
+    /// A tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with its last element,
+    /// and the last tensor on that storage drops the lease. ValueError if the form does not fit, or torch has no such dtype.
+    pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
+        form.check(&lease, offset).map_err(PyValueError::new_err)?;
+        let block = Block::leased(lease, offset, form);
+        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
     }
 
     /// A tensor that owns a copy of `bytes`, which are its extent.
-    pub fn tensor_copied(
-        &self,
-        py: Python<'_>,
-        bytes: &[u8],
-        dtype: Dtype,
-        shape: &[i64],
-        strides: &[i64],
-    ) -> PyResult<Py<PyAny>> {
-        if extent(shape, strides, dtype.itemsize()) != Some(bytes.len()) {
+    pub fn tensor_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
+        if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
         }
-        let block = Block::<Heap>::copied(bytes, dtype, shape, strides);
-        self.importer.import(py, block.ok_or_else(|| unmade(dtype))?)
+        let block = Block::<Heap>::copied(bytes, form);
+        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
     }
 
     /// `torch.stack(batch, 0, out=out)`.
@@ -233,20 +211,18 @@ impl Bridge {
         self.stack.bind(py).call((batch, 0), Some(&options)).map(drop)
     }
 
-    /// Whether something stands between Python and torch's operators (a default device, a function or
-    /// dispatch mode): then making a tensor in torch's place may give another result.
+    /// Whether a default device, a function mode or a dispatch mode may change the result of torch's operators.
     pub fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
         let [functions, dispatch, _] = &self.defaults;
         Ok(functions.call0(py)?.is_truthy(py)? || dispatch.call0(py)?.is_truthy(py)?)
     }
 
-    /// Whether new tensors of torch's lie in ordinary memory (`torch.set_default_tensor_type`).
+    /// Whether torch creates tensors in ordinary memory (`torch.set_default_tensor_type`).
     pub fn default_is_cpu(&self, py: Python<'_>) -> PyResult<bool> {
         self.defaults[2].bind(py).call0()?.eq(intern!(py, "cpu"))
     }
 }
 
-/// Whether an object is a tensor or an array that the codec can describe. What it shares may still be in its way.
 #[pyfunction]
 pub fn is_plain_leaf(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     let bridge = Bridge::get(py)?;
