@@ -88,11 +88,10 @@ pub struct WorkerTotals {
 }
 
 impl WorkerTotals {
-    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process: a worker writes its page
-    /// only after its start.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process before the page does.
     pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
         // The sums before `since_ns`: a change between the two reads omits an interval, and counts none twice.
-        // SYNC: time-spent (pairs with the Release in `Port::change`).
+        // SYNC: time-spent (pairs with the Release in `StatusPage::change`).
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
         let since = page.since_ns.load(Ordering::Relaxed);
@@ -105,7 +104,7 @@ impl WorkerTotals {
             alive,
             tasks: page.sent.load(Ordering::Relaxed),
             spent_ns,
-            // SYNC: start-time (pairs with the Release in `Port::change`).
+            // SYNC: start-time (pairs with the Release in `StatusPage::change`).
             start_cpu_ns: page.start_cpu_ns.load(Ordering::Acquire),
             start_queued_ns: page.start_queued_ns.load(Ordering::Relaxed),
         }

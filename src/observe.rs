@@ -73,9 +73,8 @@ pub struct ObservedWorker {
     pub warm: u64,
 }
 
-/// Observes an arena. `None` while no iterator uses it.
-///
-/// Errors: [`Error::Layout`] for another version, [`Error::Corrupt`] for a file that is not an arena.
+/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a file
+/// that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;

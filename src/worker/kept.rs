@@ -50,8 +50,10 @@ pub struct WorkerLease {
     port: Arc<Port>,
     kept: Arc<Kept>,
     block: u32,
-    memory: *mut u8,
-    len: usize,
+    /// The address.
+    pub ptr: *mut u8,
+    /// Number of bytes.
+    pub len: usize,
 }
 
 // SAFETY: a raw pointer into a shared mapping; the release takes the allocator's lock.
@@ -67,28 +69,13 @@ impl WorkerLease {
         len: usize,
         pause: impl Fn(Duration),
     ) -> Result<Option<Self>> {
-        let (block, memory) = match settle(|| port.allocate(len as u64), pause) {
+        let (block, ptr) = match settle(|| port.allocate(len as u64), pause) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),
         };
         kept.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Ok(Some(Self { port: port.clone(), kept: kept.clone(), block, memory, len }))
-    }
-
-    /// The address.
-    pub fn ptr(&self) -> *mut u8 {
-        self.memory
-    }
-
-    /// Number of bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True for an empty block.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+        Ok(Some(Self { port: port.clone(), kept: kept.clone(), block, ptr, len }))
     }
 }
 

@@ -44,8 +44,7 @@ pub struct Port {
     worker: u32,
     ends: Mutex<Ends>,
     allocator: Mutex<Allocator>,
-    /// A dataset may have closed it and reused its number. It is not rung then, and the main process finds results at its own
-    /// check after 250 ms.
+    /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
     /// A block for the message that reports missing memory.
     reserve: Mutex<Option<u32>>,
@@ -242,8 +241,7 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Publishes a result with a message. The consumer gets the blocks of `leaves`; the worker keeps those marked [`Keep::Yes`]
-    /// as well.
+    /// Publishes a result with a message, and transfers the blocks of `leaves` to the consumer; see [`Keep`].
     pub fn send(
         &self,
         task: u64,
@@ -305,8 +303,7 @@ impl Port {
         status.largest.store(now.max(before), Ordering::Relaxed);
     }
 
-    /// Allocates a block for a message. Without memory it takes the reserve, so that the error can be reported; a later call
-    /// refills it.
+    /// Allocates a message's block. Out of memory it uses the reserve, to report the error; a later call refills that.
     fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);

@@ -42,9 +42,7 @@ static LOOKED: AtomicU32 = AtomicU32::new(0);
 const DECIDED: u32 = u32::MAX;
 
 /// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the signal
-/// within `alone`, it was sent to this worker only; on a busy machine delivery may take that long.
-///
-/// An error of the system leaves SIGTERM's handling as it was.
+/// within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error leaves SIGTERM as it was.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let place = Place { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
