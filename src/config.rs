@@ -1,5 +1,5 @@
-//! Limits, sizes and intervals of the core, each with its unit and its reason. Constants that belong to one algorithm or to
-//! one layout stand beside it. `python/mod.rs` exports those that the Python side needs.
+//! Limits, sizes and intervals of the core, with units and reasons. Constants of a single algorithm or layout are next to it.
+//! `python/mod.rs` exports those that the Python side needs.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -12,20 +12,20 @@ const GIB: u64 = 1 << 30;
 
 /// Workers of one iterator: their numbers fit into 16 bits.
 pub const WORKERS_MAX: u32 = 1 << 16;
-/// Batches of one iterator that are under way: each ring has room for all of them.
+/// Batches of one iterator in flight: each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
-/// Seconds above which a user's timeout counts as none (30 years): no clock counts further.
+/// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Arena ---
 
 /// Bytes of the smallest arena: below this a loader falls back to torch's iterator.
 pub const ARENA_MIN: u64 = GIB;
-/// Bytes of an arena on a small machine, if the system allows it: pages exist only when touched.
+/// Bytes of an arena on a small machine, if the system allows it: untouched pages cost nothing.
 pub const ARENA_USUAL: u64 = 64 * GIB;
 /// Bytes of the largest arena: the allocator's size classes end there.
 pub const ARENA_MAX: u64 = 1 << 40;
-/// Bytes of the smallest region of one worker: less holds no batch.
+/// Bytes of the smallest region of a worker: less cannot hold a batch.
 pub const REGION_MIN: u64 = MIB;
 /// Bytes of data per entry of a block table, within the next two limits.
 pub const BYTES_PER_BLOCK: u64 = 16 * KIB;
@@ -33,7 +33,7 @@ pub const BYTES_PER_BLOCK: u64 = 16 * KIB;
 pub const TABLE_MIN: u64 = 1 << 10;
 /// Entries of the largest block table: 32 MiB of address space.
 pub const TABLE_MAX: u64 = 1 << 20;
-/// Arenas that wait in the pool for the next epoch: for example train, validation and test.
+/// Arenas that the pool keeps for the next epoch: for example train, validation and test.
 pub const POOL_ARENAS: usize = 4;
 /// The pool's idle pages take at most the machine's memory divided by this.
 pub const POOL_SHARE: u64 = 16;
@@ -42,78 +42,78 @@ pub const POOL_IDLE: Duration = Duration::from_secs(10);
 
 // --- Allocator ---
 
-/// Bytes that are reserved at once for small blocks: one system call serves many.
+/// Bytes per reservation for small blocks: one system call serves many.
 pub const SLAB: u64 = 64 * KIB;
-/// Bytes of a message or index that is sent whatever memory is left, so that an error can be reported.
+/// Bytes of a message or index that is sent regardless of free memory, so that an error can be reported.
 pub const SMALL_MESSAGE: u64 = SLAB;
 /// Allocations between two checks of the low-water marks of idle blocks.
 pub const TRIM_WINDOW: u32 = 64;
-/// Windows for which blocks lie idle before they lose their pages: one window may be unusual.
+/// Windows after which idle blocks lose their pages: a single one may be unusual.
 pub const TRIM_PATIENCE: u8 = 2;
-/// Size classes by which a warm block may exceed the size that is asked for (up to 75 % larger).
+/// Size classes by which a warm block may exceed the requested size (up to 75 % larger).
 pub const REUSE_CLASSES: usize = 3;
 /// With varying sizes, idle pages may exceed the recent peak by the peak divided by this.
 pub const IDLE_SHARE: u64 = 4;
-/// Batches whose largest sets how many pages an idle worker keeps.
+/// Batches whose largest determines the pages that an idle worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
-/// Bytes of fresh pages between two checks of the memory that is left: a check reads files of /proc.
+/// Bytes of fresh pages between two checks of available memory: a check reads files of /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
-/// Bytes that a reservation leaves to other processes: as many as it takes itself, within these limits.
+/// Bytes that a reservation leaves to other processes: its own size, within these limits.
 pub const HEADROOM_MARGIN: RangeInclusive<u64> = MIB..=32 * MIB;
-/// How long a reservation waits for those of other workers if together they take too much.
+/// How long a reservation waits for those of other workers if their sum is too large.
 pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
 
 // --- Messages and copies ---
 
-/// Bytes from which a leaf has a block of its own. Smaller leaves are part of the message and are copied at delivery.
+/// Bytes from which a leaf has its own block. Smaller leaves are part of the message and are copied at delivery.
 pub const INLINE_LIMIT: usize = 16 << 10;
 /// Levels of nested containers; deeper batches are pickled.
 pub const MAX_DEPTH: usize = 64;
 /// Dimensions of a tensor; those with more are pickled.
 pub const MAX_DIMS: usize = 16;
-/// Bytes from which a copy uses streaming stores: what fits into a cache is better left there.
+/// Bytes from which a copy uses streaming stores: smaller data stay in the cache.
 pub const STREAM_FROM: usize = 2 << 20;
 /// Bytes from which a copy releases the GIL: below that, releasing it costs more.
 pub const DETACH_FROM: usize = 256 << 10;
 /// Bytes of the largest buffer that is kept for the next message.
 pub const BUFFER_KEPT: usize = 4 << 20;
-/// Steps that the proof may take that tensors with overlapping extents share no element.
+/// Steps of the search for an element that tensors with overlapping extents share.
 pub const OVERLAP_STEPS: u32 = 1 << 15;
-/// Tensors that share no element are copied apart if one block for all would exceed their size by this factor.
+/// Tensors that share no element are copied separately if one block for all would exceed their size by this factor.
 pub const STORAGE_WASTE: usize = 2;
 
 // --- Waiting in the main process ---
 
-/// The longest single wait: a signal that arrived just before it is handled after it.
+/// The longest single wait. A signal that arrives just before is handled after it.
 pub const WAIT_SLICE: Duration = Duration::from_millis(250);
-/// The longest single wait without a pidfd or doorbell that would end it.
+/// The longest single wait without a pidfd or doorbell to end it.
 pub const BLIND_SLICE: Duration = Duration::from_millis(20);
 /// How long a waiting thread yields the processor before it sleeps: a wake-up costs more than most small batches.
 pub const YIELD_FOR: Duration = Duration::from_micros(20);
 /// How often a `next` that never blocks checks for dead workers.
 pub const DEATH_CHECK: Duration = Duration::from_millis(100);
-/// How often a shutdown checks for the end of a worker that has no pidfd.
+/// How often a shutdown checks for the end of a worker without a pidfd.
 pub const EXIT_CHECK: Duration = Duration::from_millis(2);
-/// A `next` that works for longer has its sampler timed from the next call on: a thousand times the cost of the clock.
+/// Work of a `next` above which the next call times its sampler: a thousand times the cost of a clock read.
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
-/// Descriptors up to which ppoll is used: it is faster for few, and needs no descriptor of its own.
+/// Descriptors up to which ppoll is used: it is faster for few, and needs no extra descriptor.
 pub const POLL_MAX: usize = 32;
-/// Events that one epoll_wait takes; the next call takes the rest.
+/// Events per epoll_wait; the next call returns the rest.
 pub const EPOLL_EVENTS: usize = 64;
-/// Bytes of the pin thread's stack: that of Python's own threads on most systems, because users' code runs on it.
+/// Bytes of the pin thread's stack: as Python's threads on most systems, because it runs user code.
 pub const PIN_STACK: usize = 8 << 20;
 
 // --- Stuck workers ---
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// The signal on which a worker dumps its stack, counted from SIGRTMIN: programs use the first and last ones.
+/// The signal for a stack dump, counted from SIGRTMIN: programs use the first and last ones.
 pub const STACK_SIGNAL: i32 = 13;
 /// Interval between two reads of a stack dump that is being written.
 pub const STACK_CHECK: Duration = Duration::from_millis(5);
 /// Reads without growth after which a stack dump is complete.
 pub const STACK_SETTLED: u32 = 20;
-/// Bytes of a stack dump that go into the log.
+/// Bytes of a stack dump that are logged.
 pub const STACK_SHOWN: usize = 64 << 10;
 /// Nanoseconds between two checks that the worker's signal handler is still installed: each costs a system call.
 pub const HANDLER_CHECK_NS: u64 = 50_000_000;
@@ -122,23 +122,23 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 /// The longest single sleep of an idle worker; then it trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
-/// Bytes of blocks held by a worker's objects from which Python's collector is called: it does not see their size.
+/// Bytes held by a worker's objects from which it calls Python's garbage collector, which does not see their size.
 pub const COLLECT_FROM: u64 = 32 * MIB;
 /// The same threshold in batches of the largest size so far; the higher of both applies.
 pub const COLLECT_BATCHES: u64 = 4;
-/// Bytes that a worker's objects may hold after that; above it, its tensors use ordinary memory.
+/// Bytes that a worker's objects may hold after that; above it, its tensors use the heap.
 pub const RETAINED_MAX: u64 = GIB;
-/// How often a worker checks that the main process runs, where there is no pidfd.
+/// How often a worker without a pidfd checks that the main process runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 /// Time for the current item once the main process is gone.
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
-/// Bytes of the watchdog thread's stack: no Python code runs on it.
+/// Bytes of the watchdog thread's stack: it runs no Python code.
 pub const WATCHDOG_STACK: usize = 64 << 10;
-/// From a SIGTERM to the first check which other workers got one, and between checks.
+/// Interval from a SIGTERM to the first check which other workers received one, and between checks.
 pub const SIGTERM_CHECK: Duration = Duration::from_millis(100);
-/// How long workers keep working after a SIGTERM to the group: the main process saves its checkpoint.
+/// How long workers continue after a SIGTERM to the group, while the main process saves its checkpoint.
 pub const SIGTERM_SERVE: Duration = Duration::from_secs(30);
-/// How long the only worker of an iterator keeps working: it has no other worker to compare with.
+/// How long the only worker of an iterator continues: it has no other worker to compare with.
 pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 
 // --- Statistics and texts ---
@@ -151,7 +151,7 @@ pub const INDICES_SHOWN: usize = 16;
 pub const KEY_SHOWN: usize = 60;
 /// Bytes of a key that a status page shows.
 pub const KEY_BYTES_SHOWN: usize = 30;
-/// Reads of a status page that changes while it is read; then the last one counts.
+/// Limit of reads of a status page that changes while it is read; then the last one counts.
 pub const PAGE_READS: usize = 4;
 /// Entries of a block table that `top` reads at a time.
 pub const TABLE_READ: u32 = 1024;

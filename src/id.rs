@@ -1,4 +1,4 @@
-//! Newtypes for the numbers that the layers pass to each other.
+//! Newtypes for the numbers that cross layers.
 
 /// The position of a worker in its iterator: 0 to `num_workers - 1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -12,7 +12,6 @@ impl WorkerId {
     }
 }
 
-/// The sequence number of a task. It counts up through all epochs of an iterator and is never used twice,
-/// so that a result of an abandoned epoch cannot be taken for one of the present epoch.
+/// The sequence number of a task. Unique across all epochs of an iterator, so that stale results are recognized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TaskId(pub u64);

@@ -1,19 +1,19 @@
 //! The core of rustloader: a scheduler, a shared-memory arena and the engine that joins them.
 //!
-//! The layers. A module uses only what stands in the lines below its own; `tests/layers.rs` checks it against this table.
+//! A module uses only modules in the lines below its own; `tests/layers.rs` checks this table.
 //!
 //! ```text
 //! python                   Python classes over the rest (feature `python`)
-//! codec                    batches become bytes and leaves, and come back
+//! codec                    conversion between batches, and bytes with leaves
 //! interop                  tensors, arrays, DLPack, calls of Python
-//! engine, observe, worker  main's end, a worker's end, an observer in another process
+//! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! metrics                  counters
-//! scheduler, tree, wire    who does what next; the bytes of a batch; the entries of the rings
+//! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
 //! config, error, id, numbered, sync
 //! ```
-//! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md describes the way of a batch.
+//! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md follows a batch through them.
 
 pub mod config;
 #[cfg(not(loom))]

@@ -1,8 +1,8 @@
-//! What is counted of an iterator, for statistics: plain numbers that anybody may read at any time, without the turn.
+//! Counters of an iterator, readable from any thread at any time.
 //!
-//! A counter has one writer at a time, whoever has the turn or the pin thread, so that an addition is a load and a store.
-//! The lock is taken where a task is among the slowest so far, when an iterator ends, and by who asks. In a forked child a thread
-//! that is not there may have it for ever: there nobody waits for it, and what it protects counts as nothing.
+//! A counter has one writer at a time, the thread with exclusive access or the pin thread, so an addition is a load and a store.
+//! Slow tasks, the end of an iterator and readers take the lock. In a forked child a lost thread may hold it: a child only
+//! tries to lock, and otherwise treats the data as empty.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -14,36 +14,36 @@ use crate::shm::layout::{COUNTS, MainPage, StatusPage, WorkerState};
 use crate::sys;
 use crate::wire::Timings;
 
-/// What is counted; times are in nanoseconds.
+/// The counters. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Count {
     /// Epochs begun.
     Epochs,
-    /// Batches handed out.
+    /// Delivered batches.
     Batches,
-    /// Their bytes: messages and leaves.
+    /// Bytes of their messages and leaves.
     Bytes,
-    /// Leaves that workers copied into the arena, because they were made elsewhere.
+    /// Leaves that workers copied into the arena.
     Copies,
-    /// Bytes of these.
+    /// Bytes of these copies.
     CopiedBytes,
-    /// Batches that came as a pickle.
+    /// Pickled batches.
     Pickled,
-    /// In `next`, all of it.
+    /// Time in `next`.
     Next,
-    /// In `next`, waiting for a batch that is not an epoch's first.
+    /// Time that `next` waited for batches other than an epoch's first.
     Waited,
-    /// In `next`, waiting for the first batch of an epoch.
+    /// Time that `next` waited for first batches of epochs.
     First,
-    /// Of `Waited`: while later batches were there already.
+    /// Part of `Waited` with later batches ready.
     Blocked,
-    /// In `next`, in the sampler, and sending what it gave; only behind a `next` that worked for long.
+    /// Time of the sampler and of submissions; measured only after a `next` that worked for long.
     Sampler,
-    /// Between two calls of `next` of one epoch.
+    /// Time between two calls of `next` of one epoch.
     Step,
-    /// Batches that the pin thread made ready.
+    /// Batches that the pin thread prepared.
     Pinned,
-    /// In making them ready.
+    /// Time of their preparation.
     Pinning,
 }
 
@@ -51,7 +51,7 @@ impl Count {
     /// Number of counters.
     pub const LEN: usize = COUNTS;
 
-    /// All, with their names.
+    /// All counters with their names.
     pub const ALL: [(Self, &'static str); Self::LEN] = [
         (Self::Epochs, "epochs"),
         (Self::Batches, "batches"),
@@ -70,29 +70,28 @@ impl Count {
     ];
 }
 
-/// What a worker has done.
+/// Totals of one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerTotals {
-    /// Its process id; 0 before its process has been started.
+    /// The process id; 0 before the start.
     pub pid: u32,
-    /// Whether its process runs.
+    /// Whether the process runs.
     pub alive: bool,
-    /// Batches and errors that it sent.
+    /// Batches and errors sent.
     pub tasks: u64,
     /// Nanoseconds in each state, by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
-    /// Nanoseconds of processor time before its first task; 0: it has not come so far.
+    /// Nanoseconds of CPU time before the first task; 0 before that.
     pub start_cpu_ns: u64,
-    /// Nanoseconds that it waited for a core before its first task.
+    /// Nanoseconds of waiting for a core before the first task.
     pub start_queued_ns: u64,
 }
 
 impl WorkerTotals {
-    /// By a status page, at a time in monotonic nanoseconds. The process is what the main process knows of it: a worker writes
-    /// its page only once it has come to life.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process before the page does.
     pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
-        // The sums before the begin of the state that is added: a change between the two leaves a little out, until the next look.
-        // SYNC: time-spent (pairs with the Release in `Port::change`).
+        // The sums before `since_ns`: a change between the two reads omits an interval, and counts none twice.
+        // SYNC: time-spent (pairs with the Release in `StatusPage::change`).
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
         let since = page.since_ns.load(Ordering::Relaxed);
@@ -105,13 +104,13 @@ impl WorkerTotals {
             alive,
             tasks: page.sent.load(Ordering::Relaxed),
             spent_ns,
-            // SYNC: start-time (pairs with the Release in `Port::change`).
+            // SYNC: start-time (pairs with the Release in `StatusPage::change`).
             start_cpu_ns: page.start_cpu_ns.load(Ordering::Acquire),
             start_queued_ns: page.start_queued_ns.load(Ordering::Relaxed),
         }
     }
 
-    /// Adds what a later worker of the same number has done.
+    /// Adds the totals of a later worker of the same number.
     fn add(&mut self, later: &Self) {
         self.tasks = self.tasks.wrapping_add(later.tasks);
         for (sum, more) in self.spent_ns.iter_mut().zip(&later.spent_ns) {
@@ -128,15 +127,15 @@ impl WorkerTotals {
 /// One of the slowest tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlowTask {
-    /// The worker that did it.
+    /// The worker.
     pub worker: u32,
-    /// How long its parts took.
+    /// Times of its parts.
     pub timings: Timings,
-    /// Its index batch, as texts show it.
+    /// Its index batch as text.
     pub index: String,
 }
 
-/// All figures, as they are at one moment.
+/// A snapshot of all counters.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     /// By the number of the [`Count`].
@@ -145,16 +144,16 @@ pub struct Totals {
     pub workers: Vec<WorkerTotals>,
     /// The slowest first.
     pub slowest: Vec<SlowTask>,
-    /// Of the arenas that iterators have now.
+    /// Memory of the arenas in use.
     pub usage: Usage,
-    /// The most bytes of pages that an iterator's arena has had.
+    /// Largest size of an arena's pages, in bytes.
     pub high_water: u64,
-    /// Pin threads that run.
+    /// Running pin threads.
     pub pin_threads: u32,
 }
 
 impl Totals {
-    /// Adds the figures of a later iterator.
+    /// Adds the totals of a later iterator.
     pub fn add(&mut self, later: &Self) {
         for (sum, more) in self.counts.iter_mut().zip(later.counts) {
             *sum = sum.wrapping_add(more);
@@ -177,8 +176,7 @@ impl Totals {
         }
     }
 
-    /// Adds what an arena tells of its workers and of itself, while they use it. `process` gives a worker's process id, and
-    /// whether it runs.
+    /// Adds an arena's current workers and memory. `process` returns a worker's pid, and whether it runs.
     pub fn add_arena(&mut self, arena: &Arena, process: impl Fn(u32) -> (u32, bool)) {
         let now = sys::clock::monotonic_ns();
         let totals = |worker| WorkerTotals::of(&arena.control(worker).status, process(worker), now);
@@ -190,15 +188,15 @@ impl Totals {
     }
 }
 
-/// The counters of one iterator, or of all iterators that a loader has had.
+/// The counters of one iterator, or of all iterators of a loader.
 #[derive(Debug)]
 pub struct Meter {
-    /// The fork generation of the process that made it.
+    /// Fork generation of the process that created it.
     generation: u64,
     counts: [AtomicU64; Count::LEN],
-    /// A task that takes longer than so many microseconds is among the slowest.
+    /// Microseconds above which a task is among the slowest.
     slow_from: AtomicU64,
-    /// What ends have left, and the slowest tasks; its counts are not used.
+    /// Totals of ended workers and iterators, and the slowest tasks. Its `counts` are not used.
     rest: Mutex<Totals>,
 }
 
@@ -214,26 +212,26 @@ impl Default for Meter {
 }
 
 impl Meter {
-    /// Adds to a counter. For its one writer.
+    /// Adds to a counter; only for its writer.
     #[inline]
     pub fn add(&self, count: Count, more: u64) {
         let word = &self.counts[count as usize];
         word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Adds a time to a counter. For its one writer.
+    /// Adds a time to a counter; only for its writer.
     #[inline]
     pub fn add_time(&self, count: Count, time: Duration) {
         self.add(count, time.as_nanos() as u64);
     }
 
-    /// What a counter has come to.
+    /// The value of a counter.
     #[inline]
     pub fn get(&self, count: Count) -> u64 {
         self.counts[count as usize].load(Ordering::Relaxed)
     }
 
-    /// Copies the counters to where other processes can read them.
+    /// Copies the counters to a page that other processes read.
     #[inline]
     pub fn show(&self, page: &MainPage) {
         for (shown, count) in page.counts.iter().zip(&self.counts) {
@@ -241,7 +239,7 @@ impl Meter {
         }
     }
 
-    /// `None` in a child that was forked while another thread was in here.
+    /// `None` in a child that was forked while another thread held the lock.
     fn rest(&self) -> Option<MutexGuard<'_, Totals>> {
         if self.generation == sys::fork::generation() {
             return Some(self.rest.lock().unwrap_or_else(PoisonError::into_inner));
@@ -253,13 +251,13 @@ impl Meter {
         }
     }
 
-    /// Whether a task that took so long is among the slowest so far, and so wanted by [`Meter::note_slow`].
+    /// Whether a task with these times belongs to the slowest, see [`Meter::note_slow`].
     #[inline]
     pub fn is_slow(&self, timings: &Timings) -> bool {
         timings.total_us() > self.slow_from.load(Ordering::Relaxed)
     }
 
-    /// Takes a task in among the slowest.
+    /// Adds a task to the slowest.
     pub fn note_slow(&self, task: SlowTask) {
         let Some(mut rest) = self.rest() else { return };
         let place = rest.slowest.partition_point(|other| other.timings.total_us() >= task.timings.total_us());
@@ -270,14 +268,14 @@ impl Meter {
         }
     }
 
-    /// Keeps what an arena tells of its workers, which have ended: it may go to another iterator now.
+    /// Keeps the totals of an arena's workers, which have ended, before another iterator uses the arena.
     pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
         let Some(mut rest) = self.rest() else { return };
         rest.add_arena(arena, |worker| (pid(worker), false));
         rest.usage = Usage::default();
     }
 
-    /// Takes in the figures of an iterator that has ended. In a forked child whose parent was in here, that is the counters.
+    /// Adds the totals of an ended iterator; only the counters if a forked child cannot lock the rest.
     pub fn absorb(&self, ended: &Totals) {
         for (word, more) in self.counts.iter().zip(ended.counts) {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
@@ -289,11 +287,10 @@ impl Meter {
             pin_threads: 0,
             ..ended.clone()
         });
-        // Its process has ended, as far as it is this iterator's affair.
         rest.workers.iter_mut().for_each(|worker| worker.alive = false);
     }
 
-    /// All that is known without a look at the arena. In a forked child whose parent was in here, that is the counters.
+    /// The totals without the arena; only the counters if a forked child cannot lock the rest.
     pub fn totals(&self) -> Totals {
         let rest = self.rest().map(|rest| rest.clone()).unwrap_or_default();
         Totals { counts: std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed)), ..rest }
@@ -359,7 +356,7 @@ mod tests {
             unsafe { libc::_exit(i32::from(!right)) };
         }
         let mut status = 0;
-        // SAFETY: the process is a child of ours that nobody else waits for.
+        // SAFETY: a child of this process, which no other thread waits for.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         drop(held);
         assert!(libc::WIFEXITED(status), "it waited until the alarm: {status}");

@@ -1,8 +1,7 @@
-//! What another process's iterator does, read out of its arena from outside.
+//! Observes another process's iterator through its arena, without its cooperation.
 //!
-//! The arena is read by `pread` through a descriptor that cannot write. Nothing is mapped: reading allocates no page of the
-//! arena, and nothing there can be changed. The observed process takes no part. What is read may be torn, or garbage: every
-//! number that leads further is checked first, and all others are only shown.
+//! Uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of the arena. Data may be
+//! torn or garbage: every number that is used to find more data is validated, all others are only shown.
 
 use std::os::fd::BorrowedFd;
 
@@ -18,32 +17,32 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::sys;
 use crate::tree;
 
-/// An iterator, as it was at one moment.
+/// A snapshot of an iterator.
 #[derive(Clone, Debug)]
 pub struct Observed {
-    /// The monotonic clock at that moment, in nanoseconds.
+    /// Monotonic time of the snapshot, in nanoseconds.
     pub now_ns: u64,
-    /// The main process, as it knows itself.
+    /// The main process's id in its own pid namespace.
     pub pid: u32,
-    /// What it does.
+    /// Its state.
     pub state: MainState,
     /// Nanoseconds in the state.
     pub in_state_ns: u64,
-    /// Nanoseconds since the iterator was made.
+    /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
-    /// The workers have been told to leave.
+    /// The workers have been asked to leave.
     pub stopping: bool,
     /// The iterator's `prefetch_factor`.
     pub prefetch_factor: u32,
     /// Batches are delivered in order.
     pub in_order: bool,
-    /// The workers live from epoch to epoch.
+    /// The workers survive epochs.
     pub persistent: bool,
     /// There is a pin thread.
     pub pinning: bool,
-    /// Batches of this epoch that were handed out.
+    /// Delivered batches of this epoch.
     pub epoch_batches: u64,
-    /// By the number of the [`Count`]; the state that lasts is counted in.
+    /// By the number of the [`Count`], including the current state.
     pub counts: [u64; Count::LEN],
     /// By the worker's number.
     pub workers: Vec<ObservedWorker>,
@@ -51,39 +50,38 @@ pub struct Observed {
     pub usage: Usage,
 }
 
-/// A worker, as it was at one moment.
+/// A snapshot of a worker.
 #[derive(Clone, Debug)]
 pub struct ObservedWorker {
-    /// What it does.
+    /// Its state.
     pub state: WorkerState,
     /// Nanoseconds in the state.
     pub in_state_ns: u64,
-    /// What it has done; the state that lasts is counted in. The process id is the one that the worker knows.
+    /// Its totals, including the current state. The process id is that of the worker's own pid namespace.
     pub totals: WorkerTotals,
-    /// The batch that it is at, or was at last, by its number in the epoch. `None` before its first one.
+    /// The current or last batch, by its number in the epoch. `None` before the first.
     pub batch: Option<u64>,
-    /// Nanoseconds since it took that batch up.
+    /// Nanoseconds since the worker took that batch.
     pub at_batch_ns: u64,
-    /// The index batch of that batch, as a short text.
+    /// The indices of that batch, as a short text.
     pub index: Option<String>,
-    /// Batches that it has still to take up.
+    /// Batches in its submission ring.
     pub queued: u32,
-    /// Batches that it has sent and that the main process has not taken.
+    /// Batches in its completion ring.
     pub ready: u32,
-    /// Bytes of its region of the shared memory that have pages.
+    /// Bytes of its region that have pages.
     pub warm: u64,
 }
 
-/// Looks at an arena. `None` while no iterator has it.
-///
-/// Errors: [`Error::Layout`] for one of another version, [`Error::Corrupt`] for a file that is not an arena.
+/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a file
+/// that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;
     let version = header.version.load(Ordering::Relaxed);
     match header.magic.load(Ordering::Relaxed) {
         MAGIC => {}
-        // It has just been created.
+        // Just created.
         0 if version == 0 => return Ok(None),
         other => return Err(Error::corrupt(format!("the file begins with {other:#x}, expected {MAGIC:#x}"))),
     }
@@ -100,10 +98,8 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     if state == MainState::Unused {
         return Ok(None);
     }
-    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
-    let (since_ns, started_ns, epoch_task) =
-        (word(&main.since_ns), word(&main.started_ns), word(&main.epoch_task));
-    let in_state_ns = now_ns.saturating_sub(since_ns);
+    let (started_ns, epoch_task) = (word(&main.started_ns), word(&main.epoch_task));
+    let in_state_ns = now_ns.saturating_sub(word(&main.since_ns));
     let options = main.options.load(Ordering::Relaxed);
     let mut usage = Usage::default();
     let mut observed = Vec::new();
@@ -135,18 +131,16 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     }))
 }
 
-/// The sizes that an arena's header says, if all of them fit each other and the file.
+fn word(word: &AtomicU64) -> u64 {
+    word.load(Ordering::Relaxed)
+}
+
+/// The sizes in an arena's header, if they fit each other and the file.
 fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
-    let (workers, ring_slots, table_len) =
-        (word(&header.workers), word(&header.ring_slots), word(&header.table_len));
-    let found = Geometry {
-        workers,
-        ring_slots,
-        table_len,
-        region_len: header.region_len.load(Ordering::Relaxed),
-        total: len,
-    };
+    let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
+    let (table_len, region_len) = (word(&header.table_len), header.region_len.load(Ordering::Relaxed));
+    let found = Geometry { workers, ring_slots, table_len, region_len, total: len };
     match Geometry::of_file(len, workers, ring_slots) {
         Ok(geometry) if geometry == found => Ok(geometry),
         _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
@@ -154,21 +148,18 @@ fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
 }
 
 fn main_key(page: &MainPage) -> (u32, u64, u64, u64) {
-    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
-    let (since_ns, wait_since_ns) = (word(&page.since_ns), word(&page.wait_since_ns));
-    let in_next_ns = word(&page.counts[Count::Next as usize]);
-    (page.state.load(Ordering::Relaxed), since_ns, wait_since_ns, in_next_ns)
+    let next_ns = word(&page.counts[Count::Next as usize]);
+    (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.wait_since_ns), next_ns)
 }
 
 fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
-    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// The counters, with the time of the state that lasts: they are shown only at the end of each `next` and of each wait.
+/// The counters plus the time of the current state, which they lack until the end of a `next` or wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
-    // Before it waits, a `next` may ask the sampler.
+    // A `next` may ask the sampler before it waits.
     let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
     let lasting: &[(Count, u64)] = match state {
         MainState::Next => &[(Count::Next, in_state_ns)],
@@ -186,10 +177,9 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
 
 fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
-    let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-    // Before its process has come to life it has written nothing.
+    // A worker writes nothing before its start.
     let since_ns = if pid == 0 { started_ns } else { word(&page.since_ns) };
     let (task, taken_up) = (word(&page.task), word(&page.task_since_ns));
     let index = (word(&page.index_task) == task.wrapping_add(1)).then(|| index_of(page)).flatten();
@@ -217,18 +207,17 @@ fn index_of(page: &StatusPage) -> Option<String> {
 fn waiting(ring: &RingControl) -> u32 {
     let (tail, head) = (ring.tail.0.load(Ordering::Relaxed), ring.head.0.load(Ordering::Relaxed));
     let count = tail.wrapping_sub(head);
-    // Read one after the other: the head may be ahead.
+    // Not read atomically: the head may be ahead.
     if count > u32::MAX / 2 { 0 } else { count }
 }
 
-/// The file, from which bytes are copied.
+/// The arena's file.
 struct File<'a> {
     fd: BorrowedFd<'a>,
     len: u64,
 }
 
 impl File<'_> {
-    /// The bytes of a `T`, or of several.
     fn bytes(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
         let bytes = match usize::try_from(offset) {
             Ok(start) => sys::proc_fd::read(self.fd, start, len),
@@ -244,7 +233,7 @@ impl File<'_> {
         Ok(struct_of(&self.bytes(offset, size_of::<T>())?))
     }
 
-    /// What lies at `offset`, read again while `key` changes.
+    /// Reads a `T`, repeatedly while its `key` changes.
     fn read_steady<T: Shared, K: PartialEq>(&self, offset: u64, key: impl Fn(&T) -> K) -> Result<T> {
         let mut last: T = self.read(offset)?;
         for _ in 1..PAGE_READS {
@@ -277,6 +266,6 @@ impl File<'_> {
 /// A copy of a struct of the layout.
 fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     assert_eq!(bytes.len(), size_of::<T>());
-    // SAFETY: there are as many bytes as the struct has, and any are a valid one ([`Shared`]).
+    // SAFETY: the length fits, and any bytes are a valid `T` ([`Shared`]).
     unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }
 }

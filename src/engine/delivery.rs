@@ -80,15 +80,6 @@ enum Health {
     Broken(Error),
 }
 
-/// A result to open before any other is taken.
-#[derive(Debug)]
-pub struct Tied<B> {
-    /// The result.
-    pub incoming: Incoming,
-    /// The state of an interrupted attempt to open it.
-    pub ready: Option<B>,
-}
-
 /// The state of the calls of one iterator.
 #[derive(Debug)]
 pub struct Delivery<T, B, E> {
@@ -102,7 +93,8 @@ pub struct Delivery<T, B, E> {
     unsent: Option<T>,
     /// A delivered result whose decoding was interrupted.
     unread: Option<B>,
-    tied: Option<Tied<B>>,
+    /// A result to open before any other is taken; `ready` is the state of an interrupted attempt to open it.
+    tied: Option<Arrival<B>>,
 }
 
 impl<T, B, E> Default for Delivery<T, B, E> {
@@ -187,7 +179,7 @@ impl<T, B, E> Delivery<T, B, E> {
         if let Health::Broken(error) = &self.health {
             return Err(error.clone());
         }
-        if let Some(Tied { incoming, ready }) = &mut self.tied {
+        if let Some(Arrival { incoming, ready }) = &mut self.tied {
             return Ok(Step::Open { incoming: *incoming, ready: ready.take() });
         }
         let decision = decide();
@@ -234,11 +226,11 @@ impl<T, B, E> Delivery<T, B, E> {
 
     /// Stores a result to open before any other is taken, while its worker lives.
     pub fn tie(&mut self, incoming: Incoming) {
-        self.tied = Some(Tied { incoming, ready: None });
+        self.tied = Some(Arrival { incoming, ready: None });
     }
 
     /// Takes the tied result, if it is of this worker, or of any for `None`.
-    pub fn untie(&mut self, worker: Option<u32>) -> Option<Tied<B>> {
+    pub fn untie(&mut self, worker: Option<u32>) -> Option<Arrival<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))
     }
 

@@ -4,8 +4,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-/// A lock whose waiters can check signals between slices. A thread cannot take it twice: a signal handler that calls `next`
-/// gets an error instead of a deadlock.
+/// A lock with bounded waits, between which callers check signals. Reentry is an error, not a deadlock, for signal handlers.
 #[derive(Debug, Default)]
 pub struct Gate {
     queue: Mutex<Queue>,

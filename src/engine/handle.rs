@@ -68,9 +68,8 @@ impl Handle {
         })
     }
 
-    /// Registers a worker's new process. Returns it and the token of its pidfd.
-    ///
-    /// Errors: [`Error::Usage`] for an invalid pid, an unknown worker, or a slot in use.
+    /// Registers a worker's new process. Returns it and the token of its pidfd. [`Error::Usage`] for an invalid pid, an unknown
+    /// worker, or a slot in use.
     pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!(

@@ -17,8 +17,7 @@ pub(super) enum Intake<B> {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Passes results to the scheduler and performs its actions. Stops at a tied result: the entry behind it in the ring may
-    /// let the worker leave.
+    /// Passes results to the scheduler and performs its actions. Stops at a tied result, whose worker may leave after it.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()

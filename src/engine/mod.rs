@@ -38,7 +38,6 @@ use self::watch::Watch;
 use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
-use crate::metrics::Count;
 use crate::scheduler::{Action, Death, Event, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
@@ -237,7 +236,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn reset(&mut self) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
-        self.show_epoch(self.handle.meter.get(Count::Batches));
+        self.show_epoch();
         let result = self.effects();
         self.sticky(result)
     }

@@ -40,7 +40,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     #[inline]
     pub(super) fn show(&self, state: MainState, since: Duration) {
         if let Some(page) = self.page() {
-            page.since_ns.store(since.as_nanos() as u64, Ordering::Relaxed);
+            let waits = matches!(state, MainState::First | MainState::Waiting);
+            let word = if waits { &page.wait_since_ns } else { &page.since_ns };
+            word.store(since.as_nanos() as u64, Ordering::Relaxed);
             page.state.store(state as u32, Ordering::Relaxed);
         }
     }
@@ -53,15 +55,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             page.counts[Count::Step as usize].store(step, Ordering::Relaxed);
         }
         self.show(MainState::Next, self.now);
-    }
-
-    /// Shows that `next` waits.
-    #[inline]
-    pub(super) fn show_wait(&self, state: MainState, since: Duration) {
-        if let Some(page) = self.page() {
-            page.wait_since_ns.store(since.as_nanos() as u64, Ordering::Relaxed);
-            page.state.store(state as u32, Ordering::Relaxed);
-        }
     }
 
     /// Shows that a wait has ended, and its time.
@@ -84,10 +77,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.show(state, self.now);
     }
 
-    pub(super) fn show_epoch(&self, batches: u64) {
+    pub(super) fn show_epoch(&self) {
         if let Some(page) = self.page() {
             page.epoch_task.store(self.scheduler.first_task().0, Ordering::Relaxed);
-            page.epoch_batches.store(batches, Ordering::Relaxed);
+            page.epoch_batches.store(self.handle.meter.get(Count::Batches), Ordering::Relaxed);
             self.handle.meter.show(page);
         }
     }

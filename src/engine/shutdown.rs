@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use super::completions::{self, Completions};
-use super::delivery::Tied;
+use super::completions::{self, Arrival, Completions};
 use super::intake::Intake;
 use super::{Engine, page, pin};
 use crate::scheduler::Event;
@@ -34,8 +33,7 @@ impl Ending {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends the engine after its workers have ended, and discards undelivered results. [`Ending::carry_out`], which may be
-    /// slow, does not need the engine.
+    /// Ends the engine after its workers, and discards undelivered results. [`Ending::carry_out`] does the slow rest.
     pub fn finish(&mut self) -> Ending {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
@@ -45,7 +43,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if self.delivery.is_broken() || !self.handle.all_left() {
             return Ending::Retire(arena);
         }
-        if let Some(Tied { incoming, ready: None }) = self.delivery.untie(None) {
+        if let Some(Arrival { incoming, ready: None }) = self.delivery.untie(None) {
             completions::discard(&arena, &incoming);
         }
         // The thread owns the consumer's ends of the rings while it runs.

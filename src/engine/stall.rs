@@ -142,8 +142,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 }
 
 impl Handle {
-    /// The Python stacks of a stuck worker's threads, or why they are unavailable. Waits for up to [`Stall::patience`]: call
-    /// without the GIL.
+    /// The Python stacks of a stuck worker's threads, or why they are unavailable. Waits: call without the GIL.
     pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
         let worker = stall.worker;
         let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;

@@ -32,14 +32,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Waits for a result, a death, a signal or a shutdown, at most until `deadline` and at most one slice. Call without the
-    /// GIL.
+    /// Waits for a result, death, signal or shutdown, at most until `deadline` and for one slice. Call without the GIL.
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
         self.ready.clear();
         let start = sys::clock::monotonic();
         self.watch.wait_begins(start, self.scheduler.is_blocked());
         if let Some(state) = self.watch.waiting() {
-            self.show_wait(state, start);
+            self.show(state, start);
         }
         loop {
             sys::clock::yield_now();
@@ -71,8 +70,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Processes what the last wait has found: drains the doorbell and reports dead workers. Check signals first: Ctrl-C ends
-    /// workers too.
+    /// Drains the doorbell and reports dead workers after a wait. Check signals first, because Ctrl-C ends workers too.
     pub fn after_wait(&mut self) -> Result<()> {
         self.tick();
         self.looked = self.now;

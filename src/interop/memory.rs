@@ -79,10 +79,10 @@ impl Memory for Lease {
 
 impl Memory for WorkerLease {
     fn ptr(&self) -> *mut u8 {
-        WorkerLease::ptr(self)
+        self.ptr
     }
 
     fn len(&self) -> usize {
-        WorkerLease::len(self)
+        self.len
     }
 }

@@ -7,9 +7,9 @@ use std::time::Duration;
 pub(super) struct Clock {
     timeout: Option<Duration>,
     /// `None` while the clock is stopped.
-    deadline: Option<Duration>,
+    pub deadline: Option<Duration>,
     /// Expired, and not reported yet.
-    expired: bool,
+    pub expired: bool,
 }
 
 impl Clock {
@@ -40,13 +40,5 @@ impl Clock {
     /// Updates `expired`.
     pub fn look(&mut self, now: Duration) {
         self.expired = self.deadline.is_some_and(|deadline| now >= deadline);
-    }
-
-    pub fn expired(&self) -> bool {
-        self.expired
-    }
-
-    pub fn deadline(&self) -> Option<Duration> {
-        self.deadline
     }
 }

@@ -65,8 +65,8 @@ pub struct Scheduler<T, R> {
 impl<T, R> Scheduler<T, R> {
     /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
-        let max_tasks = settings.max_tasks();
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
+        let max_tasks = workers.saturating_mul(prefetch_factor);
         let fits = workers <= WORKERS_MAX as usize && window <= TASKS_MAX as usize;
         if max_tasks == 0 || max_tasks > window || !fits {
             return Err(Error::usage(format!(
@@ -236,8 +236,7 @@ impl<T, R> Scheduler<T, R> {
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// A worker's oldest unanswered task, with its tag. For a dead worker this is the first lost task; while resuming it
-    /// is a task of the abandoned epoch.
+    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
@@ -256,7 +255,7 @@ impl<T, R> Scheduler<T, R> {
 
     /// When the timeout expires, while `next` waits.
     pub fn deadline(&self) -> Option<Duration> {
-        self.clock.deadline()
+        self.clock.deadline
     }
 
     /// Tasks of this epoch that a living worker will answer.

@@ -205,10 +205,10 @@ impl<T, R> Scheduler<T, R> {
     /// Waits, or reports that the timeout has expired.
     pub(super) fn wait(&mut self) -> Decision<T, R> {
         debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
-        if self.clock.expired() {
+        if self.clock.expired {
             return self.answer(Decision::TimedOut);
         }
-        Decision::Wait(self.clock.deadline())
+        Decision::Wait(self.clock.deadline)
     }
 
     /// Answers `next`, which stops the timeout.

@@ -50,11 +50,6 @@ impl Settings {
         let window = workers.saturating_mul(prefetch_factor);
         Self { workers, prefetch_factor, window, dispatch, delivery, persistent: false, timeout: None }
     }
-
-    /// Limit of outstanding tasks.
-    pub(super) fn max_tasks(&self) -> usize {
-        self.workers.saturating_mul(self.prefetch_factor)
-    }
 }
 
 /// Something that has happened.

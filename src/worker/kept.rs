@@ -1,4 +1,4 @@
-//! What a worker's own objects hold of its region: batches that it collated there, storages that a dataset made.
+//! Blocks of a worker's region that its own objects hold: collated batches, and storages of the dataset.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,14 +9,14 @@ use crate::config::{COLLECT_BATCHES, COLLECT_FROM, RETAINED_MAX};
 use crate::error::{Error, Result};
 use crate::shm::alloc::settle;
 
-/// How much the worker's objects hold.
+/// Accounting of the memory that the worker's objects hold.
 #[derive(Debug, Default)]
 pub struct Kept {
-    /// Bytes of blocks.
+    /// Bytes of held blocks.
     bytes: AtomicU64,
-    /// Bytes of the largest batch so far.
+    /// Bytes of the largest batch.
     largest: AtomicU64,
-    /// The number of bytes at which the collector is called next.
+    /// Bytes from which the garbage collector runs again.
     collect_at: AtomicU64,
 }
 
@@ -31,7 +31,7 @@ impl Kept {
         limit.max(self.collect_at.load(Ordering::Relaxed))
     }
 
-    /// Whether `len` bytes more may be held. Calls `collect` first if garbage may be what holds so much.
+    /// Whether `len` more bytes may be held. Above the limit, calls `collect` first.
     pub fn has_room(&self, len: u64, collect: impl FnOnce()) -> bool {
         let limit = self.limit();
         if self.bytes.load(Ordering::Relaxed) + len <= limit {
@@ -44,53 +44,38 @@ impl Kept {
     }
 }
 
-/// A worker's own hold on a block, for tensors that it makes in the arena.
+/// A worker's own lease on a block, for tensors that it creates in the arena.
 #[derive(Debug)]
 pub struct WorkerLease {
     port: Arc<Port>,
     kept: Arc<Kept>,
     block: u32,
-    memory: *mut u8,
-    len: usize,
+    /// The address.
+    pub ptr: *mut u8,
+    /// Number of bytes.
+    pub len: usize,
 }
 
-// SAFETY: a raw pointer into a shared mapping; giving the block back takes the allocator's lock.
+// SAFETY: a raw pointer into a shared mapping; the release takes the allocator's lock.
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
-    /// A new block. `None` when the region is full, or this is a child of the worker: the caller takes ordinary memory.
-    /// `pause` sleeps.
+    /// Allocates a block. `pause` sleeps. `None` if the region is full, or in a child of the worker: use the heap instead.
     ///
-    /// # Errors
-    /// [`Error::NoMemory`]: the machine or the memory cgroup has none left. Ordinary memory would wake the OOM killer.
+    /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. The heap would wake the OOM killer.
     pub fn new(
         port: &Arc<Port>,
         kept: &Arc<Kept>,
         len: usize,
         pause: impl Fn(Duration),
     ) -> Result<Option<Self>> {
-        let (block, memory) = match settle(|| port.allocate(len as u64), pause) {
+        let (block, ptr) = match settle(|| port.allocate(len as u64), pause) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),
         };
         kept.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Ok(Some(Self { port: port.clone(), kept: kept.clone(), block, memory, len }))
-    }
-
-    /// Where the bytes lie.
-    pub fn ptr(&self) -> *mut u8 {
-        self.memory
-    }
-
-    /// Number of bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True for a block of no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+        Ok(Some(Self { port: port.clone(), kept: kept.clone(), block, ptr, len }))
     }
 }
 

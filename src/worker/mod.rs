@@ -1,4 +1,4 @@
-//! The worker's end: its rings, its region, the watch over its parent, and SIGTERM.
+//! The worker's end: its rings, its region, the watchdog for its parent, and SIGTERM.
 
 pub mod kept;
 pub mod port;

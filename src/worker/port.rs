@@ -1,4 +1,4 @@
-//! What a worker holds of its iterator: the ends of its two rings, the allocator of its region, the doorbell.
+//! A worker's connection to the main process: ring ends, allocator and doorbell.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -18,23 +18,22 @@ use crate::sync::Ordering;
 use crate::sys;
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, Timings};
 
-/// What a worker finds when it asks for work.
+/// The result of [`Port::receive`].
 #[derive(Debug)]
 pub enum Received {
-    /// A task; its payload has been copied out.
+    /// A task, whose payload has been copied.
     Task(TaskEntry),
-    /// Nothing came within a slice, or a signal did: look for signals, and ask again.
+    /// A slice has passed, or a signal arrived: check signals, and call again.
     Nothing,
     /// The loader shuts down, or the main process is gone.
     Stop,
 }
 
-/// The ends of the rings.
 #[derive(Debug)]
 struct Ends {
     tasks: Consumer<ArenaRing>,
     results: Producer<ArenaRing>,
-    /// The head of the message that is being written.
+    /// Buffer for the head of a message.
     head: Vec<u8>,
 }
 
@@ -45,16 +44,15 @@ pub struct Port {
     worker: u32,
     ends: Mutex<Ends>,
     allocator: Mutex<Allocator>,
-    /// Its number a dataset may have closed, and given to one of its files, long since. It is not rung then: the bell's count
-    /// alone is raised, and the main process looks at the rings every 250 ms.
+    /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
-    /// A block that is kept for the message that says that there is no memory.
+    /// A block for the message that reports missing memory.
     reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// Bytes of the payloads of tasks that lay in blocks.
+    /// Payload of the last task that came in a block.
     pub payload: Mutex<Vec<u8>>,
-    /// Bytes of the largest batch: of the last few, and of the few before them. The loop alone writes it.
+    /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
     largest: [AtomicU64; 2],
     stack: StackOffer,
 }
@@ -64,7 +62,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Port {
-    /// The port of worker `worker` in an arena that the main process has made.
+    /// Opens the port of worker `worker` in the main process's arena.
     pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
         let doorbell = sys::event::EventFd::from_owned_fd(doorbell);
         let ends = Ends {
@@ -104,7 +102,7 @@ impl Port {
         self.worker
     }
 
-    /// An error in a child that the dataset has forked: rings, status page and region are its parent's.
+    /// Returns [`Error::Child`] in a child that the dataset forked: rings, status page and region belong to its parent.
     fn check_ours(&self) -> Result<()> {
         let what = "a process that was forked in a DataLoader worker came back into the worker's loop; it has to end by \
                     os._exit()";
@@ -115,7 +113,7 @@ impl Port {
         &self.arena.control(self.worker).status
     }
 
-    /// Shows on the status page what the worker does from now on. Returns the microseconds in the state before.
+    /// Enters a state. Returns the microseconds spent in the previous one.
     pub fn enter(&self, state: WorkerState) -> u32 {
         if !self.arena.is_ours() {
             return 0;
@@ -128,39 +126,38 @@ impl Port {
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// Creates the file for dumps of this process's stack; see [`StackOffer::make_file`].
+    /// Creates the file for stack dumps; see [`StackOffer::make_file`].
     pub fn make_stack_file(&self) -> Option<i32> {
         StackOffer::make_file(self.status())
     }
 
-    /// Tells the main process that dumps of the stack go to the file of [`Port::make_stack_file`] from now on; `None`: there is
-    /// no handler that writes them.
+    /// Offers stack dumps in the file of [`Port::make_stack_file`]; `None` if no handler writes them.
     pub fn offer_stack(&self, fd: Option<i32>) {
         self.stack.offer(self.status(), fd);
     }
 
-    /// True when the worker is to leave between two samples.
+    /// Whether the worker should leave before the next sample.
     #[inline]
     pub fn stopping(&self) -> bool {
         self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
     }
 
-    /// The main process is gone: makes the worker leave.
+    /// Makes the worker leave, because the main process is gone.
     pub fn stop(&self) {
         self.orphaned.store(true, Ordering::Relaxed);
         let sleeper = &self.arena.control(self.worker).sleeper.0;
         sleeper.ring_always();
-        // Nobody is left to tell if it fails, and the caller ends the process soon after.
+        // The caller ends the process soon, even if the wake fails.
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// A task that is there already. Never waits; a payload in a block is copied out to `payload`.
+    /// The next task, without waiting. Copies a payload in a block to `payload`.
     pub fn take_up(&self) -> Result<Option<TaskEntry>> {
         self.check_ours()?;
         self.poll()
     }
 
-    /// The next task, waiting for at most a slice. A payload in a block is copied out to `payload`.
+    /// The next task, waiting for at most a slice. Copies a payload in a block to `payload`.
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
         if let Some(entry) = self.poll()? {
@@ -184,7 +181,7 @@ impl Port {
                     lock(&self.allocator).trim(self.arena.budget(self.worker))?;
                 }
                 Ok(_) => {}
-                // A sandbox that refuses futexes: look again soon.
+                // A sandbox refuses futexes: poll instead.
                 Err(_) => std::thread::sleep(Duration::from_millis(1)),
             }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
@@ -214,25 +211,24 @@ impl Port {
         Ok(Some(entry))
     }
 
-    /// A block of `len` bytes, held by this worker. Does not wait: see [`settle`].
+    /// Allocates a block of `len` bytes, held by this worker. Does not wait, see [`settle`].
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
         self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
         Ok((id, self.arena.block_memory(self.worker, id, len)?.as_ptr()))
     }
 
-    /// Lets go of this worker's hold on a block. In a child of the worker this does nothing.
+    /// Releases this worker's hold on a block. Does nothing in a child of the worker.
     pub fn release(&self, block: u32) {
         if self.arena.is_ours() {
             lock(&self.allocator).release(block);
         }
     }
 
-    /// The block that `len` bytes at `address` fill for the most part, if they lie in a block of this region
-    /// that has not been sent before; and the offset in it. Sent before means: the main process, or
-    /// its user, may hold it still, and batches are independent of each other.
+    /// The block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the block: they fill
+    /// at least half of it, and it has not been sent before, because a consumer may still hold such a block.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
-        // In a child of the worker the lock may be another thread's for ever.
+        // In a child of the worker a lost thread may hold the lock.
         if !self.arena.is_ours() {
             return None;
         }
@@ -245,8 +241,7 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Publishes an answer with a message. `leaves` are blocks that this worker holds; `kept` of them go on to be
-    /// held by objects of this worker, the others are the consumer's from here on.
+    /// Publishes a result with a message, and transfers the blocks of `leaves` to the consumer; see [`Keep`].
     pub fn send(
         &self,
         task: u64,
@@ -264,7 +259,7 @@ impl Port {
         let mut ends = lock(&self.ends);
         let head = &mut ends.head;
         wire::message_head(leaves.iter().map(|(leaf, _)| leaf), head);
-        // SAFETY: the block has `len` bytes, which are head and payload; it is this worker's until it is published.
+        // SAFETY: the block has `len` bytes, which are head and payload; it belongs to this worker until it is published.
         unsafe {
             std::ptr::copy_nonoverlapping(head.as_ptr(), memory, head.len());
             std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.add(head.len()), payload.len());
@@ -279,7 +274,7 @@ impl Port {
         self.publish(&mut ends, &entry)
     }
 
-    /// The leaves are the consumer's from here on; some of them are held by objects of this worker as well.
+    /// Transfers the leaves to the consumer.
     fn hand_over(&self, leaves: &[(Leaf, Keep)]) {
         let table = self.arena.table(self.worker);
         let mut allocator = lock(&self.allocator);
@@ -295,7 +290,7 @@ impl Port {
         }
     }
 
-    /// Notes the size of a batch on the status page, which tells the largest of the last few.
+    /// Updates the size of the largest recent batch on the status page.
     fn note_size(&self, bytes: u64) {
         let status = self.status();
         let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
@@ -308,8 +303,7 @@ impl Port {
         status.largest.store(now.max(before), Ordering::Relaxed);
     }
 
-    /// A block for a message. When there is no memory left the reserve is used up for it, so that the error itself can be
-    /// told; it is filled again as soon as that is possible.
+    /// Allocates a message's block. Out of memory it uses the reserve, to report the error; a later call refills that.
     fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);
@@ -329,7 +323,7 @@ impl Port {
         block
     }
 
-    /// Publishes an answer without a message.
+    /// Publishes a result without a message.
     pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
         self.check_ours()?;
         let (timings, load) = (Timings::default(), Load::default());
@@ -345,19 +339,19 @@ impl Port {
         if self.arena.header().doorbell.0.must_ring() {
             let _ = self.doorbell.ring();
         }
-        // Last: whoever reads it finds the result published.
+        // Last: a reader of the count finds the result published.
         let status = self.status();
         status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The worker's last word: from here on it touches the arena no more.
+    /// Marks the worker as left. It does not touch the arena afterwards.
     pub fn leave(&self) {
         self.enter(WorkerState::Left);
     }
 }
 
-/// How much a message of `len` bytes carries with its leaves. What was made for it alone has been copied.
+/// The load of a message of `len` bytes. Leaves that the worker does not keep are copies.
 fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
     let mut load = Load { bytes: len, ..Load::default() };
     for (leaf, keep) in leaves {
@@ -370,12 +364,12 @@ fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
     load
 }
 
-/// Whether a leaf's block goes on to be held by objects of the worker.
+/// Whether objects of the worker keep a leaf's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// The block was made for this message alone.
+    /// The block was allocated for this message.
     No,
-    /// An object of the worker lies in it.
+    /// It contains an object of the worker.
     Yes,
 }
 
@@ -401,7 +395,7 @@ mod tests {
         }
         assert!(port.allocate(1).is_err());
         port.send(0, ResultKind::Error, &[], b"no memory", Timings::default()).unwrap();
-        // The reserve is used up, and is there again once something has been given back.
+        // The reserve is used up, and refilled after a release.
         assert!(port.send(1, ResultKind::Error, &[], b"none", Timings::default()).is_err());
         held.into_iter().for_each(|block| port.release(block));
         port.send(2, ResultKind::Error, &[], b"some", Timings::default()).unwrap();
@@ -422,7 +416,7 @@ mod tests {
             unsafe { libc::_exit(if nothing { 0 } else { 1 }) };
         }
         let mut status = -1;
-        // SAFETY: `status` is a number of ours for the kernel to fill.
+        // SAFETY: `status` is a local number that the kernel fills.
         let mut gone = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
         let begin = std::time::Instant::now();
         let ended = loop {
@@ -433,7 +427,7 @@ mod tests {
             }
         };
         if !ended {
-            // SAFETY: a child of ours, not reaped yet.
+            // SAFETY: a child of this process, not reaped yet.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
         drop(held);
@@ -450,7 +444,7 @@ mod tests {
         let leaf = Leaf { block, len: 40_000 };
         port.send(0, ResultKind::Plain, &[(leaf, Keep::Yes)], b"", Timings::default()).unwrap();
         assert_eq!(port.adoptable(memory as usize, 40_000), None);
-        // The consumer has let go, and its user may have written to it.
+        // The consumer has released it, and may have written to it.
         port.arena.release(0, block, CONSUMER);
         assert_eq!(port.adoptable(memory as usize, 40_000), None);
         port.release(block);

@@ -1,4 +1,4 @@
-//! The offer to dump this worker's stack when the main process sends the signal for it.
+//! The offer to dump this worker's stack on a signal from the main process.
 
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize};
@@ -8,18 +8,16 @@ use crate::shm::layout::{StackFile, StatusPage};
 use crate::sync::Ordering;
 use crate::sys;
 
-/// The handler behind the offer.
 #[derive(Debug, Default)]
 pub(super) struct StackOffer {
-    /// The address of the handler that dumps the stack; 0 without one.
+    /// Address of the handler that dumps the stack; 0 without one.
     handler: AtomicUsize,
-    /// Monotonic nanoseconds of the last check that it is installed.
+    /// Monotonic nanoseconds of the last check that the handler is installed.
     checked: AtomicU64,
 }
 
 impl StackOffer {
-    /// Creates the file for dumps of this process's stack and returns its descriptor. `None`: the status page says why. The file
-    /// stays open for the life of the process, because its number may be another file's by the end.
+    /// Creates the file for stack dumps. `None`: the status page says why. Never closed, because its number may be reused.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
@@ -38,7 +36,7 @@ impl StackOffer {
         Some(file.into_raw_fd())
     }
 
-    /// Offers dumps into the file `fd`, by the handler that is installed now; `None`: there is no such handler.
+    /// Offers dumps into the file `fd` by the installed handler; `None` if there is no handler.
     pub fn offer(&self, status: &StatusPage, fd: Option<i32>) {
         let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
         self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);
@@ -47,7 +45,7 @@ impl StackOffer {
         status.stack.store(file.to_u32(), Ordering::Release);
     }
 
-    /// Withdraws the offer if the user has installed another handler: the signal would run that one.
+    /// Withdraws the offer if another handler is installed, because the signal would run that one.
     pub fn check_handler(&self, status: &StatusPage, now: u64) {
         let installed = self.handler.load(Ordering::Relaxed);
         if installed == 0 || now - self.checked.load(Ordering::Relaxed) < HANDLER_CHECK_NS {

@@ -1,4 +1,4 @@
-//! What a worker writes to its status page.
+//! The worker's writes to its status page.
 
 use crate::shm::layout::{INDEX_BYTES, StatusPage, WorkerState};
 use crate::sync::Ordering;
@@ -6,15 +6,15 @@ use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
 impl StatusPage {
-    /// Notes at `now` that a task is taken up, and that the worker is in the dataset from then on.
+    /// Begins a task.
     pub(super) fn begin(&self, task: u64, now: u64) {
-        // Before the state: a check for stuck workers must not take the task before for this one.
+        // Before the state: a stall check must not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now);
     }
 
-    /// Notes a state that begins at `now`. Returns the nanoseconds in the state before.
+    /// Enters a state. Returns the nanoseconds spent in the previous one.
     pub(super) fn change(&self, state: WorkerState, now: u64) -> u64 {
         let before = WorkerState::from_u32(self.state.load(Ordering::Relaxed));
         if before == WorkerState::Starting && self.start_cpu_ns.load(Ordering::Relaxed) == 0 {
@@ -23,17 +23,17 @@ impl StatusPage {
             self.start_cpu_ns.store(sys::clock::process_cpu_ns(), Ordering::Release);
         }
         let spent = now.saturating_sub(self.since_ns.load(Ordering::Relaxed));
-        // Before the sum: a reader that finds this stretch in the sum must not find its begin as well, and count it twice.
+        // Before the sum: a reader must not count this interval twice.
         self.since_ns.store(now, Ordering::Relaxed);
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // Read for reports; that the worker has left counts only once its process has ended (`Handle::all_left`).
+        // For reports. `Left` counts only after the end of the process (`Handle::all_left`).
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }
 
-    /// Shows the beginning of an index batch, for `rustloader top`. A pickle is not for others to open.
+    /// Shows the beginning of an index batch, for `rustloader top`, which opens no pickles.
     pub(super) fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
         let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
         let mut head = [0; INDEX_BYTES];
@@ -43,7 +43,7 @@ impl StatusPage {
             word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
         }
         self.index_len.store(payload.len() as u64, Ordering::Relaxed);
-        // Read together with `task`: the two differ while the words are written.
+        // Readers compare it to `task`: the two differ while the words are written.
         self.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
     }
 }

@@ -1,4 +1,4 @@
-//! How long the parts of a worker's current task have taken.
+//! Times of a worker's current task.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -6,7 +6,7 @@ use super::port::Port;
 use crate::shm::layout::WorkerState;
 use crate::wire::Timings;
 
-/// The times of one task, summed up as its states end.
+/// Sums of one task's times, by phase.
 #[derive(Debug, Default)]
 pub struct Stopwatch {
     fetch_us: AtomicU32,
@@ -14,17 +14,17 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Ends a stretch of time in the dataset; `next` begins.
+    /// Ends an interval in the dataset; `next` begins.
     pub fn end_fetch(&self, port: &Port, next: WorkerState) {
         self.fetch_us.fetch_add(port.enter(next), Ordering::Relaxed);
     }
 
-    /// Ends a stretch of time in `collate_fn`, which the fetcher has called.
+    /// Ends an interval in `collate_fn`.
     pub fn end_collate(&self, port: &Port) {
         self.collate_us.fetch_add(port.enter(WorkerState::Fetch), Ordering::Relaxed);
     }
 
-    /// The task's times, as its result is about to be published; the next task starts at zero.
+    /// Takes the task's times, before its result is published.
     pub fn take(&self, port: &Port) -> Timings {
         Timings {
             fetch_us: self.fetch_us.swap(0, Ordering::Relaxed),

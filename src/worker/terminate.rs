@@ -1,18 +1,18 @@
-//! SIGTERM to the whole process group: preemption of a training run whose main process wants to react to it.
+//! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! Without this each worker dies of it, and the main process learns of their deaths from `next` before its own handler
-//! has led to anything. So where the main process has a handler, a worker that gets a SIGTERM notes that on its status
-//! page and goes on, and looks [`SIGTERM_CHECK`] later who else has got one:
+//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if the main
+//! process has a handler, a worker notes the signal on its status page, continues, and checks every [`SIGTERM_CHECK`] which
+//! other workers have received it:
 //!
-//! | who has | what it was | the worker |
+//! | received by | meaning | the worker |
 //! |---|---|---|
-//! | all workers | a signal to the group | works on, for [`SIGTERM_SERVE`] at the most |
-//! | some of them | maybe a group whose others have not run yet | looks again, for a while |
-//! | no other one, half that while | meant for this worker | dies of it, and the main process names it |
-//! | there is no other one | cannot be told | works on until [`SIGTERM_ALONE`] has passed |
+//! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
+//! | some of them | perhaps a signal to the group, still in delivery | checks again, for up to twice the limit |
+//! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names it |
+//! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
-//! A second SIGTERM ends it at once, and so does one that it sends itself; the main process's own, which belongs to a
-//! shutdown, lets it leave. [`decide`] runs in the signal's handler: it loads and stores atomics, and nothing else.
+//! A second SIGTERM ends the worker at once, as does its own. On one from the main process, part of a shutdown, it leaves.
+//! [`decide`] runs in the signal handler: it only loads and stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -25,27 +25,24 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Answer, Cause};
 
-/// What [`decide`] looks at. It is never dropped: the handler stays.
+/// The input of [`decide`]. Never dropped, because the handler stays.
 struct Place {
     arena: Arc<Arena>,
     worker: u32,
     /// This process, and the main process.
     pids: (i32, i32),
-    /// As many looks are taken where no other worker has got the signal; twice as many where some have.
+    /// Limit of checks if no other worker has received the signal; twice as many if some have.
     looks: u32,
 }
 
 static PLACE: OnceLock<Place> = OnceLock::new();
-/// Looks so far.
+/// Checks so far, or [`DECIDED`].
 static LOOKED: AtomicU32 = AtomicU32::new(0);
-/// [`LOOKED`] once the last look was taken: the next time is the last.
+/// [`LOOKED`] after the last check.
 const DECIDED: u32 = u32::MAX;
 
-/// Has this worker survive a SIGTERM to the whole group. `main` is the main process's number; where no other worker has
-/// got the signal within `alone`, it was meant for this worker: on a busy machine a process may wait for its turn that long.
-///
-/// # Errors
-/// The system refuses it; SIGTERM then does what it did before.
+/// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the signal
+/// within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error leaves SIGTERM as it was.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let place = Place { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
@@ -59,7 +56,7 @@ fn decide(cause: Cause) -> Answer {
     match cause {
         Cause::Sent { by } if by == place.pids.1 => Answer::Leave,
         Cause::Sent { by } if by == place.pids.0 => Answer::Die,
-        // Two signals that are pending at a time are one, and this one may be the main process's as well.
+        // Pending signals merge, so this may be the main process's signal too.
         Cause::Sent { .. } if place.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
         Cause::Sent { .. } => {
             match page(place.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
@@ -92,14 +89,13 @@ fn works(page: &StatusPage) -> bool {
     page.pid.load(Ordering::Relaxed) != 0 && !left
 }
 
-/// Looks that fit into a time, at least one.
+/// Number of checks that fit into a time, at least one.
 fn looks_in(time: Duration) -> u32 {
     let looks = time.as_millis() / SIGTERM_CHECK.as_millis();
     u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// What a look at `others` workers, of whom `flagged` have got the signal, leads to after `looked` of `looks` looks; and how
-/// many there have been then.
+/// The answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new value of `looked`.
 fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
     let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {

@@ -1,8 +1,7 @@
-//! A worker does not outlive the main process, not even inside an item of its dataset.
+//! A thread that ends the worker after the main process, even inside an item of the dataset.
 //!
-//! A thread waits for the main process's end: on a pidfd, or where that is refused by looking every
-//! [`PARENT_CHECK`] whether a process of that number and start time exists. Not PR_SET_PDEATHSIG: that fires when the
-//! *thread* ends that forked. Once the main process is gone the worker is told to stop, and after [`ORPHAN_GRACE`] it is ended.
+//! It waits on a pidfd, or if that is refused checks every [`PARENT_CHECK`] for a process with that pid and start time. (Not
+//! PR_SET_PDEATHSIG, which fires when the forking *thread* ends.) Then it stops the worker, and ends it after [`ORPHAN_GRACE`].
 
 use std::sync::Arc;
 
@@ -10,30 +9,30 @@ use super::port::Port;
 use crate::config::{ORPHAN_GRACE, PARENT_CHECK, WATCHDOG_STACK};
 use crate::sys;
 
-/// The main process, known by its number and its start time, so that a number used again is not taken for it.
+/// The main process, identified by pid and start time, because pids are reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parent {
     /// Process id.
     pub pid: i32,
-    /// Start time in the kernel's ticks since boot; 0 where it could not be read.
+    /// Start time in kernel ticks since boot; 0 if unreadable.
     pub start_time: u64,
-    /// It is the parent of the process that looks, which another one becomes at its end.
+    /// It is the direct parent; at its end another process becomes the parent.
     is_direct: bool,
 }
 
 impl Parent {
-    /// The calling process, to be told to its workers.
+    /// The calling process.
     pub fn this_process() -> Self {
         let pid = std::process::id() as i32;
         Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0), is_direct: false }
     }
 
-    /// The main process, as one of its workers was told about it.
+    /// The main process, from the values of [`Parent::this_process`] there.
     pub fn told(pid: i32, start_time: u64) -> Self {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 
-    /// Whether it still runs.
+    /// Whether it runs.
     pub fn is_alive(&self) -> bool {
         match self.is_direct {
             true => sys::signal::getppid() == self.pid,
@@ -42,7 +41,7 @@ impl Parent {
     }
 }
 
-/// Starts the watch.
+/// Starts the thread.
 pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
     let watch = move || {
         sys::signal::block_all_in_this_thread();
@@ -56,8 +55,7 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
 }
 
 fn wait_for_the_end(parent: Parent) {
-    // The descriptor is polled in one call: whatever a dataset does to the number meanwhile, the kernel waits on the
-    // file that it named. Each answer is checked by pid and start time, because the next call may get another file.
+    // A single poll: the kernel keeps waiting on the pidfd even if a dataset closes it. `is_alive` checks the answer.
     let pidfd = sys::pidfd::PidFd::open(parent.pid).ok();
     if let Some(pidfd) = &pidfd
         && parent.is_alive()
@@ -68,7 +66,7 @@ fn wait_for_the_end(parent: Parent) {
             let _ = set.wait(None, &mut ready);
         }
     }
-    // The number may be somebody else's file by now.
+    // Not closed: the number may belong to another file now.
     std::mem::forget(pidfd);
     while parent.is_alive() {
         std::thread::sleep(PARENT_CHECK);
