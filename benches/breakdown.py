@@ -1,8 +1,8 @@
 """Where the time of a batch goes, by rustloader's own statistics: `make compare-breakdown`.
 
 Workers are persistent. One epoch warms up, then some are measured together. Times are microseconds per batch: the
-workers' are added up over all workers, main's are those of its thread. `sum` is the workers' parts as a share of the
-wall time that they had; the rest is not accounted for. `in next` is the time inside next() without waiting, in which
+workers' parts are sums over all workers, main's are those of its thread. `sum` is the share of the workers' wall time
+that the parts account for. `in next` is the time inside next() without waiting, in which
 main holds the GIL.
 
 With --calls `perf stat` counts system calls per batch. It slows them down, so there are no times then.
@@ -30,7 +30,7 @@ PARTS = ("fetch", "collate", "pack", "idle")
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Seconds so far."""
+    """Cumulative seconds."""
     stats = rustloader.stats(loader)
     found = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
     return found | {

@@ -1,14 +1,14 @@
 """Compare rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
-Each row is one kind of batch (rows.py). Making a sample costs next to nothing, so what is left is the transport.
-In each round torch's loader and rustloader's run one epoch each, and the first one changes from round to round. The
+Each row is one kind of batch (rows.py). A sample costs next to nothing, so the rows measure the transport.
+In each round torch's loader and rustloader's run one epoch each, in alternating order. The
 figures are medians of the rounds, divided by the batches of an epoch. `wall` is the time from iter() to the end of
 the epoch, `CPU` the processor time of this process and of all workers in it. `floor` is torch with num_workers=0:
 no transport at all.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
-have come from the Rust engine. If one of these does not hold, the exit status is 1.
+have come from the Rust engine. Otherwise the exit status is 1.
 """
 
 import argparse
@@ -39,7 +39,7 @@ examples:
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors, in a line below
   python benches/compare.py --save before.json         ... change something ...
-  python benches/compare.py --against before.json      what became slower (exit status 3 if anything did)
+  python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
 
 CHECKED = 4  # batches compared before a row is timed
@@ -84,7 +84,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
 
     check_first_batches(theirs, ours)
     for side in (theirs, ours, *others.values()):
-        if side.loader.persistent_workers:  # one whole epoch, as warm as all that follow
+        if side.loader.persistent_workers:  # one whole epoch to warm up
             run_epoch(side, batches)
     for number in range(options.rounds):
         progress(f"{row.name}: round {number + 1} of {options.rounds}")
@@ -127,7 +127,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
 
 
 def progress(text: str) -> None:
-    """One line on stderr, in place where that is a terminal."""
+    """One line on stderr, overwritten if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -135,7 +135,7 @@ def progress(text: str) -> None:
 
 
 def slower_than(before: dict[str, Any], results: list[dict[str, Any]], percent: float) -> list[str]:
-    """What became slower by more than `percent`.
+    """The rows that became slower by more than `percent`.
 
     Ratios to torch are compared, not times: torch's time in the same run stands for the machine's speed.
     """
@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """All rows in all settings: the results, and whether each row held."""
+    """All rows in all settings: the results, and whether each row passed its checks."""
     results, held = [], True
     for persistent in options.settings:
         print(
@@ -221,9 +221,9 @@ def main() -> int:
     before = json.loads(options.against.read_text()) if options.against else None
     if shutil.disk_usage("/dev/shm").total < 2 << 30:
         progress("warning: /dev/shm is smaller than 2 GiB; torch's loader may die of SIGBUS on the large rows")
-    # More workers than cores is a fair question here.
+    # More workers than cores are intended here.
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    torch.set_num_threads(1)  # as in a worker, so that the floor compares
+    torch.set_num_threads(1)  # as in a worker, for comparability
     torch.multiprocessing.set_forkserver_preload(["torch", "rustloader", "rows"])
 
     about = machine()

@@ -16,7 +16,7 @@ from rustloader.probe import machine
 
 
 class Failure(Exception):
-    """A loader has not done what its row asks for."""
+    """A loader failed the checks of its row."""
 
 
 @dataclass
@@ -46,19 +46,19 @@ class Side:
 
 
 def cpu_seconds(loader: torch.utils.data.DataLoader) -> float:
-    """Processor time of this process, of the children it has waited for, and of the loader's workers."""
+    """Processor time of this process, of the children it has reaped, and of the loader's workers."""
     return machine.cpu_seconds(worker.pid for worker in living_workers(loader))
 
 
 def living_workers(loader: Any) -> list[Any]:
-    """The processes of a loader that live. A peer's loader does not tell: all children, after a wait for the ended."""
+    """The live processes of a loader. A peer's loader does not list them: all children that have not ended."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return multiprocessing.active_children()
     return loader._iterator._workers if loader.persistent_workers and loader._iterator is not None else []
 
 
 def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False) -> tuple[Timing, Any]:
-    """Times epochs of this many batches each. Also returns the last batch."""
+    """Times epochs of `batches` batches each. Also returns the last batch."""
     gc.collect()
     torch.multiprocessing.set_sharing_strategy(side.sharing)
     first: float | None = None

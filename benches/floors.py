@@ -8,7 +8,7 @@ import numpy as np
 
 
 def bare_processes(count: int, trials: int = 5) -> float:
-    """Seconds to fork this many children that end at once, and to wait for them; the median of trials."""
+    """Seconds to fork and reap children that end immediately; the median of trials."""
     taken = []
     for _ in range(trials):
         start = time.perf_counter()
@@ -25,7 +25,7 @@ def bare_processes(count: int, trials: int = 5) -> float:
 
 
 def copy_of(nbytes: int, trials: int = 15) -> float:
-    """Seconds in which one thread copies this many bytes between warm pages; the median of trials."""
+    """Seconds for one thread to copy bytes between warm pages; the median of trials."""
     source, target = np.ones(max(nbytes, 1), np.uint8), np.empty(max(nbytes, 1), np.uint8)
     taken = []
     for _ in range(trials + 1):
@@ -36,8 +36,8 @@ def copy_of(nbytes: int, trials: int = 15) -> float:
 
 
 def copies_at_once(nbytes: int, processes: int, trials: int = 5) -> float:
-    """Seconds per copy, if several processes at once copy as many bytes each between warm pages of their own; the
-    median of trials. It is below the time of one copy if the machine copies faster than one of its threads."""
+    """Seconds per copy, with several processes that copy concurrently between warm pages of their own; the median of
+    trials. It is below the time of one copy if one thread cannot use the whole memory bandwidth."""
     each = max(5, (256 << 20) // max(nbytes, 1))
     taken = []
     for _ in range(trials):

@@ -25,7 +25,7 @@ from rustloader.probe.leaves import nbytes
 
 
 class Made(torch.utils.data.Dataset):
-    """The same thing, made beforehand, `length` times; `fresh` makes it anew."""
+    """The same object, created beforehand, `length` times; `fresh` creates a new one each time."""
 
     def __init__(self, thing: Any, length: int, fresh: Callable[[Any], Any] | None = None):
         self.thing, self.length, self.fresh = thing, length, fresh

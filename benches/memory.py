@@ -29,7 +29,7 @@ import rustloader
 LOADERS = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
 
 
-# --- a cgroup of one's own ----------------------------------------------------------------------------------------
+# --- a private cgroup ----------------------------------------------------------------------------------------
 
 
 class Cgroup:
@@ -42,15 +42,15 @@ class Cgroup:
         self.path.mkdir()
 
     def enter(self) -> None:
-        """Moves the calling process into it; memory that it touches from now on counts."""
+        """Moves the calling process into it; memory that it touches from then on counts."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def used(self) -> int:
-        """Bytes now."""
+        """Current bytes."""
         return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
 
     def peak(self) -> int:
-        """The most bytes so far."""
+        """Peak bytes."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
 
     def remove(self) -> None:

@@ -5,12 +5,12 @@ peer offers: processes, threads, and SPDL's one process with threads in it. Each
 advises for a map-style dataset, and keeps the order.
 
 A row begins with short epochs, all batches of which must equal those of torch without workers. Then all loaders
-run an epoch each, in turn, and another one is first in each round. The figures are medians of the rounds, divided by
-the batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. If one of these
-does not hold, the cell says so and the exit status is 1.
+run an epoch each, in rotating order. The figures are medians of the rounds, divided by
+the batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. Otherwise
+the cell says so and the exit status is 1.
 
 `wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in it. Worker
-processes start and end with the epoch, except SPDL's one process, which is meant to be kept.
+processes start and end with the epoch, except SPDL's one process, which is persistent by design.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from rustloader.probe.leaves import nbytes
 from rustloader.probe.machine import machine
 
 WORKERS = 2
-AHEAD = 2 * WORKERS  # batches under way, as with torch's prefetch_factor
+AHEAD = 2 * WORKERS  # batches in flight, as with torch's prefetch_factor
 CHECKED = 8
 
 # The rows, and how many batches make an epoch here.
@@ -56,7 +56,7 @@ BATCHES = {
 
 
 class Fetch:
-    """A batch by its indices: what a worker of a peer does."""
+    """Makes a batch from its indices, as a worker of a peer does."""
 
     def __init__(self, dataset: Samples):
         self.dataset = dataset
@@ -78,7 +78,7 @@ def our_loader(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
-    """As torchdata's guide puts a DataLoader together of its nodes."""
+    """A loader of torchdata's nodes, built as its guide builds a DataLoader."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     indices = Batcher(SamplerWrapper(SequentialSampler(dataset)), batch_size, drop_last=False)
@@ -127,10 +127,10 @@ def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
     pipeline = PipelineBuilder().add_source(index_batches(dataset, batch_size))
     pipeline.pipe(Fetch(dataset), concurrency=WORKERS, output_order="input").add_sink(AHEAD)
-    # The queue's, one that is written, one that is used and the one after it.
+    # Those in the queue, one being written, one in use and its successor.
     segments = AHEAD + 3
     size = nbytes(Fetch(dataset)(list(range(batch_size))))
-    # With Python before 3.13 the resource tracker complains at the exit of memory that both processes gave back.
+    # With Python before 3.13 the resource tracker warns at exit about memory that both processes have released.
     return run_pipeline_in_subprocess(
         pipeline.get_config(),
         num_threads=WORKERS,
@@ -142,7 +142,7 @@ def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 Maker = Callable[[Samples, int], Iterable[Any]]
 OWN: dict[str, Maker] = {"torch": torch_loader, "rustloader": our_loader}
-# What has to be imported, what pip calls it, and its loaders.
+# The module to import, its name for pip, and its loaders.
 PEERS: list[tuple[str, str, dict[str, Maker]]] = [
     ("torchdata.nodes", "torchdata", {"torchdata processes": nodes_processes, "torchdata threads": nodes_threads}),
     (
@@ -171,7 +171,7 @@ def loaders() -> dict[str, Maker]:
 
 
 def check(loader: Iterable[Any], wanted: list[Any]) -> None:
-    """Two short epochs: each has to deliver these batches, in this order. SPDL's pool has no room to keep them all."""
+    """Two short epochs: each must deliver these batches in this order. SPDL's pool is too small to keep them all."""
     for epoch in range(2):
         seen = 0
         for seen, batch in enumerate(loader, 1):
@@ -183,10 +183,10 @@ def check(loader: Iterable[Any], wanted: list[Any]) -> None:
 
 
 def timed(side: Side, batches: int, last: Any) -> None:
-    """Times an epoch of this many batches, and checks the last one."""
+    """Times an epoch, and checks its last batch."""
     others = multiprocessing.active_children()
     timing, batch = run_epoch(side, batches)
-    # torchdata's workers end a moment after their epoch. Waited for in the next one, they would count there.
+    # torchdata's workers end a moment after their epoch. Reaped in the next epoch, they would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
     found = difference(batch, last)
@@ -196,7 +196,7 @@ def timed(side: Side, batches: int, last: Any) -> None:
 
 
 def measure(row: Row, makers: dict[str, Maker], batches: int, rounds: int) -> tuple[dict[str, Side], dict[str, str]]:
-    """The loaders that held, with their timings; and what befell the others."""
+    """The loaders that passed, with their timings, and the errors of the others."""
     torch.manual_seed(0)
     samples, size = row.samples(), row.batch_size
     short, dataset = (Samples(samples, length * size, row.fresh) for length in (CHECKED, batches))
@@ -262,7 +262,7 @@ def main() -> int:
     options = parse_arguments()
     # Threads and forks in one process: here it is the peers' business.
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-    torch.set_num_threads(1)  # as in a worker, so that threads compare with processes
+    torch.set_num_threads(1)  # as in a worker, so that threads and processes are comparable
     about = machine()
     print(
         "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "

@@ -1,7 +1,7 @@
-"""How fast faults are seen and how long shutdowns take: medians and worst of many trials, for docs/reliability.md.
+"""How fast faults are detected and how long shutdowns take: medians and maxima of many trials, for docs/reliability.md.
 
-Deaths and shutdowns are those of real processes. What depends on the number of workers is compared with a lower bound
-from the same run: as many children of a bare fork, which wait in a read and then `_exit`.
+Deaths and shutdowns are those of real processes. Figures that depend on the number of workers are compared with a lower
+bound from the same run: the same number of children of a bare fork, which wait in a read and then `_exit`.
 """
 
 import argparse
@@ -28,14 +28,14 @@ import rustloader
 
 FIGURES = "<!-- figures -->"
 WORKERS = (1, 2, 4, 8, 16)
-NEVER = 60.0  # seconds after which a wait is given up
+NEVER = 60.0  # maximum wait, in seconds
 
 
 # --- datasets -----------------------------------------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Numbers; from `slow` on each takes the time that `body` does."""
+    """Numbers; from `slow` on each runs `body`."""
 
     def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
         self.length, self.slow, self.body = length, slow, body
@@ -50,7 +50,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def sleep_in_python(seconds: float) -> None:
-    """An item that gives a signal handler its turn."""
+    """An item that lets signal handlers run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
@@ -77,7 +77,7 @@ def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[
 
 
 def running(pid: int) -> bool:
-    """Whether a process lives that is no zombie."""
+    """Whether a process is alive and not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -102,7 +102,7 @@ def say(pipe: int, text: str) -> None:
 
 
 def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
-    """Runs the body in a fork that then exits as a script does; its pid, and the lines that it says."""
+    """Runs the body in a fork that then exits as a script does. Yields its pid and its lines of output."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
 
 
 class Bare:
-    """Children of a bare fork, which wait until they are told to leave."""
+    """Children of a bare fork, which wait until they are released."""
 
     def __init__(self, count: int):
         self.reader, self.writer = os.pipe()
@@ -259,7 +259,7 @@ def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
 
 
 def repeated(name: str, trials: int, *bodies: Callable[[], float]) -> list[list[float]]:
-    """So many trials of each body, in turn."""
+    """Runs trials of each body in turn."""
     taken: list[list[float]] = [[] for _ in bodies]
     for number in range(trials):
         if sys.stderr.isatty():
@@ -312,7 +312,7 @@ def machine() -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Puts the figures between the two marks of a document."""
+    """Writes the figures between the two marks of a document."""
     before, _, after = path.read_text().split(FIGURES)
     path.write_text(f"{before}{FIGURES}\n\n{text}\n\n{FIGURES}{after}")
 

@@ -26,7 +26,7 @@ BESIDE = {
 
 
 def us(value: float | None) -> str:
-    """Microseconds, as exact as is sensible."""
+    """Microseconds with a sensible precision."""
     if value is None:
         return "-"
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
@@ -53,7 +53,7 @@ def by_row(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any] | None, d
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A table in Markdown, a line a row."""
+    """A table in Markdown, a line per row."""
     lines = [
         "| batch | torch | rustloader | ratio | of CPU | torch, persistent | rustloader, persistent | ratio | of CPU |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -71,7 +71,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def around(path: Path, mark: str = MARK) -> tuple[str, str]:
-    """What stands before and after the two marks of a document.
+    """The text before and after the two marks of a document.
 
     Raises:
         ValueError: it does not have exactly two.

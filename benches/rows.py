@@ -1,4 +1,4 @@
-"""The rows of the comparison with torch: what is in a batch, and how many make an epoch."""
+"""The rows of the comparison with torch: the content of a batch, and the batches of an epoch."""
 
 import io
 from collections.abc import Callable
@@ -14,7 +14,7 @@ MB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
-    """`length` samples, by turns from a few that were made beforehand; `fresh` copies one when asked for."""
+    """`length` samples, cycling through a few that were created beforehand; `fresh` copies each."""
 
     def __init__(self, samples: list[Any], length: int, fresh: Callable[[Any], Any] | None = None):
         self.samples = samples
@@ -88,7 +88,7 @@ def texts() -> list[Any]:
 
 
 def jpegs() -> list[Any]:
-    """Files of photographs' size: coarse noise, made smooth as photographs are, with a little fine noise on it."""
+    """Files with the size of photographs: coarse noise, smoothed like photographs, with a little fine noise on it."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def decode(file: bytes) -> torch.Tensor:
 
 
 def hundred_mb() -> list[Any]:
-    """A dataset that takes its time to be sent to a spawned worker."""
+    """A dataset that takes long to send to a spawned worker."""
     return list(np.random.default_rng(0).random((100, MB // 8)))
 
 
@@ -132,12 +132,12 @@ class Row:
     samples: Callable[[], list[Any]]
     fresh: Callable[[Any], Any] | None = None
     collate: Callable[[Any], Any] | None = None
-    # In place of the comparison's own.
+    # Override the comparison's defaults.
     workers: int | None = None
     start_method: str | None = None
-    # Epochs in a round: one alone would be too short to be timed.
+    # Epochs in a round: one alone would be too short to time.
     epochs: int = 1
-    # Timed to the first batch, and not to the epoch's end; persistent workers make no sense there.
+    # Timed to the first batch, not to the end of the epoch; without persistent workers.
     to_first: bool = False
 
 

@@ -1,4 +1,4 @@
-"""accelerate: `prepare` builds the loader anew; the second epoch is resumed in its middle with `skip_first_batches`.
+"""accelerate: `prepare` rebuilds the loader; the second epoch resumes in its middle with `skip_first_batches`.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
 accelerate launch --cpu --num_processes 2 -m rustloader run examples/accelerate_train.py --no-install

@@ -1,4 +1,4 @@
-"""ignite: a trainer and an evaluator on loaders that `auto_dataloader` builds anew.
+"""ignite: a trainer and an evaluator on loaders that `auto_dataloader` rebuilds.
 
 python examples/ignite_engine.py
 python examples/ignite_engine.py --no-install                      on torch's loader: the same losses
@@ -40,7 +40,7 @@ def main() -> None:
         optimizer.step()
         return loss.item()
 
-    trainer = DeterministicEngine(step)  # its sampler makes each epoch one that can be resumed
+    trainer = DeterministicEngine(step)  # its sampler makes each epoch resumable
     evaluator = create_supervised_evaluator(net, metrics={"loss": Loss(criterion)})
 
     @trainer.on(Events.EPOCH_COMPLETED)

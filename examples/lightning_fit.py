@@ -1,6 +1,6 @@
 """Lightning: fit with validation, save a checkpoint, resume from it, validate; on one process or with DDP on several.
 
-Lightning builds loaders anew, with a distributed sampler for one. `rustloader.install()` has those on the engine too.
+Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` covers these, too.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Model(lightning.LightningModule):
         self.log("val", self.loss(batch), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        # Validation is over by now, and the figures are those of all processes.
+        # Validation is complete, and the metrics cover all processes.
         metrics = self.trainer.callback_metrics
         self.print(f"epoch {self.current_epoch}: loss {metrics['train'].item()}, validation {metrics['val'].item()}")
 

@@ -1,6 +1,6 @@
-"""Write the figures of a loader to TensorBoard while a model trains, and say at the end what limits the loader.
+"""Write the statistics of a loader to TensorBoard while a model trains, and print its bottleneck at the end.
 
-The samples take a time of their own, as decoding does; `--sample-ms` and `--step-ms` shift the balance.
+Each sample takes time, as decoding does; `--sample-ms` and `--step-ms` shift the balance.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import rustloader
 EXAMPLES = """\
 examples:
   python examples/metrics_tensorboard.py                   two workers that cannot keep up
-  python examples/metrics_tensorboard.py --workers 8       as many as the verdict advises
+  python examples/metrics_tensorboard.py --workers 8       the number that the verdict recommends
   python examples/metrics_tensorboard.py --step-ms 100     a training step that takes longer than loading
-  tensorboard --logdir runs                                look at them
+  tensorboard --logdir runs                                view them
 """
 
 

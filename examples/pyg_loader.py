@@ -17,7 +17,7 @@ import rustloader
 
 
 class Rings(Dataset):
-    """Rings of 4 to 11 nodes with random features; the class is whether they are long."""
+    """Rings of 4 to 11 nodes with random features; the class says whether they are long."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

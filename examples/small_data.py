@@ -1,4 +1,4 @@
-"""Small data for the examples: points in the plane, and image files. Put your own in their place."""
+"""Small data for the examples: points in the plane, and image files. Replace them with your own."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset):
-    """Points, each moved a little by its worker's random numbers, and on which side of a curve they lie."""
+    """Points, each jittered by its worker's random numbers; the class is the side of a curve."""
 
     def __init__(self, n: int) -> None:
         self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1

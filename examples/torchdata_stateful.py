@@ -1,4 +1,4 @@
-"""torchdata: its StatefulDataLoader keeps its own workers and its state, beside a loader of torch's on the engine.
+"""torchdata: its StatefulDataLoader keeps its own workers and its state, beside a torch loader on the engine.
 
 python examples/torchdata_stateful.py
 python examples/torchdata_stateful.py --no-install                      on torch's loader: the same losses
@@ -29,7 +29,7 @@ def main() -> None:
     testing = DataLoader(Points(64), batch_size=16, num_workers=2)
     state = None
     for epoch in range(2):
-        # Each epoch ends early and is resumed by a new loader, as after a checkpoint.
+        # Each epoch ends early, and a new loader resumes it, as after a checkpoint.
         for part in (0, 1):
             training = StatefulDataLoader(Points(256), batch_size=16, num_workers=2)
             if part == 1:

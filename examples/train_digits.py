@@ -60,7 +60,7 @@ def write_images(root: Path) -> None:
     digits = load_digits()
     seen = [0] * 10
     root.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed only when it is complete: Ctrl-C leaves all files or none.
+    # The rename comes last: Ctrl-C leaves all files or none.
     with tempfile.TemporaryDirectory(dir=root.parent) as unfinished:
         new = Path(unfinished) / root.name
         for pixels, label in zip(digits.images, digits.target.tolist(), strict=True):
@@ -114,14 +114,14 @@ def make_net() -> nn.Module:
 
 @dataclass
 class Outcome:
-    """The figures of one training run."""
+    """The results of one training run."""
 
     losses: list[float] = field(default_factory=list)  # per epoch: the mean loss
     seconds: list[float] = field(default_factory=list)  # per epoch: wall time, with the start of the workers
     first_batch: list[float] = field(default_factory=list)  # per epoch: seconds until the first batch
     images: int = 0  # training images seen
     batches: int = 0  # batches seen, training and test
-    engine_batches: int = 0  # how many of them the Rust engine delivered
+    engine_batches: int = 0  # batches that the Rust engine delivered
     accuracy: float = 0.0  # on the test images
 
 
@@ -137,7 +137,7 @@ def train_and_test(name: str, loader_class: type[torch.utils.data.DataLoader], s
     train_loader = loader_class(train_set, shuffle=True, **arguments)
     test_loader = loader_class(test_set, **arguments)
 
-    torch.manual_seed(SEED)  # weights, order of the images and the workers' augmentations all follow from it
+    torch.manual_seed(SEED)  # seeds the weights, the order of the images and the workers' augmentations
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -182,12 +182,12 @@ def train_and_test(name: str, loader_class: type[torch.utils.data.DataLoader], s
 
 
 def train_with_both(settings: Settings) -> tuple[Outcome, Outcome]:
-    """Two training runs that differ in the loader alone: through torch's, and through rustloader's."""
+    """Trains twice, through torch's loader and through rustloader's; nothing else differs."""
     write_images(settings.data)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # the workers need the other cores; a fixed number keeps sums in the same order
     tqdm.monitor_interval = 0  # no helper thread: the workers are forked from this process
-    # The first use of the net takes longer; neither run shall pay for it.
+    # The first use of the net takes longer: it must not count in either run.
     make_net()(torch.zeros(settings.batch_size, 1, SIDE, SIDE)).sum().backward()
     theirs = train_and_test("torch", torch.utils.data.DataLoader, settings)
     ours = train_and_test("rustloader", rustloader.DataLoader, settings)
@@ -199,7 +199,7 @@ def _row(what: str, left: str, right: str, note: str = "") -> None:
 
 
 def print_proof(theirs: Outcome, ours: Outcome) -> None:
-    """What must be equal in both runs, side by side."""
+    """Prints the values that must be equal in both runs."""
     _row("", "torch", "rustloader")
     for epoch, (a, b) in enumerate(zip(theirs.losses, ours.losses, strict=True), start=1):
         _row(f"loss, epoch {epoch}", f"{a:.17f}", f"{b:.17f}", "identical" if a == b else "DIFFERENT")
@@ -209,7 +209,7 @@ def print_proof(theirs: Outcome, ours: Outcome) -> None:
 
 
 def print_times(theirs: Outcome, ours: Outcome) -> None:
-    """How long both runs took."""
+    """Prints the durations of both runs."""
     runs = (theirs, ours)
     _row("time per epoch", *(f"{sum(run.seconds) / len(run.seconds):.3f} s" for run in runs))
     _row("images/s", *(f"{run.images / sum(run.seconds):,.0f}" for run in runs))
@@ -217,7 +217,7 @@ def print_times(theirs: Outcome, ours: Outcome) -> None:
 
 
 def complaints(theirs: Outcome, ours: Outcome, settings: Settings) -> list[str]:
-    """The promises that the two runs break; empty if all is well."""
+    """Describes each broken promise; empty if both runs agree."""
     found = []
     if ours.losses != theirs.losses or not all(map(math.isfinite, ours.losses)):
         found.append("the losses of the two runs are not bit-identical")

@@ -41,7 +41,7 @@ def main() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.001)
     with tempfile.TemporaryDirectory() as folder:
-        # detshuffle has the same order in each run; plain shuffle() goes by the time and the process's number.
+        # detshuffle has the same order in each run; shuffle() is seeded with the time and the process id.
         dataset = (
             wds.WebDataset(write_shards(Path(folder)), shardshuffle=4, detshuffle=True, seed=7)
             .compose(wds.detshuffle(32, seed=7))

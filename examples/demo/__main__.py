@@ -10,13 +10,13 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def run() -> int:
-    """Runs the demo; the exit status."""
+    """Runs the demo, and returns the exit status."""
     try:
         from demo.main import main
 
         return main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would disturb the cleaning up
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would disturb the cleanup
         return INTERRUPTED
 
 
@@ -26,7 +26,7 @@ def interrupt(*_: object) -> None:
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Repeats an interrupt that came where Python drops it: in `__del__`, or in a hook of `os.fork`."""
+    """Repeats an interrupt that Python dropped: in `__del__`, or in a hook of `os.fork`."""
     if args.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
@@ -34,7 +34,7 @@ def unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 
 def watch_for_ctrl_c() -> None:
-    """Has Ctrl-C end the demo alone, which then ends its workers."""
+    """Makes Ctrl-C end the demo alone, which then ends its workers."""
     for number in (signal.SIGINT, signal.SIGALRM):
         signal.signal(number, interrupt)
     sys.unraisablehook = unraisable

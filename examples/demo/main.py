@@ -1,4 +1,4 @@
-"""What rustloader is worth on this machine, in about a minute.
+"""Measures the gain of rustloader on this machine, in about a minute.
 
 Part 1, the gain: four kinds of batches through torch's DataLoader without workers, with workers, and through
 rustloader. Part 2, the proof: a net trained on image files through both loaders, with losses that must agree
@@ -39,7 +39,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; the exit status."""
+    """Runs the demo, and returns the exit status."""
     settings = parse(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     # As in a worker. With more, torch without workers collapses while other programs use the cores.
@@ -67,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def estimate(settings: Settings) -> float:
-    """About how many seconds the demo takes."""
+    """The approximate duration of the demo in seconds."""
     return len(WORKLOADS) * 3 * settings.rounds * settings.seconds * 1.2 + 15 + 3 * settings.epochs
 
 
 def gain(settings: Settings) -> tuple[list[Result], list[str]]:
-    """Part 1: the results, and what went wrong."""
+    """Part 1: returns the results and the errors."""
     print(
         f"\nPart 1, the gain: batches/s without a training step, persistent workers; median of {settings.rounds} "
         f"rounds of {settings.seconds:g} s (lowest to highest)"
@@ -92,7 +92,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
 
 
 def draw(results: list[Result], settings: Settings) -> None:
-    """Writes the picture, if matplotlib is installed. Before part 2, which has torch fill all fresh memory."""
+    """Writes the picture, if matplotlib is installed. Runs before part 2, which makes torch fill all fresh memory."""
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: matplotlib is not installed (pip install matplotlib).")
         return
@@ -103,7 +103,7 @@ def draw(results: list[Result], settings: Settings) -> None:
 
 
 def parse(arguments: list[str] | None) -> Settings:
-    """The settings; what is wrong with the arguments ends the program before anything runs."""
+    """Parses the arguments. An error ends the program before anything runs."""
     parser = argparse.ArgumentParser(
         prog="make demo", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )

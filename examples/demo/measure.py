@@ -32,7 +32,7 @@ STEP = 0.005  # seconds of their training step, which sleeps as a process does t
 
 
 class Failure(Exception):
-    """A loader broke a promise."""
+    """A loader delivered wrong batches."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Side:
 
     def __post_init__(self) -> None:
         self.batches = _forever(self.loader)
-        # Batches that the workers make ahead.
+        # Batches that the workers prefetch.
         self.in_flight = self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def end(self) -> None:
-        """Ends the workers, now: an interrupt in `__del__` would be lost."""
+        """Ends the workers explicitly: an interrupt in `__del__` would be lost."""
         iterator: Any = self.loader._iterator  # of persistent workers
         if iterator is not None:
             iterator._shutdown_workers()
@@ -63,12 +63,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one workload.
+    """The measurements of one workload.
 
     Attributes:
         workload: what was measured.
         rates: batches/s of each round, by the loader's name.
-        own_share: the dataset's own code as a part of the work of rustloader's workers, 0 to 1.
+        own_share: share of the dataset's code in the work of rustloader's workers, 0 to 1.
     """
 
     workload: Workload
@@ -103,7 +103,7 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     try:
         _check_equal(*sides[1:])
         for number in range(settings.rounds):
-            for side in sides[number % 3 :] + sides[: number % 3]:  # each comes first in turn
+            for side in sides[number % 3 :] + sides[: number % 3]:  # in rotating order
                 progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
                 side.rates.append(_pass(side, settings.seconds))
                 progress.step()
@@ -117,7 +117,7 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
 
 
 def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
-    """Records what the main process and the workers of each loader do, for the picture."""
+    """Records the timelines of the main process and the workers of each loader, for the picture."""
     timelines = {}
     for name, loader_class in ((TORCH, torch.utils.data.DataLoader), (OURS, rustloader.DataLoader)):
         with tempfile.TemporaryDirectory(prefix="rustloader-demo-") as folder:
@@ -135,7 +135,7 @@ def _with_workers(settings: Settings) -> dict[str, Any]:
 
 
 def _forever(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Yields the batches of epoch after epoch."""
     while True:
         yield from loader
 
@@ -143,7 +143,7 @@ def _forever(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
 def _check_equal(theirs: Side, ours: Side) -> None:
     first = []
     for side in (theirs, ours):
-        torch.manual_seed(SEED)  # the order of the samples and the workers' random numbers follow from it
+        torch.manual_seed(SEED)  # seeds the order of the samples and the workers' random numbers
         first.append([summary(batch) for batch in itertools.islice(side.batches, CHECKED)])
     for number, (their_parts, our_parts) in enumerate(zip(*first, strict=True)):
         if their_parts != our_parts:
@@ -158,13 +158,13 @@ def _pass(side: Side, seconds: float) -> float:
         next(side.batches)  # they were ready before the clock starts
     taken, elapsed = 0, 0.0
     start = time.perf_counter()
-    # Whole turns of the workers, because they may finish at the same time.
+    # Whole rounds of the workers, because they may finish at the same time.
     while elapsed < seconds or taken % max(1, side.loader.num_workers):
         next(side.batches)
         taken += 1
         elapsed = time.perf_counter() - start
     _check_engine(side, rustloader.engine_batches() - engine_before, side.in_flight + taken)
-    # The workers refill what they make ahead; the next loader shall not wait for a core meanwhile.
+    # The workers refill their prefetched batches; this must not take cores from the next loader.
     time.sleep(min(seconds, 1.5 * side.in_flight * elapsed / taken))
     return taken / elapsed
 

@@ -21,7 +21,7 @@ from rustloader.bench.timeline import Timeline
 __all__ = ["draw", "write"]
 
 INK = "#333333"
-# Okabe and Ito's colours, which colour-blind people tell apart. Those of TORCH and OURS are the timelines' own.
+# Okabe and Ito's colours, which colour-blind people can distinguish. The timelines use those of TORCH and OURS.
 COLOURS = {NO_WORKERS: "#777777", TORCH: "#D55E00", OURS: "#0072B2"}
 GROUP = 4.4  # height of a workload's group, in bars: its title, three bars, a gap
 WIDTH = 1.17  # of the part with the bars, the longest one being 1: there is its rate beside it

@@ -16,11 +16,11 @@ MARK = "<!-- demo -->"
 
 
 def check() -> None:
-    """Raises ValueError where README.md does not have the mark twice."""
+    """Raises ValueError if README.md does not have the mark twice."""
     report.around(README, MARK)
 
 
 def write(table: str) -> None:
-    """Replaces what stands between the two marks."""
+    """Replaces the text between the two marks."""
     report.write(README, table, MARK)
     print(f"Wrote the table into {README}.")

@@ -1,4 +1,4 @@
-"""The demo's words and bars in the terminal, and README's table."""
+"""The demo's output in the terminal, and README's table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rustloader.texts import count_of
 
 __all__ = ["conclusion", "rate", "reason", "row", "table", "times"]
 
-BAR = 24  # characters of the longest bar
-# From this part of the workers' time on the dataset's own code is the reason for a small gain.
+BAR = 24  # length of the longest bar, in characters
+# Minimum share of the workers' time for dataset code that explains a small gain.
 MOSTLY = 0.8
 
 
@@ -49,7 +49,8 @@ def reason(result: Result) -> str:
 
 
 def conclusion(results: list[Result]) -> list[str]:
-    """The last lines: the largest gain, what gains nothing, where no workers are faster, how to measure a loader."""
+    """The last lines: the largest gain, workloads without a gain, workloads that are faster without workers, and how to
+    measure a loader."""
     lines = []
     gains = [(gain, result) for result in results if (gain := result.ratio(OURS, TORCH)) is not None]
     if gains:
@@ -106,7 +107,7 @@ def _gain(result: Result) -> str:
 
 
 def _without_gain(results: list[Result]) -> list[str]:
-    """What gains nothing, and why; where everything gains, the smallest gain."""
+    """The workloads without a gain, and why; if all gain, the smallest gain."""
     same = [result for result in results if result.ratio(OURS, TORCH) is None]
     lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
     for result in same:
@@ -142,7 +143,7 @@ def _gain_cell(ratio: float | None) -> str:
 
 
 def _python() -> str:
-    """The interpreter as a user in this folder would type it."""
+    """The command for the interpreter, as typed in this folder."""
     python = Path(sys.executable)
     here = Path.cwd()
     return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))

@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 __all__ = ["WORKLOADS", "Workload", "write_files"]
 
 SIDE = 224  # pixels of an image's side
-# Samples in an epoch, most of them repetitions: long enough that hardly an epoch ends while it is measured.
+# Samples in an epoch, most of them repetitions: an epoch rarely ends during a measurement.
 EPOCH = 1_000_000
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Windows of 1024 tokens at any place of a text of 2 million, as for training a language model."""
+    """Windows of 1024 tokens anywhere in a text of 2 million, as for training a language model."""
 
     def __init__(self) -> None:
         self.text = np.random.default_rng(0).integers(50_257, size=2_000_000, dtype=np.uint16)
@@ -133,7 +133,7 @@ def write_files(data: Path) -> None:
         return whole[top : top + height, left : left + width]
 
     data.mkdir(parents=True, exist_ok=True)
-    # Renamed only when they are complete: Ctrl-C leaves all files or none.
+    # The rename comes last: Ctrl-C leaves all files or none.
     with tempfile.TemporaryDirectory(dir=data) as unfinished:
         new = Path(unfinished)
         images = np.stack([part(number, SIDE, SIDE).transpose(2, 0, 1) for number in range(256)])

@@ -10,17 +10,7 @@ from typing import Literal, NamedTuple
 from rustloader.bench.layout import times
 from rustloader.texts import count_of
 
-__all__ = [
-    "CONFIDENCE",
-    "FEWEST_BATCHES",
-    "FEWEST_EPOCHS",
-    "Comparison",
-    "Interval",
-    "Outcome",
-    "compare",
-    "median_interval",
-    "too_few",
-]
+__all__ = ["CONFIDENCE", "Comparison", "Interval", "Outcome", "compare", "median_interval", "too_few"]
 
 # The verdict on rustloader, compared with torch.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
@@ -64,8 +54,7 @@ def median_interval(values: Sequence[float]) -> Interval:
     Source: W. R. Thompson, "On confidence ranges for the median and other expectation distributions for populations of
     unknown distribution form", Annals of Mathematical Statistics 7 (1936), 122-128.
 
-    Args:
-        values: at least one. With fewer than 6 the interval is their whole range, and its confidence is lower.
+    With fewer than 6 values the interval is their whole range, and its confidence is lower.
 
     Example:
         >>> median_interval([3.0, 1.0, 2.0])
@@ -82,13 +71,8 @@ def median_interval(values: Sequence[float]) -> Interval:
 class Comparison(NamedTuple):
     """The speed of rustloader relative to torch.
 
-    Attributes:
-        verdict: the result.
-        ratio: the median of the ratios of the pairs of epochs; above 1 rustloader is faster.
-        low, high, confidence: the confidence interval of that median.
-        pairs: pairs of epochs, one of each engine.
-        batches: batches of each engine; of the one with fewer, if they differ.
-        reason: why there are too few to tell, else empty.
+    ``ratio`` is the median of the ratios of the pairs of epochs, and ``low`` to ``high`` its confidence interval; above
+    1 rustloader is faster. ``batches`` counts the engine with fewer. ``reason`` explains "too few to tell".
     """
 
     verdict: Outcome
@@ -127,12 +111,8 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
     no measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
 
     Args:
-        theirs: torch's rates, in batches per second, one for each epoch.
-        ours: rustloader's, in the same order.
+        theirs, ours: batches per second of torch and of rustloader in each epoch.
         batches: batches of each engine.
-
-    Raises:
-        ValueError: there is no pair, or the lengths differ.
 
     Example:
         >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict

@@ -76,11 +76,8 @@ class Pass:
 
 
 def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher | None = None) -> Pass:
-    """Iterates over a DataLoader up to ``limits``. ``weigh`` counts the bytes of the batches, which takes time.
-
-    Raises:
-        StopIteration: the loader is empty.
-    """
+    """Iterates over a DataLoader up to ``limits``. ``weigh`` counts the bytes of the batches, which takes time. Raises
+    StopIteration if the loader is empty."""
     gc.collect()
     begin = _mark(0)
     with iterating(loader, watcher) as iterator:

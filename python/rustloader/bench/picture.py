@@ -40,15 +40,8 @@ _INK = "#333333"
 def draw(
     title: str, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline], step: float
 ) -> Figure:
-    """Draws a timeline for each engine, and the rates if there are several numbers of workers.
-
-    Args:
-        title: the loader's name.
-        points: the measurements.
-        choices: the recommendations, by engine.
-        timelines: by engine; empty without workers.
-        step: seconds of the training step.
-    """
+    """Draws a timeline for each engine, if there are workers, and the rates of a sweep. ``choices`` and ``timelines``
+    are by engine; ``step`` is the duration of the training step in seconds."""
     swept = len(points) > 1
     lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept

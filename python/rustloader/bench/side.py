@@ -19,12 +19,8 @@ __all__ = ["BenchSide"]
 
 
 class BenchSide(Side):
-    """A loader to measure. Its methods from ``about`` on are the requests.
-
-    Args:
-        workers: num_workers of the loader; None: as the factory sets it.
-        records: a folder for the timelines of the workers; None: no timelines.
-    """
+    """A loader to measure. Its methods from ``about`` on are the requests. ``workers`` replaces the factory's
+    num_workers; ``records`` is a folder for the timelines of the workers."""
 
     def __init__(
         self, target: str, engine: str, workers: int | None = None, records: str | None = None, quiet: bool = False

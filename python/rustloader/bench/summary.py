@@ -15,12 +15,8 @@ __all__ = ["Summary"]
 
 
 class Summary:
-    """The result of one run.
-
-    Args:
-        about: descriptions of the machine and the loader.
-        choices: the recommendations of a sweep by engine; empty without a sweep.
-    """
+    """The result of one run. ``about`` describes the machine and the loader; ``choices`` are the recommendations of a
+    sweep by engine."""
 
     def __init__(
         self, options: Any, plan: Plan, about: dict[str, Any], points: list[Point], choices: dict[str, Choice]
@@ -98,19 +94,18 @@ class Summary:
         """For JSON."""
         options, plan = self._options, self._plan
         about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
-        settings = {
-            "epochs": plan.epochs,
-            "budget": plan.budget,
-            "seconds": plan.seconds,
-            "batches": options.batches,
-            "step": options.step,
-            "timeout": options.timeout,
-            "loader": about,
-        }
         return {
             "factory": options.factory,
             "machine": self._about["machine"],
-            "settings": settings,
+            "settings": {
+                "epochs": plan.epochs,
+                "budget": plan.budget,
+                "seconds": plan.seconds,
+                "batches": options.batches,
+                "step": options.step,
+                "timeout": options.timeout,
+                "loader": about,
+            },
             "results": [point.as_dict() for point in self._points],
             "recommendation": self._recommended(),
         }

@@ -98,13 +98,8 @@ def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
 
 def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
     """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
-    code. If all are outside user code, library frames are shown.
-
-    Args:
-        group: the process, which called ``install``.
-        workers: process ids by number.
-        descriptor: what ``install`` returned.
-    """
+    code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
+    ``group``; ``workers`` are process ids by number."""
     odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
     yield from odd[:_ASKED]
     if descriptor is None:

@@ -36,11 +36,7 @@ class Probe:
     """A process with the user's loader on one engine, and its workers.
 
     They form a process group: Ctrl-C reaches the command alone, and the ``with`` statement ends the whole group.
-
-    Args:
-        side: answers the requests in the process. Its ``target`` has been checked.
-        timeout: seconds without progress until ``answer`` gives up.
-        environment: additional environment variables.
+    ``answer`` gives up after ``timeout`` seconds without progress. ``environment`` adds variables.
     """
 
     def __init__(self, side: Side, timeout: float, environment: Mapping[str, str] | None = None) -> None:
@@ -83,11 +79,8 @@ class Probe:
         self._send(request)
 
     def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
-        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly.
-
-        Raises:
-            Unusable: the process failed, makes no progress, or a worker died and its iterator does not notice.
-        """
+        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly. Raises ``Unusable`` if the
+        process failed or makes no progress, or if a worker died and its iterator does not notice."""
         progress = due = time.monotonic()
         unnoticed: dict[int, float] = {}
 

@@ -52,15 +52,8 @@ ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 class Side:
-    """The user's loader on one engine. Each method of a subclass is a request.
-
-    The command creates it and sends it to the process.
-
-    Args:
-        target: the factory.
-        engine: a name of ``ENGINES``.
-        quiet: whether to hide Python's warnings, because another process has shown them.
-    """
+    """The user's loader on one engine. The command creates it and sends it to the process. Each method of a subclass is
+    a request. ``quiet`` hides Python's warnings, which another process has shown."""
 
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
@@ -136,12 +129,8 @@ def _no_command(name: str, value: Any) -> None:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers requests (name, arguments...) with (name, value), until the connection closes or SIGINT arrives.
-
-    Args:
-        descriptor: the connection. Its first message is a ``Side``.
-        parent: process id of the command.
-    """
+    """Answers requests (name, arguments...) with (name, value), until the connection closes or SIGINT arrives. The
+    first message is a ``Side``. ``parent`` is the process id of the command."""
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, _interrupt)
     connection = Connection(descriptor)
