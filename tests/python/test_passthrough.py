@@ -78,7 +78,7 @@ def test_settings_beyond_the_engines_limits_are_handed_over():
 
 
 def test_a_fallback_names_the_call_that_failed(monkeypatch, caplog):
-    def full(*args):
+    def full(*args, **kw):
         raise OSError(errno.EMFILE, "eventfd failed: Too many open files")
 
     monkeypatch.setattr(rustloader.iterator.fallback, "Engine", full)
@@ -289,7 +289,7 @@ def test_a_small_address_space_is_still_ours():
     assert (status, out) == (0, "[0, 1, 2, 3, 4] 5\n"), err
 
 
-def refused(*args):
+def refused(*args, **kw):
     raise OSError(errno.EPERM, "memfd_create failed")
 
 
