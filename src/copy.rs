@@ -1,10 +1,10 @@
-//! Copies into the arena that are larger than a cache.
+//! Copies into the arena that exceed a cache.
 //!
-//! An ordinary copy first reads the lines that it is about to overwrite. Streaming stores do not: on the machine that this was
-//! measured on (2 cores, AVX-512) two workers at once copied 13 to 15 GB/s each with them, and 8.5 to 10 without. They also leave the
-//! caches to the dataset's own data. For copies that fit into a cache the reader would lose what the writer wins.
+//! An ordinary copy first reads the lines that it overwrites. Streaming stores do not: in the measurement (2 cores,
+//! AVX-512) two concurrent workers copied 13 to 15 GB/s each with them, 8.5 to 10 without, and the caches keep the
+//! dataset's data. For copies that fit into a cache the reader would lose what the writer gains.
 
-/// Copies `len` bytes. `streaming`: past the caches, where the processor can.
+/// Copies `len` bytes, with streaming stores if `streaming` and the processor supports them.
 ///
 /// # Safety
 /// `len` bytes are readable at `from` and writable at `to`, and the two do not overlap.
@@ -12,7 +12,7 @@
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize, streaming: bool) {
     #[cfg(target_arch = "x86_64")]
     if streaming && len >= 4096 {
-        // SAFETY: the caller's promise; each function is called where the processor has what it needs.
+        // SAFETY: the caller's promise; each function is called only if the processor supports it.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 return x86::stream_512(from, to, len);
@@ -34,18 +34,18 @@ mod x86 {
         _mm512_stream_si512,
     };
 
-    /// Bytes of a turn of the loops: a multiple of both vector lengths.
+    /// Bytes per iteration: a multiple of both vector lengths.
     const STEP: usize = 256;
 
-    /// Copies what stands before the first boundary of 64 bytes and after the last whole step by ordinary means;
-    /// returns the begin and the end of the rest.
+    /// Copies the bytes before the first 64-byte boundary and after the last whole step by ordinary means; returns the bounds
+    /// of the rest.
     ///
     /// # Safety
     /// As for [`super::copy`].
     unsafe fn edges(from: *const u8, to: *mut u8, len: usize) -> (usize, usize) {
         let head = to.align_offset(64).min(len);
         let end = head + (len - head) / STEP * STEP;
-        // SAFETY: both pieces lie inside the ranges that the caller promised.
+        // SAFETY: both pieces lie inside the caller's ranges.
         unsafe {
             to.copy_from_nonoverlapping(from, head);
             to.add(end).copy_from_nonoverlapping(from.add(end), len - end);
@@ -57,7 +57,7 @@ mod x86 {
     /// As for [`super::copy`]; the processor has AVX-512F.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn stream_512(from: *const u8, to: *mut u8, len: usize) {
-        // SAFETY: the caller's promise; from `head` on `to` is on a boundary of 64 bytes, and every step ends before `end`.
+        // SAFETY: the caller's promise; targets are 64-byte aligned from `head` on, and every step ends before `end`.
         unsafe {
             let (mut at, end) = edges(from, to, len);
             while at < end {

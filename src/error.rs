@@ -11,58 +11,58 @@ pub enum Error {
         call: &'static str,
         /// The value of `errno`.
         errno: i32,
-        /// What was wanted of it, and the way out; may be empty.
+        /// The purpose and the remedy; may be empty.
         hint: String,
     },
-    /// Something read out of shared memory failed its check: a broken worker has written over it.
+    /// A value in shared memory failed its check: a broken worker has overwritten it.
     Corrupt {
-        /// What was read, what it held, and what it may hold.
+        /// The value, and the expected one.
         what: String,
     },
-    /// The shared memory of another version of this library.
+    /// Shared memory of another version of this library.
     Layout {
-        /// The version of its layout.
+        /// Its layout version.
         found: u32,
-        /// The version that this library reads.
+        /// The layout version that this library reads.
         expected: u32,
     },
     /// The machine, or the memory cgroup, has no memory for a batch.
     NoMemory {
-        /// How many bytes were wanted.
+        /// Bytes requested.
         wanted: u64,
-        /// The limit that stands against it, in words (a memory cgroup, the machine).
+        /// The limit that prevents it, in words (a memory cgroup, the machine).
         limit: String,
-        /// How many bytes of it a batch may still have.
+        /// Bytes of it still available to a batch.
         headroom: u64,
-        /// What other workers are reserving at this moment may be all that is in the way: it is worth another try.
+        /// Whether only reservations of other workers prevent it, so that a retry may succeed.
         passing: bool,
     },
-    /// The loader's settings ask for more than the engine can have.
+    /// The loader's settings exceed the engine's limits.
     TooMany {
         /// `num_workers`.
         workers: u64,
         /// `prefetch_factor`.
         prefetch_factor: u64,
-        /// What they exceed.
+        /// The limit that they exceed.
         limit: String,
     },
-    /// A worker's region of the shared memory has no room for a batch; ordinary memory may be there.
+    /// A worker's region of the shared memory has no room for a batch; ordinary memory may have.
     RegionFull {
-        /// How many bytes were wanted.
+        /// Bytes requested.
         wanted: u64,
-        /// How many bytes the region has.
+        /// Bytes of the region.
         size: u64,
-        /// How many bytes of it have never been used.
+        /// Bytes of it never used.
         headroom: u64,
     },
-    /// A forked child used what belongs to the process that it came from.
+    /// A forked child used an object of its parent.
     Child {
-        /// What it used, and the way out.
+        /// The object and the remedy.
         what: &'static str,
     },
-    /// The caller broke a rule of the interface (a bug in rustloader, not of its user).
+    /// The caller broke a rule of the interface: a bug in rustloader, not of its user.
     Usage {
-        /// Which rule.
+        /// The rule.
         what: String,
     },
 }
@@ -71,13 +71,12 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An [`Error::Os`] of the `errno` that the thread holds now.
+    /// An [`Error::Os`] of the calling thread's `errno`.
     pub fn last_os(call: &'static str, hint: &'static str) -> Self {
         Self::last_os_with(call, |_| hint.to_owned())
     }
 
-    /// The same with a hint that has to be made: what makes it may call the system, and so is called after `errno` was
-    /// read.
+    /// The same with a computed hint. `errno` is read first, because the computation may call the system.
     pub fn last_os_with(call: &'static str, hint: impl FnOnce(i32) -> String) -> Self {
         let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
         Self::Os { call, errno, hint: hint(errno) }

@@ -1,7 +1,6 @@
-//! Enums whose numbers stand in shared memory.
+//! Enums whose numbers are stored in shared memory.
 
-/// Defines an enum together with the way back from a number, out of one list. Where the list gives names, for reports and
-/// statistics, `name` returns them.
+/// Defines an enum and its conversion from a number. With names, for reports and statistics, `name` returns them.
 macro_rules! numbered_enum {
     ($(#[$meta:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $number:literal,)* }) => {
         $(#[$meta])*

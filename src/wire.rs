@@ -1,4 +1,4 @@
-//! The entries of the rings and the head of a message, as both sides read and write them.
+//! The ring entries and the message head, as both sides read and write them.
 //!
 //! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
 //! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region.
@@ -12,7 +12,7 @@ use crate::shm::ring::Entry;
 
 /// Bytes of an index batch that fit into a task entry.
 pub const INLINE_BYTES: usize = 32;
-/// The block number that says "none".
+/// The block number for none.
 const NO_BLOCK: u32 = u32::MAX;
 /// Bytes of a leaf's row in a message.
 const LEAF_ROW: usize = 16;
@@ -26,7 +26,7 @@ numbered_enum! {
         Plain = 1,
         /// Fetch a batch; the payload is a pickle.
         Pickle = 2,
-        /// A new epoch begins: answer, and make a new fetcher.
+        /// A new epoch begins: answer, and create a new fetcher.
         Resume = 3,
         /// Leave.
         Leave = 4,
@@ -38,16 +38,16 @@ numbered_enum! {
     pub enum ResultKind {
         /// A batch, encoded by the codec.
         Plain = 1,
-        /// A batch, as a pickle and a list of what stands beside it, both encoded by the codec.
+        /// A batch, as a pickle and a list of its out-of-band buffers, both encoded by the codec.
         Pickle = 2,
         /// An exception, as a pickle of torch's ExceptionWrapper.
         Error = 3,
-        /// The worker's iterable dataset is at its end.
+        /// The worker's iterable dataset is exhausted.
         Exhausted = 4,
         /// The answer to [`TaskKind::Resume`].
         Resumed = 5,
-        /// As [`Self::Pickle`], but unpickling it asks something of its worker (a descriptor): to be opened on receipt,
-        /// before the worker may leave.
+        /// As [`Self::Pickle`], but unpickling requests something from the worker (a descriptor): unpickled on receipt, before
+        /// the worker may leave.
         Tied = 6,
     }
 }
@@ -59,40 +59,38 @@ pub struct TaskEntry {
     pub task: u64,
     /// What to do.
     pub kind: TaskKind,
-    /// The block of the main process's region that the payload lies in, if it is not inline.
+    /// The payload's block in the main process's region, unless it is inline.
     pub block: Option<u32>,
     /// Bytes of the payload.
     pub len: u64,
-    /// The payload, if it is inline.
+    /// The payload, if inline.
     pub inline: [u8; INLINE_BYTES],
 }
 
 impl TaskEntry {
-    /// An entry whose payload is inline, if it is short enough.
+    /// An entry with an inline payload, if it is short enough.
     pub fn inline(task: u64, kind: TaskKind, payload: &[u8]) -> Option<Self> {
         let mut inline = [0; INLINE_BYTES];
         inline.get_mut(..payload.len())?.copy_from_slice(payload);
         Some(Self { task, kind, block: None, len: payload.len() as u64, inline })
     }
 
-    /// An entry whose payload lies in a block.
+    /// An entry with a payload in a block.
     pub fn in_block(task: u64, kind: TaskKind, block: u32, len: u64) -> Self {
         Self { task, kind, block: Some(block), len, inline: [0; INLINE_BYTES] }
     }
 
-    /// As words of a ring.
+    /// Encodes the entry.
     pub fn to_words(&self) -> Entry {
         let block = self.block.unwrap_or(NO_BLOCK);
         let mut words = [self.task, self.kind as u64, u64::from(block), self.len, 0, 0, 0, 0];
-        for (word, bytes) in words[4..].iter_mut().zip(self.inline.chunks_exact(8)) {
-            *word = u64::from_le_bytes([
-                bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7],
-            ]);
+        for (word, bytes) in words[4..].iter_mut().zip(self.inline.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
         }
         words
     }
 
-    /// Out of a ring's words.
+    /// Decodes and checks an entry.
     pub fn from_words(words: &Entry) -> Result<Self> {
         let kind = u32::try_from(words[1]).ok().and_then(TaskKind::of_number);
         let kind = kind.ok_or_else(|| Error::corrupt(format!("a task entry of kind {}", words[1])))?;
@@ -108,7 +106,7 @@ impl TaskEntry {
     }
 }
 
-/// How long the parts of a task took, in microseconds.
+/// Durations of the parts of a task, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
     /// In the dataset.
@@ -120,19 +118,19 @@ pub struct Timings {
 }
 
 impl Timings {
-    /// All parts together.
+    /// The sum of all parts.
     #[inline]
     pub fn total_us(&self) -> u64 {
         u64::from(self.fetch_us) + u64::from(self.collate_us) + u64::from(self.pack_us)
     }
 }
 
-/// How much a result carries. For statistics alone: nothing is read or allocated by it.
+/// The size of a result, for statistics alone: nothing is read or allocated by it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Bytes of the message and of its leaves.
     pub bytes: u64,
-    /// Leaves that were copied into the arena, because they were made elsewhere.
+    /// Leaves copied into the arena, because they were made elsewhere.
     pub copies: u32,
     /// Bytes of these.
     pub copied_bytes: u64,
@@ -143,22 +141,22 @@ pub struct Load {
 pub struct ResultEntry {
     /// The task that it answers.
     pub task: u64,
-    /// What it is.
+    /// The kind of answer.
     pub kind: ResultKind,
-    /// The block of the message, where there is one.
+    /// The message's block, if there is one.
     pub block: Option<u32>,
     /// Bytes of the message.
     pub len: u64,
-    /// Checksum of the message's payload, where the payload is a pickle.
+    /// Checksum of the message's payload, for a pickle.
     pub checksum: u64,
-    /// How long it took; the status page has the sums.
+    /// Its durations; the status page has the sums.
     pub timings: Timings,
-    /// How much it is.
+    /// Its size.
     pub load: Load,
 }
 
 impl ResultEntry {
-    /// As words of a ring.
+    /// Encodes the entry.
     pub fn to_words(&self) -> Entry {
         let block = u64::from(self.block.unwrap_or(NO_BLOCK));
         let Timings { fetch_us, collate_us, pack_us } = self.timings;
@@ -169,7 +167,7 @@ impl ResultEntry {
         [self.task, kind, self.len, self.checksum, times, pack, bytes, copied_bytes]
     }
 
-    /// Out of a ring's words.
+    /// Decodes and checks an entry.
     pub fn from_words(words: &Entry) -> Result<Self> {
         let number = words[1] as u32;
         let kind = ResultKind::of_number(number);
@@ -189,7 +187,7 @@ impl ResultEntry {
     }
 }
 
-/// A leaf of a message: a block of the worker's region, and how many of its bytes count.
+/// A leaf of a message: the first `len` bytes of a block of the worker's region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leaf {
     /// The block.
@@ -203,7 +201,7 @@ pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// The head of a message, in the place of what was in `out`: what stands before its payload.
+/// Replaces `out` by the head of a message: all before its payload.
 pub fn message_head<'a>(leaves: impl ExactSizeIterator<Item = &'a Leaf>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&(leaves.len() as u64).to_le_bytes());
@@ -234,19 +232,16 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     Ok((leaves.ok_or_else(bad)?, start))
 }
 
-/// A checksum that tells accidents, not attacks: FNV-like multiplication over words with a final mix (after
+/// A checksum against accidents, not attacks: FNV-like multiplication over words with a final mix (after
 /// Vigna's splitmix64).
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut sum = bytes.len() as u64 ^ MULTIPLIER;
-    let chunks = bytes.chunks_exact(8);
+    let (chunks, rest) = bytes.as_chunks();
     let mut last = [0; 8];
-    last[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
+    last[..rest.len()].copy_from_slice(rest);
     for chunk in chunks {
-        let value = u64::from_le_bytes([
-            chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], chunk[5], chunk[6], chunk[7],
-        ]);
-        sum = (sum ^ value).wrapping_mul(MULTIPLIER).rotate_left(29);
+        sum = (sum ^ u64::from_le_bytes(*chunk)).wrapping_mul(MULTIPLIER).rotate_left(29);
     }
     sum = (sum ^ u64::from_le_bytes(last)).wrapping_mul(MULTIPLIER);
     sum = (sum ^ (sum >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

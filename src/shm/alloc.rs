@@ -47,7 +47,7 @@ fn class_pages(class: usize) -> u64 {
 }
 
 /// Retries `attempt` while only the reservations of other workers prevent it, for at most [`RESERVATION_WAIT`].
-/// `pause` sleeps; the caller holds nothing that others need meanwhile.
+/// `pause` sleeps; the caller must hold nothing that others wait for.
 pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
     loop {

@@ -27,14 +27,14 @@ static GENERATION: Stamp = Stamp::new(0);
 
 /// Locks the pool; `None` in a child that was forked while another thread held the lock.
 fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
-    let ours = sys::fork::generation();
+    let current = sys::fork::generation();
     // SYNC: pool-emptied (pairs with the Release below).
-    if GENERATION.load(Ordering::Acquire) != ours {
+    if GENERATION.load(Ordering::Acquire) != current {
         // A forked child: the inherited arenas are unusable, and the lock may be held forever.
         let mut inherited = POOL.try_lock().ok()?;
         inherited.drain(..).for_each(|idle| std::mem::forget(idle.arena));
         // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees it finds nothing of the parent.
-        GENERATION.store(ours, Ordering::Release);
+        GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
     Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))

@@ -25,7 +25,7 @@ impl EventFd {
         if fd == -1 {
             return Err(Error::last_os("eventfd", descriptor_hint(errno())));
         }
-        // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
         Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 

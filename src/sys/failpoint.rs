@@ -38,43 +38,18 @@ mod seam {
         Stop,
     }
 
+    /// The words as strings.
+    macro_rules! names {
+        ($($name:ident)*) => { &[$(stringify!($name)),*] };
+    }
+
     /// Every kind of call with a failpoint.
-    const KINDS: &[&str] = &[
-        "memfd_create",
-        "getrlimit",
-        "ftruncate",
-        "seal",
-        "mmap",
-        "mprotect",
-        "dontdump",
-        "populate",
-        "map_in",
-        "remove",
-        "eventfd",
-        "eventfd_write",
-        "eventfd_read",
-        "pidfd_open",
-        "pidfd_poll",
-        "waitid",
-        "pidfd_get_info",
-        "pidfd_send_signal",
-        "futex_wait",
-        "futex_wake",
-        "ppoll",
-        "epoll_create",
-        "epoll_ctl",
-        "epoll_wait",
-        "fstat",
-        "peek",
-        "sigaction",
-        "seal_write",
-        "atfork",
-        "kill",
-        "thread",
-        "timer",
-        "sysinfo",
-        "proc",
-    ];
+    const KINDS: &[&str] = names! {
+        memfd_create getrlimit ftruncate seal mmap mprotect dontdump populate map_in remove
+        eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
+        pidfd_send_signal futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
+        peek sigaction seal_write atfork kill thread timer sysinfo proc
+    };
 
     /// The state of one kind.
     struct Point {
@@ -242,26 +217,18 @@ mod seam {
     }
 
     fn errno_of(text: &str) -> Option<i32> {
-        Some(match text {
-            "EACCES" => libc::EACCES,
-            "EAGAIN" => libc::EAGAIN,
-            "EBADF" => libc::EBADF,
-            "ECHILD" => libc::ECHILD,
-            "EFAULT" => libc::EFAULT,
-            "EFBIG" => libc::EFBIG,
-            "EINTR" => libc::EINTR,
-            "EINVAL" => libc::EINVAL,
-            "EMFILE" => libc::EMFILE,
-            "ENFILE" => libc::ENFILE,
-            "ENOENT" => libc::ENOENT,
-            "ENOMEM" => libc::ENOMEM,
-            "ENOSPC" => libc::ENOSPC,
-            "ENOSYS" => libc::ENOSYS,
-            "EOPNOTSUPP" => libc::EOPNOTSUPP,
-            "EPERM" => libc::EPERM,
-            "ESRCH" => libc::ESRCH,
-            number => return number.parse().ok(),
-        })
+        macro_rules! by_name {
+            ($($name:ident)*) => {
+                match text {
+                    $(stringify!($name) => Some(libc::$name),)*
+                    number => number.parse().ok(),
+                }
+            };
+        }
+        by_name! {
+            EACCES EAGAIN EBADF ECHILD EFAULT EFBIG EINTR EINVAL EMFILE ENFILE ENOENT
+            ENOMEM ENOSPC ENOSYS EOPNOTSUPP EPERM ESRCH
+        }
     }
 
     #[cfg(test)]

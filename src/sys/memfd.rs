@@ -25,7 +25,7 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     if fd == -1 {
         return Err(Error::last_os("memfd_create", descriptor_hint(errno())));
     }
-    // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     set_len(&fd, len)?;
     Ok(fd)

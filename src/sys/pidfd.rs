@@ -56,7 +56,7 @@ impl PidFd {
             };
             return Err(Error::last_os_with("pidfd_open", hint));
         }
-        // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
         Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
     }
 

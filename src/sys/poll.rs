@@ -149,7 +149,7 @@ impl PollSet {
         if fd == -1 {
             return Err(Error::last_os("epoll_create1", descriptor_hint(errno())));
         }
-        // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
         let epoll = unsafe { OwnedFd::from_raw_fd(fd) };
         for (entry, token) in self.array.iter().zip(&self.tokens) {
             register(&epoll, entry.fd, *token)?;

@@ -31,7 +31,7 @@ fn open_path(path: &str, flags: i32) -> Result<OwnedFd> {
     if file == -1 {
         return Err(Error::last_os("open(/proc/PID/fd)", descriptor_hint(errno())));
     }
-    // SAFETY: the kernel has just made this descriptor, and nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(file) })
 }
 

@@ -1,10 +1,10 @@
-//! A short text of an index batch, out of the first bytes of its encoding.
+//! A short text of an index batch, from the first bytes of its encoding.
 
 use super::tag;
 use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
-/// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`. `None` for anything else, and where
-/// the bytes make no sense. `bytes` is the beginning of an encoding of `len` bytes.
+/// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything else and for
+/// damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
 pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
     let (whole, mut reader) = (len <= bytes.len() as u64, Prefix { bytes });
     let (open, close, count, ints) = match reader.byte()? {
@@ -18,7 +18,7 @@ pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
         }
         tag => return reader.item(tag),
     };
-    // Each item takes a byte at least.
+    // Each item takes at least one byte.
     if count > len {
         return None;
     }
@@ -46,7 +46,7 @@ fn brackets(group: u8) -> Option<(char, char)> {
     }
 }
 
-/// What is left of the bytes.
+/// The unread bytes.
 struct Prefix<'a> {
     bytes: &'a [u8],
 }
@@ -86,14 +86,14 @@ impl Prefix<'_> {
         }
     }
 
-    /// A string, whose end may lie behind the bytes.
+    /// A string, which may continue behind the bytes.
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
         let there = self.bytes.len().min(len);
         let shown = self.take(there)?.get(..there.min(KEY_BYTES_SHOWN))?;
         let valid = match std::str::from_utf8(shown) {
             Ok(text) => text,
-            // A character that was cut.
+            // A truncated character.
             Err(error) if error.error_len().is_none() => {
                 std::str::from_utf8(&shown[..error.valid_up_to()]).ok()?
             }

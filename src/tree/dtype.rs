@@ -1,20 +1,19 @@
-//! The element types that travel, with their names in DLPack, torch and NumPy.
+//! The element types on the wire, with their names in DLPack, torch and NumPy.
 
 /// An element type; the number is its code on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dtype(u8);
 
-/// What is known of one element type.
+/// The properties of one element type.
 struct Row {
-    /// Name of the attribute of `torch`; empty where torch has no such type or DLPack cannot say it.
+    /// Name in `torch`; empty where torch or DLPack has no such type.
     torch: &'static str,
-    /// DLPack's code, bits and lanes; code 255 where it has none.
+    /// DLPack's code, bits and lanes; code 255 for none.
     dl: (u8, u8, u16),
-    /// Bytes of one element.
     itemsize: u8,
-    /// Bytes to which an element is aligned.
+    /// Alignment of an element in bytes.
     align: u8,
-    /// NumPy's type string without byte order; empty where NumPy has no such type.
+    /// NumPy's type string without byte order; empty for none.
     numpy: &'static str,
 }
 
@@ -87,7 +86,7 @@ impl Dtype {
         usize::from(self.row().itemsize)
     }
 
-    /// Bytes to which an element is aligned (a complex number: as its parts are).
+    /// Alignment of an element in bytes (of a complex number: that of its parts).
     #[inline]
     pub fn align(self) -> usize {
         usize::from(self.row().align)
@@ -100,10 +99,8 @@ impl Dtype {
         (dl.0 != 255).then_some(dl)
     }
 
-    /// The element type of DLPack's (code, bits, lanes).
-    ///
-    /// torch writes `int1` to `int7` and `uint1` to `uint7` and `bit` as 8-bit integers: whoever reads a
-    /// tensor asks its dtype too.
+    /// The element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and `bit` as
+    /// 8-bit integers, so callers also check a tensor's dtype.
     #[inline]
     pub fn from_dl(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         if code == 255 {
@@ -112,7 +109,7 @@ impl Dtype {
         ROWS.iter().position(|row| row.dl == (code, bits, lanes)).map(|at| Self(at as u8))
     }
 
-    /// The name of the type as an attribute of `torch`.
+    /// The name in `torch`.
     pub fn torch_name(self) -> Option<&'static str> {
         let name = self.row().torch;
         (!name.is_empty()).then_some(name)
@@ -124,7 +121,7 @@ impl Dtype {
         (!name.is_empty()).then_some(name)
     }
 
-    /// Whether torch may hold such a tensor with its negative bit set (the imaginary part of a conjugate).
+    /// Whether a torch tensor of this type may have its negative bit set (the imaginary part of a conjugate).
     #[inline]
     pub fn may_be_neg(self) -> bool {
         matches!(self.0, 9..=17)

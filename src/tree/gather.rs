@@ -1,19 +1,19 @@
-//! The copy of a strided view into dense memory.
+//! Copies a strided view into dense memory.
 
 use crate::config::MAX_DIMS;
 
-/// Nested loops over a strided source that write its elements one after the other.
+/// Nested loops that copy a strided source's elements one after the other.
 #[derive(Clone, Copy, Debug)]
 pub struct Gather {
     loops: u8,
-    /// (size, stride in bytes), the outermost first.
+    /// (size, stride in bytes), outermost first.
     dims: [(usize, isize); MAX_DIMS],
-    /// Bytes that are copied in one piece at the innermost level.
+    /// Bytes per copy at the innermost level.
     run: usize,
 }
 
 impl Gather {
-    /// The loops over the dimensions in `order`, which leaves out none of more than one element.
+    /// The loops over the dimensions in `order`, which must include all of more than one element.
     pub fn new(
         order: impl Iterator<Item = usize>,
         shape: &[i64],
@@ -25,7 +25,7 @@ impl Gather {
             let (size, stride) = (shape[dim] as usize, byte_strides[dim] as isize);
             let loops = usize::from(gather.loops);
             match gather.dims[..loops].last_mut() {
-                // The outer dimension goes on where the inner one ends: one loop instead of two.
+                // The outer dimension continues where the inner one ends: one loop instead of two.
                 Some(outer) if stride.checked_mul(size as isize) == Some(outer.1) => {
                     *outer = (outer.0 * size, stride)
                 }
@@ -58,8 +58,7 @@ impl Gather {
     unsafe fn level(&self, level: usize, at: *const u8, target: &mut *mut u8) {
         let rest = &self.dims[level..usize::from(self.loops)];
         match *rest {
-            // SAFETY: `run` bytes at `at` belong to the view, and the target has room for them (the caller's
-            // promise).
+            // SAFETY: `run` bytes at `at` belong to the view, and the target has room for them (the caller's promise).
             [] => unsafe { step(self.run, at, target) },
             [(size, stride)] => {
                 for i in 0..size as isize {

@@ -1,4 +1,4 @@
-//! Shapes and strides: what of a strided view travels, and the copy that takes it along.
+//! Shapes and strides: plans which bytes of a strided view are transferred, and copies them.
 
 use crate::config::{MAX_DIMS, STREAM_FROM};
 use crate::copy::copy;
@@ -17,7 +17,7 @@ impl Dims {
     /// No dimension.
     pub const EMPTY: Self = Self { len: 0, values: [0; MAX_DIMS] };
 
-    /// A copy of `values`; `None` if there are too many.
+    /// Copies `values`; `None` if there are too many.
     #[inline]
     pub fn new(values: &[i64]) -> Option<Self> {
         let mut dims = Self::EMPTY;
@@ -26,13 +26,13 @@ impl Dims {
         Some(dims)
     }
 
-    /// `len` zeros; `None` if that is too many.
+    /// `len` zeros; `None` if too many.
     #[inline]
     pub fn zeros(len: usize) -> Option<Self> {
         (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
     }
 
-    /// The values, to be written.
+    /// The values, mutable.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [i64] {
         &mut self.values[..usize::from(self.len)]
@@ -89,8 +89,7 @@ pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> 
     usize::try_from(bytes).ok()
 }
 
-/// Whether strides (in elements) are those of a C-contiguous view; the strides of dimensions of size 1 are
-/// free.
+/// Whether strides (in elements) are C-contiguous; those of dimensions of size 1 do not matter.
 #[inline]
 pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1i64;
@@ -108,36 +107,35 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     true
 }
 
-/// Whose rules a view follows.
+/// The rules that a view follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// torch: dense and expanded layouts keep their strides, holes are closed in the same order of
-    /// dimensions.
+    /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of dimensions.
     Tensor,
-    /// NumPy: dense layouts keep their strides, everything else arrives in C order, as through pickle.
+    /// NumPy: dense layouts keep their strides; others arrive in C order, as through pickle.
     Array,
 }
 
-/// What of a view travels and how it is read.
+/// Which bytes of a view are transferred, and how they are read.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The strides of the delivered view, in elements.
-    pub strides: Dims,
+    pub(crate) strides: Dims,
     /// Whether they are exactly those of [`Dims::contiguous`].
-    pub contiguous: bool,
-    /// Bytes that travel.
-    pub bytes: usize,
-    /// Where the source's lowest byte lies, relative to its first element (0 or less).
-    pub low: isize,
+    pub(crate) contiguous: bool,
+    /// Bytes to transfer.
+    pub(crate) bytes: usize,
+    /// Offset of the source's lowest byte from its first element (0 or less).
+    pub(crate) low: isize,
     /// Bytes from the source's lowest to its highest byte.
-    pub span: usize,
-    /// The loops of the copy, the outermost first; `None`: the source's bytes are copied in one piece.
-    pub gather: Option<Gather>,
+    pub(crate) span: usize,
+    /// The loops of the copy; `None` if the bytes are copied in one piece.
+    pub(crate) gather: Option<Gather>,
 }
 
 impl Plan {
-    /// Plans the transfer of a view with strides in **bytes**. `None`: this view cannot travel so (elements
-    /// of a tensor that share memory without an expanded dimension, numbers out of range).
+    /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of a
+    /// tensor share memory without an expanded dimension, or a number is out of range.
     pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {
         let item = itemsize as i64;
         let count = numel(shape)?;
@@ -162,7 +160,7 @@ impl Plan {
             return Some(whole(if keep { given } else { natural }, 0));
         }
 
-        // Dimensions that move, the widest stride first.
+        // Dimensions with a stride, widest first.
         let mut order = [0usize; MAX_DIMS];
         let mut moving = 0;
         let mut expanded = false;
@@ -182,12 +180,12 @@ impl Plan {
             expected = expected.wrapping_mul(shape[dim]);
             fits
         });
-        // Of arrays NumPy's pickles, and so torch's loader, keep C and F order alone.
+        // NumPy's pickles, and so torch's loader, keep only C and F order.
         let kept = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
         if dense && kept && !(expanded && style == Style::Array) {
             let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
             if style == Style::Array {
-                // A dimension of size 1 has no stride that matters; NumPy's may be anything.
+                // The stride of a dimension of size 1 does not matter; NumPy's may be anything.
                 (given.as_mut_slice().iter_mut().zip(shape))
                     .filter(|(_, size)| **size == 1)
                     .for_each(|(s, _)| *s = 1);
@@ -220,25 +218,24 @@ impl Plan {
         Some(Self { strides, contiguous, bytes, low: isize::try_from(low).ok()?, span, gather: Some(gather) })
     }
 
-    /// Plans the transfer of `len` bytes as they are.
+    /// Plans the transfer of `len` plain bytes.
     pub fn bytes(len: usize) -> Self {
         let strides = Dims::EMPTY;
         Self { strides, contiguous: true, bytes: len, low: 0, span: len, gather: None }
     }
 
-    /// Copies what travels to `target`.
+    /// Copies the planned bytes to `target`.
     ///
     /// # Safety
-    /// `first` is the first element of a view with the shape and strides that the plan was made of, its
-    /// memory is readable, and `target` points to `self.bytes` writable bytes apart from it.
+    /// `first` is the first element of a readable view with the shape and strides of the plan, and `target` points to
+    /// `self.bytes` writable bytes apart from it.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
-            // SAFETY: a view copied whole is dense, so it takes `bytes` bytes from its first element on (the
-            // caller's promise).
+            // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's promise).
             None => unsafe { copy(first, target, self.bytes, self.bytes >= STREAM_FROM) },
             Some(gather) => {
                 let mut target = target;
-                // SAFETY: the loops visit just the elements of the view, and write `bytes` bytes in all.
+                // SAFETY: the loops visit exactly the elements of the view, and write `bytes` bytes in all.
                 unsafe { gather.copy(first, &mut target) }
             }
         }
@@ -269,7 +266,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // A dimension of size 1 gets the stride it has in a contiguous tensor, seen from its right neighbour.
+    // A dimension of size 1 gets its stride in a contiguous tensor, from its right neighbour.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right =

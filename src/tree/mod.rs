@@ -18,9 +18,8 @@
 //! In the place of a value:
 //! Back     mark:varint            the object of that mark, which is complete
 //! ```
-//! Numbers are little-endian; strides count elements and are left out where they are those of a contiguous
-//! tensor; offsets count bytes. What is read may be damaged: [`walk`] checks every tag, count, length, size and stride before it
-//! hands anything on.
+//! Numbers are little-endian; strides count elements and are omitted for contiguous tensors; offsets count bytes. The
+//! bytes may be damaged: [`walk`] checks every tag, count, length, size and stride before it uses it.
 
 mod brief;
 pub mod dtype;

@@ -1,22 +1,19 @@
-//! Which views overlap, and whether two of them share an element.
+//! Finds overlapping views, and decides whether two share an element.
 
-/// Where a strided view lies; its strides are not negative.
+/// A strided view's place in memory; its strides are not negative.
 #[derive(Clone, Copy, Debug)]
 pub struct Lattice<'a> {
     /// The address of the first element.
-    pub start: usize,
+    pub(crate) start: usize,
     /// Bytes from the first to the last element.
-    pub extent: usize,
-    /// The sizes.
-    pub shape: &'a [i64],
+    pub(crate) extent: usize,
+    pub(crate) shape: &'a [i64],
     /// The strides, in elements.
-    pub strides: &'a [i64],
-    /// Bytes of an element.
-    pub itemsize: usize,
+    pub(crate) strides: &'a [i64],
+    pub(crate) itemsize: usize,
 }
 
-/// Calls `each` with every connected run of overlapping extents. `extents` is sorted by where they start;
-/// `bounds` gives start and end.
+/// Calls `each` with every connected run of overlapping extents, sorted by start; `bounds` gives start and end.
 pub fn components<'a, T>(
     extents: &'a [T],
     bounds: impl Fn(&T) -> (usize, usize),
@@ -38,8 +35,7 @@ pub fn components<'a, T>(
     }
 }
 
-/// Whether some two of the views (sorted by their start) share a byte of an element. True also where finding
-/// out would take more than `budget` steps.
+/// Whether any two views (sorted by start) share a byte of an element, or deciding it takes more than `budget` steps.
 pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
     for (at, first) in views.iter().enumerate() {
         let end = first.start.saturating_add(first.extent);
@@ -58,15 +54,15 @@ struct Level {
     stride: i128,
     low: i128,
     high: i128,
-    /// The range of what the levels behind this one add up to.
+    /// The range of the sum of the levels behind this one.
     behind: (i128, i128),
 }
 
 /// Whether an element of `first` and one of `second` share a byte.
 ///
-/// The difference of their addresses is a sum of coefficients times strides, one for each dimension of
-/// either; it is searched for one closer to 0 than an element is wide, the widest stride first. With nested
-/// strides hardly more than one coefficient a level is in reach.
+/// The difference of their addresses is a sum of coefficients times strides, one per dimension of either. The search
+/// looks for a sum closer to 0 than an element is wide, the widest stride first. With nested strides hardly more than
+/// one coefficient per level is in reach.
 fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
     let mut levels: Vec<Level> = Vec::new();
     for (view, sign) in [(first, 1), (second, -1)] {

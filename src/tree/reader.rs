@@ -1,4 +1,4 @@
-//! The reading side: checks, and a walk that hands checked values to a builder.
+//! The reading side: validates a payload and passes its values to a builder.
 
 use std::num::NonZeroU32;
 
@@ -25,25 +25,24 @@ pub enum Atom<'a> {
     Str(&'a str),
     /// A bytes object.
     Bytes(&'a [u8]),
-    /// A bytes object whose bytes lie in a memory leaf; still to be checked against its length.
+    /// A bytes object in a memory leaf; to be checked against its length.
     BytesOutside {
         /// Number of bytes.
         len: usize,
         /// The number of the memory leaf.
         leaf: u32,
-        /// The byte at which they begin.
+        /// Offset of the first byte.
         offset: u64,
     },
-    /// A list or tuple of ints: their bytes, 8 for each.
+    /// A list or tuple of ints, 8 bytes each.
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
     Leaf(&'a Leaf<'a>),
-    /// The object that [`Build::keep`] was called for with this number; still to be checked that it was.
+    /// The object passed to [`Build::keep`] with this number; to be checked that it exists.
     Back(usize),
 }
 
-/// A tensor or an array. Its sizes and strides are checked against each other, and against the payload if it
-/// travels there.
+/// A tensor or an array, its sizes and strides checked against each other, and against the payload if it is inline.
 #[derive(Debug)]
 pub struct Leaf<'a> {
     /// What it becomes.
@@ -63,25 +62,25 @@ pub struct Leaf<'a> {
 /// Where a leaf's bytes lie.
 #[derive(Debug)]
 pub enum Place<'a> {
-    /// In the payload: just the leaf's extent.
+    /// In the payload: exactly the leaf's extent.
     Inline(&'a [u8]),
-    /// In a memory leaf, which is still to be checked against the leaf's extent.
+    /// In a memory leaf; to be checked against the leaf's extent.
     Outside {
         /// The number of the memory leaf.
         leaf: u32,
-        /// The byte at which the first element lies.
+        /// Offset of the first element, in bytes.
         offset: u64,
     },
-    /// In a storage, which is still to be checked against the leaf's extent.
+    /// In a storage; to be checked against the leaf's extent.
     Shared {
         /// The number of the storage, from 0 in the order of [`Build::storage`].
         storage: usize,
-        /// The byte at which the first element lies.
+        /// Offset of the first element, in bytes.
         offset: u64,
     },
     /// Nowhere: the leaf has no elements.
     Empty {
-        /// The element of its storage that it begins at.
+        /// Offset in its storage, in elements.
         offset: i64,
     },
 }
@@ -91,25 +90,22 @@ pub enum Place<'a> {
 pub struct Storage<'a> {
     /// Number of bytes.
     pub len: usize,
-    /// Where they lie: inline or outside.
+    /// Inline or outside.
     pub place: Place<'a>,
 }
 
-/// What [`walk`] builds with. Values lie on a stack: an atom pushes one, the end of a container replaces its
-/// own by one.
+/// The builder of [`walk`]. Values lie on a stack: an atom pushes one, the end of a container replaces its values by one.
 pub trait Build {
-    /// What goes wrong; broken payloads come as [`Error::Corrupt`].
+    /// The builder's error; damaged payloads are [`Error::Corrupt`].
     type Error: From<Error>;
 
     /// Pushes a value.
     fn atom(&mut self, atom: Atom<'_>) -> std::result::Result<(), Self::Error>;
 
-    /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) by a container of
-    /// them.
+    /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) by a container.
     fn close(&mut self, group: Group, count: usize) -> std::result::Result<(), Self::Error>;
 
-    /// Keeps the last value, which may come back as [`Atom::Back`]. Numbers are below that of the payload's
-    /// bytes.
+    /// Keeps the last value for [`Atom::Back`]. Numbers are below the payload's length in bytes.
     fn keep(&mut self, index: usize) -> std::result::Result<(), Self::Error>;
 
     /// Takes the next storage.
@@ -130,7 +126,7 @@ enum Step<'a> {
     Storage(Storage<'a>),
 }
 
-/// A mark's number and 1.
+/// A mark's number plus 1.
 type Mark = NonZeroU32;
 
 /// A container that is not complete.
@@ -140,14 +136,14 @@ struct Open {
     /// The mark before it.
     mark: Option<Mark>,
     count: usize,
-    /// Values that are still to come.
+    /// Values still to come.
     missing: usize,
 }
 
-/// So many containers around a value are enough for most batches.
+/// Levels of nesting kept in a small array: enough for most batches.
 const NEAR: usize = 4;
 
-/// The containers around the value that is being read. The array for deep ones is not even written before one comes.
+/// The containers around the current value. The array for deep ones is not initialized before it is needed.
 #[derive(Default)]
 struct Stack {
     near: [Open; NEAR],
@@ -156,7 +152,7 @@ struct Stack {
 }
 
 impl Stack {
-    /// `None`: there are [`MAX_DEPTH`] already.
+    /// `None` if [`MAX_DEPTH`] is exceeded.
     #[inline]
     fn push(&mut self, container: Open) -> Option<()> {
         let slot = match self.depth.checked_sub(NEAR) {
@@ -179,7 +175,7 @@ impl Stack {
     }
 }
 
-/// Walks a payload of one value. Never panics, whatever the bytes are, and allocates nothing.
+/// Walks a payload of one value. Never panics on any bytes, and allocates nothing.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
     let mut open = Stack::default();
@@ -285,7 +281,7 @@ impl<'a> Reader<'a> {
         Err(self.corrupt("a number is too long"))
     }
 
-    /// A count of things that take at least `each` bytes: what follows must have room for them.
+    /// A count of items of at least `each` bytes, which the rest must have room for.
     fn count(&mut self, each: usize) -> Result<usize> {
         let count = self.varint()?;
         let room = (self.bytes.len() - self.at) / each;

@@ -9,7 +9,7 @@ pub struct Writer<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// Where a leaf's number and offset will be written when they are known.
+/// Where a leaf's number and offset are written once known.
 #[derive(Clone, Copy, Debug)]
 pub struct Placeholder(usize);
 
@@ -19,7 +19,7 @@ impl Placeholder {
         self.0
     }
 
-    /// The same placeholder after its bytes were moved to where `at` is now its position.
+    /// A placeholder whose bytes were moved to `at`.
     pub fn moved(at: usize) -> Self {
         Self(at)
     }
@@ -31,17 +31,17 @@ impl<'a> Writer<'a> {
         Self { out }
     }
 
-    /// The number of bytes written, those that were there before among them.
+    /// The payload's length, including earlier bytes.
     pub fn len(&self) -> usize {
         self.out.len()
     }
 
-    /// Whether nothing has been written.
+    /// Whether the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.out.is_empty()
     }
 
-    /// Takes back what was written since [`Self::len`] was `len`.
+    /// Removes what was written since [`Self::len`] was `len`.
     pub fn truncate(&mut self, len: usize) {
         self.out.truncate(len);
     }
@@ -97,7 +97,7 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(value);
     }
 
-    /// A bytes object of `len` bytes that lie elsewhere; [`Self::fill`] says where.
+    /// A bytes object of `len` bytes in a leaf, given by [`Self::fill`].
     pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
@@ -144,7 +144,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// A leaf whose bytes travel in the payload.
+    /// A leaf whose bytes are part of the payload.
     ///
     /// # Safety
     /// As for [`Plan::copy`].
@@ -153,14 +153,14 @@ impl<'a> Writer<'a> {
         self.out.reserve(plan.bytes);
         let at = self.out.len();
         if plan.bytes > 0 {
-            // SAFETY: `bytes` bytes were reserved behind `at`, and the caller vouches for the source.
+            // SAFETY: `bytes` bytes were reserved behind `at`; the caller vouches for the source.
             unsafe { plan.copy(first, self.out.as_mut_ptr().add(at)) };
         }
-        // SAFETY: just these bytes were reserved and written.
+        // SAFETY: exactly these bytes were reserved and written.
         unsafe { self.out.set_len(at + plan.bytes) };
     }
 
-    /// A leaf that lies elsewhere; [`Self::fill`] says where.
+    /// A leaf outside of the payload, given by [`Self::fill`].
     pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
@@ -172,7 +172,7 @@ impl<'a> Writer<'a> {
         slot
     }
 
-    /// Room for a value that is written later: a byte that is none.
+    /// A placeholder byte for a value written later.
     pub fn gap(&mut self) {
         self.out.push(tag::BACK);
     }
@@ -188,21 +188,21 @@ impl<'a> Writer<'a> {
         self.varint(mark as u64);
     }
 
-    /// A storage whose bytes travel in the payload.
+    /// A storage whose bytes are part of the payload.
     pub fn storage(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(&[tag::STORAGE, 0]);
         self.varint(bytes.len() as u64);
         self.out.extend_from_slice(bytes);
     }
 
-    /// A storage that lies elsewhere; [`Self::fill`] says where.
+    /// A storage outside of the payload, given by [`Self::fill`].
     pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);
         self.slot()
     }
 
-    /// A tensor in a storage; strides, none of them negative, count elements, the offset bytes.
+    /// A tensor in a storage: non-negative strides in elements, the offset in bytes.
     pub fn shared(&mut self, dtype: Dtype, shape: &[i64], strides: &[i64], storage: usize, offset: usize) {
         let natural = Dims::contiguous(shape).is_some_and(|natural| *natural == *strides);
         self.view(Kind::Tensor, dtype, shape, (!natural).then_some(strides), FORM_SHARED);
@@ -210,13 +210,13 @@ impl<'a> Writer<'a> {
         self.varint(offset as u64);
     }
 
-    /// A tensor without elements that begins `offset` elements behind its storage's begin.
+    /// A tensor without elements at `offset` elements in its storage.
     pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &Plan, offset: u64) {
         self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
         self.varint(offset);
     }
 
-    /// Bytes that a writer has written, slots among them.
+    /// Bytes from another writer, placeholders included.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);
     }
