@@ -146,7 +146,7 @@ def test_loaders(place, name, folder):
             "script.py:f",
             "failed: it called sys.exit(1) (script.py:2 in <module>)\n  put what runs as a script under `if",
         ),
-        ("syntax.py:f", "the import of syntax.py failed: SyntaxError: "),
+        ("mistyped.py:f", "the import of mistyped.py failed: SyntaxError: "),
         ("latin.py:f", "the import of latin.py failed: SyntaxError: "),
         ("json.py:f", "json.py cannot be imported by the name 'json'; give the file another one"),
     ],
@@ -154,7 +154,7 @@ def test_loaders(place, name, folder):
 def test_what_is_no_factory(target, text, folder):
     (folder / "broken_module.py").write_text("import a_missing_library")
     (folder / "script.py").write_text("import sys\nsys.exit(1)\n")
-    (folder / "syntax.py").write_text("def f(:\n")
+    (folder / "mistyped.py").write_text("def f(:\n")
     (folder / "latin.py").write_bytes(b"name = 'caf\xe9'\n")
     (folder / "json.py").write_text("")
     lines = (folder / "factories.py").read_text().splitlines()
