@@ -11,7 +11,7 @@
 //! scheduler, tree, wire    who does what next; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
-//! error, id, numbered, sync
+//! config, error, id, numbered, sync
 //! ```
 //! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md describes the way of a batch.
 
