@@ -7,6 +7,51 @@ import torch
 
 from rustloader.config import StallLimits
 
+__all__ = [
+    "ARENA_MIN",
+    "BATCH",
+    "DEAD",
+    "END",
+    "ERROR",
+    "INLINE_LIMIT",
+    "LEAVE",
+    "NO_PIN_THREAD",
+    "RESUME",
+    "TIMED_OUT",
+    "UNREADABLE",
+    "Counts",
+    "Death",
+    "DeferredSignals",
+    "Engine",
+    "LeaseBuffer",
+    "Meter",
+    "Observed",
+    "ObservedWorker",
+    "Port",
+    "SlowTask",
+    "StoppableIndices",
+    "TimedCollate",
+    "Totals",
+    "WorkerStopped",
+    "WorkerTotals",
+    "__version__",
+    "_collate",
+    "_roundtrip",
+    "_trim_pool",
+    "begin_forks",
+    "cpu_quota",
+    "descends",
+    "end_forks",
+    "engine_batches",
+    "figures",
+    "heap_storage",
+    "inspect_arena",
+    "is_plain_leaf",
+    "memory_limits",
+    "observed",
+    "set_reporting",
+]
+
 __version__: Final[str]
 
 # Bytes of the smallest arena, which takes half of the remaining address space.
