@@ -126,9 +126,9 @@ pub struct Plan {
     /// Bytes to transfer.
     pub(crate) bytes: usize,
     /// Offset of the source's lowest byte from its first element (0 or less).
-    pub(crate) low: isize,
+    pub low: isize,
     /// Bytes from the source's lowest to its highest byte.
-    pub(crate) span: usize,
+    pub span: usize,
     /// The loops of the copy; `None` if the bytes are copied in one piece.
     pub(crate) gather: Option<Gather>,
 }
