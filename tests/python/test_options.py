@@ -14,7 +14,7 @@ from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
 from rustloader import options
-from rustloader.cli import arguments
+from rustloader.cli import parser as commands
 from rustloader.config import parse_install
 
 pytestmark = pytest.mark.ours
@@ -72,7 +72,7 @@ def test_the_site_gets_parameters_and_descriptions_without_the_package():
 
 def test_the_environment_and_the_flags_of_run_take_the_fields():
     parser = argparse.ArgumentParser()
-    arguments.add_options(parser)
+    commands._add_options(parser)
     assert vars(parser.parse_args([])) == dict.fromkeys(NAMES)
     for name in NAMES:
         value, text = OTHER[name]
@@ -80,7 +80,7 @@ def test_the_environment_and_the_flags_of_run_take_the_fields():
         assert parse_install(f"{name}={text}") == {name: value}
         with pytest.raises(ValueError, match=re.escape(f"{name} ({option.expected})")):
             parse_install(f"{name}=*")
-        given = [option.flag, text] if option.flag in arguments.valued_flags() else [option.flag]
+        given = [option.flag, text] if option.flag in commands._valued_flags() else [option.flag]
         assert getattr(parser.parse_args(given), name) == value
         assert rustloader.Options(**{name: value})
 
