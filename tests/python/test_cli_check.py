@@ -120,7 +120,7 @@ LOADERS = """
     def shorter():
         return loader(sampler=Shorter())
     def handed_over():
-        def refused(*args):
+        def refused(*args, **kw):
             raise PermissionError(1, "Operation not permitted")
         rustloader.iterator.fallback.Engine = refused
         return loader()
