@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustloader::engine::completions::Message;
 use rustloader::engine::{Engine, Step};
-use rustloader::scheduler::{Death, Settings};
+use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
 use rustloader::sys::pidfd::ExitStatus;
 use rustloader::sys::poll::PollSet;
@@ -126,7 +126,7 @@ fn what_a_worker_had_published_comes_before_its_death() {
     assert_eq!((death.worker.0, death.lost.map(|task| task.0)), (0, Some(2)));
     let report = rig.engine.report(death);
     assert_eq!((report.worker, report.pid), (0, rig.processes[0].id() as i32));
-    assert_eq!((report.index, report.oldest), (Some(&2), true));
+    assert_eq!(report.index, Some(&2));
 }
 
 #[test]
@@ -150,10 +150,7 @@ fn the_report_of_a_death_says_how_the_worker_ended_and_what_it_was_at() {
     };
     let report = rig.engine.report(death);
     assert_eq!((report.worker, report.status), (1, Some(ExitStatus::Signal(9))));
-    assert_eq!((report.index, report.oldest), (Some(&1), true));
-    // Without a task that was lost in this epoch no batch is the oldest.
-    let report = rig.engine.report(Death { lost: None, ..death });
-    assert!(!report.oldest);
+    assert_eq!(report.index, Some(&1));
 }
 
 #[test]

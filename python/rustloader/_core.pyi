@@ -300,7 +300,7 @@ class Death:
     """A worker's death: the value of DEAD.
 
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
-    ``index`` is the worker's first unanswered index batch, or None. ``oldest``: it is the oldest undelivered batch.
+    ``index`` is the worker's first unanswered index batch, or None.
     """
 
     worker_id: Final[int]
@@ -308,7 +308,6 @@ class Death:
     exitcode: Final[int | None]
     signal: Final[str | None]
     index: Final[Any]
-    oldest: Final[bool]
 
 @final
 class Meter:

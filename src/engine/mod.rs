@@ -260,9 +260,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             pid: process.as_ref().map_or(0, |process| process.pid),
             status: process.as_deref().and_then(Process::status),
             index: self.scheduler.oldest_task_of(death.worker).map(|(_, index)| index),
-            oldest: death.lost.is_some_and(|lost| {
-                self.scheduler.undelivered().first().is_some_and(|(task, _)| *task == lost)
-            }),
         }
     }
 

@@ -6,7 +6,7 @@ use crate::id::WorkerId;
 use crate::shm::block::CONSUMER;
 use crate::wire::TaskEntry;
 
-impl<T, B: Send + 'static> Engine<T, B> {
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Empties a dead worker's slot for the next process, see [`Engine::started`]. Its published results count, its leases stay
     /// valid, and the blocks of tasks that it had not taken are released. The scheduler still reports the death.
     ///

@@ -57,8 +57,6 @@ pub struct DeathReport<'a, T> {
     pub status: Option<ExitStatus>,
     /// The index of its first unanswered task.
     pub index: Option<&'a T>,
-    /// Whether that is the oldest undelivered task.
-    pub oldest: bool,
 }
 
 /// Progress of an epoch.

@@ -1,6 +1,7 @@
 """Signal handlers that raise, calls that are given up, and starts that fail: nothing is lost and nothing is stuck."""
 
 import errno
+import functools
 import multiprocessing.process
 import os
 import signal
@@ -497,3 +498,65 @@ def test_a_handler_that_raises_while_a_batch_is_opened_on_receipt_does_not_lose_
         signal.signal(signal.SIGUSR1, before)
     assert [it for it in got if it is not Interrupted] == list(range(8))
     assert got.count(Interrupted) == 2 and not ARMED
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("kind", ["function", "resets itself", "method", "object", "partial", "varargs", "cached"])
+def test_an_error_of_a_handler_is_recognised(kind):
+    from rustloader.iterator.interrupts import is_interrupt
+
+    def handler(number, frame):
+        if kind == "resets itself":
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        raise TimeoutError
+
+    class Handler:
+        def method(self, number, frame):
+            raise TimeoutError
+
+        __call__ = method
+
+    handlers = {
+        "method": Handler().method,
+        "object": Handler(),
+        "partial": functools.partial(lambda x, number, frame: handler(number, frame), 1),
+        "varargs": lambda *arguments: handler(*arguments),
+        "cached": functools.lru_cache(handler),
+    }
+
+    def interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGALRM, handlers.get(kind, handler))
+    try:
+        assert is_interrupt(error_of(interrupted))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.ours
+def test_an_error_of_the_code_itself_is_no_interrupt():
+    from rustloader.iterator.interrupts import is_interrupt
+
+    def handler(*arguments):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        # Called by the code, as a function that saves a checkpoint may be; and while an interrupt is handled.
+        assert not is_interrupt(error_of(handler))
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            assert not is_interrupt(error_of(lambda: {}["missing"]))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def error_of(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")

@@ -25,8 +25,6 @@ from rustloader.probe.factory import Unusable, check_target
 from rustloader.probe.process import Probe
 from rustloader.texts import count_of
 
-__all__ = ["main"]
-
 # Samples of the memory that suffice, and maximum number of passes to take them.
 _LOOKS, _WARM_UPS = 10, 5
 # Maximum number of batches in the picture, without those of the start.

@@ -10,8 +10,6 @@ from typing import Literal, NamedTuple
 from rustloader.bench.layout import times
 from rustloader.texts import count_of
 
-__all__ = ["CONFIDENCE", "Comparison", "Interval", "Outcome", "compare", "median_interval", "too_few"]
-
 # The verdict on rustloader, compared with torch.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
 

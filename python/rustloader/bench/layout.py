@@ -6,8 +6,6 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["aligned", "listed", "number", "times", "wrapped"]
-
 # Maximum width of the output, in columns.
 _WIDTH = 100
 _OPTION = re.compile(r"(--[a-z]+) ")

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from rustloader.procfs import members, proportional
 
-__all__ = ["Peak", "used"]
-
 # Minimum seconds between two samples. At most half of the time is spent on sampling.
 _BETWEEN = 0.02
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 from rustloader.probe.machine import cpu_seconds
 from rustloader.probe.side import end_workers
 
-__all__ = ["Limits", "Mark", "Pass", "Watcher", "iterating", "run_pass", "steady"]
-
 # Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
 _BETWEEN = 0.05
 # Seconds between two progress callbacks.

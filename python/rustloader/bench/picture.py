@@ -14,8 +14,6 @@ from rustloader.bench.results import Point
 from rustloader.bench.timeline import Timeline
 from rustloader.texts import count_of
 
-__all__ = ["draw", "draw_timeline", "draw_timelines", "timeline_legend"]
-
 # The palette of Okabe and Ito, which colour-blind readers can distinguish.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
 _WORDS = {

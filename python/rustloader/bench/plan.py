@@ -9,8 +9,6 @@ from rustloader.bench.layout import listed
 from rustloader.probe.factory import Unusable
 from rustloader.texts import count_of, duration
 
-__all__ = ["Plan", "check_plot"]
-
 # Default seconds of an epoch, and of all epochs with one number of workers.
 _SECONDS, _BUDGET = 3.0, 60.0
 # Minimum number of epochs that the budget allows: eight pairs.

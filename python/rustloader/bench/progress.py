@@ -6,8 +6,6 @@ import contextlib
 import sys
 from typing import Any
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """The bar, a context manager. ``total`` is a number of steps or seconds."""

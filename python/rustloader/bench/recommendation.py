@@ -9,8 +9,6 @@ from rustloader.bench.layout import listed
 from rustloader.bench.results import Point, Side
 from rustloader.texts import count_of
 
-__all__ = ["RULE", "Choice", "recommend"]
-
 # Maximum distance from the best rate for a number of workers that counts as good.
 _WITHIN = 0.05
 # Minimum share of idle cores that shows a wait for storage, if the system does not report how long workers queue.

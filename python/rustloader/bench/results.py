@@ -12,8 +12,6 @@ from rustloader.bench.layout import aligned, number, times
 from rustloader.bench.passes import Pass
 from rustloader.texts import duration, size
 
-__all__ = ["Point", "Side", "settle", "starting", "sweep_table", "table"]
-
 
 @dataclass
 class Side:

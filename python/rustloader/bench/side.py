@@ -15,8 +15,6 @@ from rustloader.probe.factory import Unusable
 from rustloader.probe.machine import machine
 from rustloader.probe.side import Side, end_workers
 
-__all__ = ["BenchSide"]
-
 
 class BenchSide(Side):
     """A loader to measure. Its methods from ``about`` on are the requests. ``workers`` replaces the factory's

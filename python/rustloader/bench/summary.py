@@ -11,8 +11,6 @@ from rustloader.bench.recommendation import RULE, Choice
 from rustloader.bench.results import Point, sweep_table, table
 from rustloader.texts import count_of
 
-__all__ = ["Summary"]
-
 
 class Summary:
     """The result of one run. ``about`` describes the machine and the loader; ``choices`` are the recommendations of a

@@ -13,8 +13,6 @@ from typing import Any
 
 from rustloader.bench.passes import Limits, Watcher, iterating
 
-__all__ = ["Recorder", "Timeline", "watch"]
-
 
 @dataclass(frozen=True)
 class Timeline:

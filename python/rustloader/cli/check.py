@@ -15,8 +15,6 @@ from rustloader.probe.factory import Unusable
 from rustloader.probe.process import MORE_TIME, Probe
 from rustloader.texts import count_of
 
-__all__ = ["main"]
-
 # Maximum number of consecutive errors until an epoch is given up.
 _ERRORS_IN_A_ROW = 20
 # Seconds between two progress lines.

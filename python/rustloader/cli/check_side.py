@@ -12,8 +12,6 @@ from rustloader.probe.factory import Unusable
 from rustloader.probe.failure import failure
 from rustloader.probe.side import Side, end_workers
 
-__all__ = ["CheckSide", "Event"]
-
 
 class Event(NamedTuple):
     """The outcome of a ``next``. Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the

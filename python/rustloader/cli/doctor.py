@@ -23,7 +23,6 @@ if sys.platform.startswith("linux"):
     from rustloader._core import ARENA_MIN
     from rustloader.procfs import read
 
-__all__ = ["main"]
 
 OK, NOTE, BAD = "ok", "note", "bad"
 _MISSING = "not installed"

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from rustloader.options import Option, Options, option_of
 
-__all__ = ["counts", "make_parser", "positive_int", "positive_seconds", "script_arguments", "seconds", "seed"]
-
 # Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
 _MOST_SECONDS = 366 * 86400
 # Upper limit of workers in a sweep.

@@ -14,8 +14,6 @@ from rustloader.config import INSTALL
 from rustloader.environment import follow  # not through the package, which would import torch
 from rustloader.options import Options
 
-__all__ = ["main"]
-
 
 def main(options: Any, arguments: list[str]) -> int:
     """Runs the script and returns 0, or 2 if there is no such script."""

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import functools
-import signal
+import inspect
+import sys
 import traceback
-import types
-from typing import Any
+from types import FrameType
 
 
 def is_interrupt(error: BaseException | None) -> bool:
     """Whether a signal handler raised an error or one in its context chain.
 
-    The traceback then has a frame of an installed handler. Python's own handler for Ctrl-C has no frame, but raises
-    KeyboardInterrupt.
+    Python calls a handler with the interrupted frame, which is the handler's own caller; no other function gets that.
+    So a handler is recognised even if it was uninstalled before it raised. Python's own handler for Ctrl-C is not
+    written in Python and has no frame, but raises KeyboardInterrupt.
     """
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    # The chain may go on with an error that the caller of `next` handles just now.
+    handled = sys.exception()
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and error is not handled and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
             return True
-        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        if any(_is_handler(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
             return True
         seen.add(id(error))
         error = error.__context__
     return False
 
 
-def _code_of(handler: Any) -> types.CodeType | None:
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    # SIG_DFL and SIG_IGN are integers.
-    if callable(handler) and not isinstance(handler, (types.FunctionType, types.MethodType)):
-        handler = type(handler).__call__
-    return getattr(handler, "__code__", None)
+def _is_handler(frame: FrameType) -> bool:
+    if frame.f_back is None:
+        return False
+    names, varargs, _, values = inspect.getargvalues(frame)
+    given = [values.get(name) for name in names]
+    if varargs is not None:
+        given.extend(values.get(varargs) or ())
+    return any(value is frame.f_back for value in given)

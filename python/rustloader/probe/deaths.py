@@ -18,8 +18,6 @@ from typing import Any
 from rustloader.probe.failure import short_path, users
 from rustloader.procfs import exit_code, members, read, state
 
-__all__ = ["UNNOTICED", "advice", "dead", "death", "how", "install", "kill", "places"]
-
 # Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
 UNNOTICED = 12.0
 # Maximum number of workers whose stacks are read.

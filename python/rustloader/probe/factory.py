@@ -14,8 +14,6 @@ from typing import Any
 from rustloader.options import PREFETCH_FACTOR
 from rustloader.probe.failure import Failure, failure
 
-__all__ = ["Unusable", "check_target", "find", "make"]
-
 # By an attribute of an object that a factory may return by mistake: what it should return.
 _INSTEAD = {
     "train_dataloader": "return its train_dataloader()",

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Failure", "failure", "short_path", "users"]
-
 # torch's message for an exception raised in a worker.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')

@@ -13,8 +13,6 @@ import torch
 
 from rustloader.texts import type_name
 
-__all__ = ["Leaf", "difference", "leaves", "nbytes", "summary"]
-
 
 class Leaf(NamedTuple):
     """A part of a batch without parts of its own, or the type of a container."""

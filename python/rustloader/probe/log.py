@@ -6,8 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-__all__ = ["warnings"]
-
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:

@@ -10,8 +10,6 @@ from typing import Any
 
 from rustloader.metrics.cpu_time import of_threads
 
-__all__ = ["cpu_seconds", "machine"]
-
 
 def machine() -> dict[str, Any]:
     """Describes the processor, the cores this process may use, memory, kernel and versions."""

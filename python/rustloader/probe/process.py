@@ -17,8 +17,6 @@ from rustloader.probe.factory import Unusable
 from rustloader.probe.side import Side
 from rustloader.procfs import members
 
-__all__ = ["MORE_TIME", "Probe"]
-
 # Before `serve` installs its handler there is nothing to clean up: an interrupt ends the process without a traceback.
 _CODE = """\
 import os, signal, sys

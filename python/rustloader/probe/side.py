@@ -24,8 +24,6 @@ from rustloader.probe.factory import Unusable, find, make
 from rustloader.probe.failure import failure
 from rustloader.probe.log import warnings as logged_warnings
 
-__all__ = ["ENGINES", "Side", "end_workers", "serve"]
-
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
 _SWALLOWED = 15

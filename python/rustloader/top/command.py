@@ -18,8 +18,6 @@ from rustloader.top import processes
 from rustloader.top.model import Loader, Look, take
 from rustloader.top.view import frame, plain
 
-__all__ = ["main"]
-
 # Seconds that the verdict of the live view covers.
 _WINDOW = 60.0
 

@@ -17,8 +17,6 @@ from rustloader.metrics.verdict import Verdict
 from rustloader.top import processes
 from rustloader.top.processes import Seen
 
-__all__ = ["Loader", "Look", "WorkerView", "stats_of", "take"]
-
 # Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
 _LONG, _TIMES = 2.0, 10.0
 # The same for the first batch and for the start of a worker, in seconds.

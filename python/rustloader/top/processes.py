@@ -11,9 +11,6 @@ from typing import NamedTuple
 from rustloader._core import Observed, inspect_arena
 from rustloader.procfs import pids, read
 
-__all__ = ["NothingToSee", "Seen", "command", "has_extension", "inner_pid", "loaders", "mains", "outer_pids", "owner"]
-__all__ += ["user"]
-
 # The target of an arena's link in /proc/PID/fd.
 _ARENA = "/memfd:rustloader (deleted)"
 

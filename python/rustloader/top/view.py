@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from rustloader.texts import count_of, size
 from rustloader.top.model import Loader, WorkerView
 
-__all__ = ["Line", "frame", "plain"]
-
 # Parts of a line, each with a style of rich.
 Line = list[tuple[str, str]]
 

@@ -28,7 +28,8 @@ def error_of(death: Death, process: Any) -> Callable[[], WorkerDiedError]:
         note = f"It was worker {death.worker_id}."
     else:
         note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
-    text, index = _text(death.pid, exitcode, name), death.index
+    text = _text(death.pid, exitcode, name)
+    index = death.index
 
     def make() -> WorkerDiedError:
         error = WorkerDiedError(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index)

@@ -12,7 +12,10 @@ logger = logging.getLogger("rustloader")
 
 def index_text(index: Any) -> str:
     """The text of an index batch, shortened."""
-    text = repr(index)
+    try:
+        text = repr(index)
+    except Exception as error:  # the user's __repr__ must not replace the death or the warning
+        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
 
 

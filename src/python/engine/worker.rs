@@ -15,7 +15,6 @@ pub struct PyDeath {
     exitcode: Option<i32>,
     signal: Option<String>,
     index: Option<Py<PyAny>>,
-    oldest: bool,
 }
 
 impl PyDeath {
@@ -25,8 +24,8 @@ impl PyDeath {
             Some(ExitStatus::Code(code)) => (Some(code), None),
             Some(ExitStatus::Signal(signal)) => (Some(-signal), Some(signal_name(signal))),
         };
-        let DeathReport { worker: worker_id, pid, oldest, .. } = *death;
-        Self { worker_id, pid, exitcode, signal, index: death.index.map(|index| index.clone_ref(py)), oldest }
+        let DeathReport { worker: worker_id, pid, .. } = *death;
+        Self { worker_id, pid, exitcode, signal, index: death.index.map(|index| index.clone_ref(py)) }
     }
 }
 
