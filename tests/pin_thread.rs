@@ -198,7 +198,7 @@ proptest! {
         });
         let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, Body::run).unwrap();
         let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
-        let take = |got: &mut Vec<Vec<u64>>| match link.parcels.recv_timeout(LIMIT).unwrap() {
+        let take = |got: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
             PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
             other => panic!("{other:?}"),
         };
@@ -218,7 +218,7 @@ proptest! {
             prop_assert_eq!(&got[worker], &(0..sent[worker]).collect::<Vec<_>>());
         }
         end(&handle);
-        prop_assert!(link.parcels.is_empty());
+        prop_assert!(link.events.is_empty());
         prop_assert_eq!(held(&arena), 0);
     }
 
@@ -292,11 +292,11 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     let link = pin::start(prepare, &handle, Completions::new(&arena), 2, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     let most = 2 + 4 + 4;
-    until(|| link.parcels.len() == most && prepared.load(SeqCst) == most + 1);
+    until(|| link.events.len() == most && prepared.load(SeqCst) == most + 1);
     std::thread::sleep(Duration::from_millis(600));
-    assert_eq!((link.parcels.len(), prepared.load(SeqCst)), (most, most + 1));
+    assert_eq!((link.events.len(), prepared.load(SeqCst)), (most, most + 1));
     for expected in 0..40 {
-        match link.parcels.recv_timeout(LIMIT).unwrap() {
+        match link.events.recv_timeout(LIMIT).unwrap() {
             PinEvent::Result(_, Some(number)) => assert_eq!(number, expected),
             other => panic!("{other:?}"),
         }
@@ -324,7 +324,7 @@ fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let ports = open(&arena, &handle);
     let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
-    until(|| link.parcels.is_full());
+    until(|| link.events.is_full());
     end(&handle);
     // Nor one that nobody reads any more.
     drop(link);

@@ -30,7 +30,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 self.completed(incoming, None)?;
             }
         }
-        self.take_parcels()?;
+        self.take_events()?;
         self.effects()
     }
 
@@ -43,10 +43,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     #[inline]
-    fn take_parcels(&mut self) -> Result<()> {
+    fn take_events(&mut self) -> Result<()> {
         while let Some(Intake::Thread(link)) = &self.intake {
-            match link.parcels.try_recv() {
-                Ok(parcel) => self.unpack(parcel)?,
+            match link.events.try_recv() {
+                Ok(event) => self.unpack(event)?,
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => {
                     self.delivery.on_event(delivery::Event::PinThreadEnded(String::new()));
@@ -57,8 +57,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    fn unpack(&mut self, parcel: pin::PinEvent<B>) -> Result<()> {
-        match parcel {
+    fn unpack(&mut self, event: pin::PinEvent<B>) -> Result<()> {
+        match event {
             pin::PinEvent::Result(incoming, ready) => self.completed(incoming, ready),
             pin::PinEvent::Drained(worker) => self.died(worker),
             pin::PinEvent::Broken(error) => Err(error),
@@ -89,7 +89,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub(super) fn has_news(&self) -> bool {
         match &self.intake {
             Some(Intake::Rings(completions)) => completions.marked(&self.handle.arena),
-            Some(Intake::Thread(link)) => !link.parcels.is_empty(),
+            Some(Intake::Thread(link)) => !link.events.is_empty(),
             None => false,
         }
     }
@@ -101,7 +101,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 return self.handle.doorbell.ring();
             }
             // The thread has ended; its results come first.
-            self.take_parcels()?;
+            self.take_events()?;
             return self.died(worker);
         }
         if let Some(tied) = self.delivery.untie(Some(worker)) {

@@ -122,7 +122,7 @@ impl PinControl {
 #[derive(Debug)]
 pub struct Link<B> {
     /// The thread's events.
-    pub parcels: Receiver<PinEvent<B>>,
+    pub events: Receiver<PinEvent<B>>,
     /// Dead workers whose rings the thread is to drain.
     pub drain: Sender<u32>,
     /// The thread's control.
@@ -136,7 +136,7 @@ pub struct Body<P: Prepare> {
     arena: Arc<Arena>,
     handle: Arc<Handle>,
     control: Arc<PinControl>,
-    parcels: Sender<PinEvent<P::Ready>>,
+    events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
 }
 
@@ -152,16 +152,16 @@ pub fn start<P: Prepare>(
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
     // Room beside the batches: exhausted, resumed and drained workers, and the last event.
-    let (parcels, received) = bounded(max_tasks + 4 * workers + 4);
+    let (events, received) = bounded(max_tasks + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
-    let (last_word, last_control, last_hands) = (parcels.clone(), control.clone(), handle.clone());
+    let (last_word, last_control, last_hands) = (events.clone(), control.clone(), handle.clone());
     let body = Body {
         prepare,
         completions,
         arena,
         handle: handle.clone(),
         control: control.clone(),
-        parcels,
+        events,
         drain: to_drain,
     };
     let (life, failed) = (control.life.clone(), control.life.clone());
@@ -187,25 +187,25 @@ pub fn start<P: Prepare>(
         let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
         Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
     })?;
-    Ok(Link { parcels: received, drain, control })
+    Ok(Link { events: received, drain, control })
 }
 
 /// Sends an event and wakes `next`. Returns the event if the iterator ends.
 fn hand_on<B>(
     to: &Sender<PinEvent<B>>,
-    mut parcel: PinEvent<B>,
+    mut event: PinEvent<B>,
     control: &PinControl,
     handle: &Handle,
 ) -> Option<PinEvent<B>> {
     loop {
-        match to.send_timeout(parcel, WAIT_SLICE) {
+        match to.send_timeout(event, WAIT_SLICE) {
             Ok(()) => break,
             Err(SendTimeoutError::Disconnected(back)) => return Some(back),
-            Err(SendTimeoutError::Timeout(back)) => parcel = back,
+            Err(SendTimeoutError::Timeout(back)) => event = back,
         }
         // SYNC: pin-stop (pairs with the Release in `PinControl::stop`).
         if control.stop.load(Ordering::Acquire) || handle.closing() {
-            return Some(parcel);
+            return Some(event);
         }
     }
     if control.sleeper.must_ring() {
@@ -246,8 +246,8 @@ impl<P: Prepare> Body<P> {
         self.control.stop.load(Ordering::Acquire) || self.handle.closing()
     }
 
-    fn hand_on(&self, parcel: PinEvent<P::Ready>) {
-        let back = hand_on(&self.parcels, parcel, &self.control, &self.handle);
+    fn hand_on(&self, event: PinEvent<P::Ready>) {
+        let back = hand_on(&self.events, event, &self.control, &self.handle);
         if let Some(PinEvent::Result(incoming, None)) = back {
             completions::discard(&self.arena, &incoming);
         }

@@ -51,8 +51,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ending::Retire(arena);
         }
         if let Some(Intake::Thread(link)) = &self.intake {
-            while let Ok(parcel) = link.parcels.try_recv() {
-                if let pin::PinEvent::Result(incoming, None) = parcel {
+            while let Ok(event) = link.events.try_recv() {
+                if let pin::PinEvent::Result(incoming, None) = event {
                     completions::discard(&arena, &incoming);
                 }
             }

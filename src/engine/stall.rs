@@ -52,7 +52,7 @@ struct Watched {
     /// Time of the first check with that task.
     seen: Duration,
     /// The last report: phase, task, and whether the task still waited for the worker.
-    told: Option<(Phase, Option<TaskId>, bool)>,
+    reported: Option<(Phase, Option<TaskId>, bool)>,
 }
 
 #[derive(Debug)]
@@ -133,10 +133,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.stalls.limits[phase as usize]?;
         // A task that waited for its worker, and one that the worker is stuck at later, are two reports.
-        if time < limit || watched.told == Some((phase, task, waits)) || process.has_exited() {
+        if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }
-        watched.told = Some((phase, task, waits));
+        watched.reported = Some((phase, task, waits));
         Some(Stall { worker, pid: process.pid, phase, state, task, time, patience: self.stalls.patience })
     }
 }

@@ -8,7 +8,7 @@ use super::{descriptor_hint, errno, retry};
 use crate::error::{Error, Result};
 
 /// The remedy when the descriptor no longer names the eventfd.
-const REPLACED: &str = "the descriptor was closed or replaced by somebody else";
+const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// A kernel counter that is readable while it is not zero. Neither end blocks on it.
 ///

@@ -21,7 +21,7 @@ pub struct FdIdentity {
 impl FdIdentity {
     /// The identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
-        let hint = |_| format!("descriptor {fd} was closed by somebody else");
+        let hint = |_| format!("descriptor {fd} was closed by other code");
         Self::look(fd).ok_or_else(|| Error::last_os_with("fstat", hint))
     }
 

@@ -63,7 +63,7 @@ impl Mapping {
         let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
         // SAFETY: `stat` is a local struct that the kernel fills.
         if failpoint!("fstat", -1, unsafe { libc::fstat64(fd.as_raw_fd(), &mut stat) }) == -1 {
-            return Err(Error::last_os("fstat", "the descriptor was closed by somebody else"));
+            return Err(Error::last_os("fstat", "the descriptor was closed by other code"));
         }
         if (stat.st_size as u64) < len as u64 {
             let size = stat.st_size;

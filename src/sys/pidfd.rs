@@ -74,7 +74,7 @@ impl PidFd {
             return Err(Error::last_os("poll(pidfd)", ""));
         }
         if entry.revents & libc::POLLNVAL != 0 {
-            let hint = "the descriptor was closed by somebody else".to_owned();
+            let hint = "the descriptor was closed by other code".to_owned();
             return Err(Error::Os { call: "poll(pidfd)", errno: libc::EBADF, hint });
         }
         Ok(entry.revents != 0)

@@ -132,7 +132,7 @@ impl PollSet {
         }
         for (entry, token) in self.array.iter().zip(&self.tokens) {
             if entry.revents & libc::POLLNVAL != 0 {
-                let hint = format!("descriptor {} was closed by somebody else", entry.fd);
+                let hint = format!("descriptor {} was closed by other code", entry.fd);
                 return Err(Error::Os { call: "ppoll", errno: libc::EBADF, hint });
             }
             if entry.revents != 0 {
