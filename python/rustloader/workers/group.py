@@ -101,6 +101,8 @@ def exiting() -> bool:
 def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
     """Ends the workers of all groups within one deadline, as ``WorkerGroup.end`` does."""
     engines = [group.engine for group in groups]
+    # A restart in another thread fills the list with the next group's processes.
+    ending = [(group, list(group.processes)) for group in groups]
     start = time.monotonic()
     try:
         for engine in engines:
@@ -118,9 +120,9 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
         for engine in engines:
             engine.signal_all(signal.SIGKILL)
         quietly(_gone, engines, KILLED_AFTER)
-        for group in groups:
+        for group, processes in ending:
             all_ended = group.engine.alive() == 0
-            for worker in group.processes:
+            for worker in processes:
                 quietly(process.note_end, worker, all_ended)
             group.engine.finish()
             _live.discard(group)
