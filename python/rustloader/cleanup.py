@@ -1,7 +1,5 @@
 """Cleans up without hiding the error that made it necessary."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable

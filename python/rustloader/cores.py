@@ -1,7 +1,5 @@
 """Processor cores that a process may use."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

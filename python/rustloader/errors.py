@@ -1,7 +1,5 @@
 """Errors about workers. Each is a RuntimeError with torch's text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Functions that other packages register to run in ``next``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 # Run before `next` takes a batch: always on torch's iterator, and on the engine's while `_core.observed()`.

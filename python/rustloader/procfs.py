@@ -1,7 +1,5 @@
 """Reads processes from /proc. A process that has ended is a result, not an error."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

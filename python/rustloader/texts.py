@@ -1,7 +1,5 @@
 """Formats counts, times, sizes, index batches and type names."""
 
-from __future__ import annotations
-
 _PLURALS = {"batch": "batches", "copy": "copies"}
 
 
