@@ -349,7 +349,7 @@ impl Driver {
                 Step::Closed => Answer::Closed,
                 Step::NoPinThread(_) => Answer::NoPinThread,
                 Step::Wait(_) => {
-                    assert!(self.delivery.begins_to_wait(), "each call waits anew");
+                    assert!(self.delivery.begins_to_wait(), "each call starts its own wait");
                     assert!(!self.delivery.begins_to_wait(), "it goes on waiting");
                     Answer::Waits
                 }

@@ -31,7 +31,7 @@ fn a_pickle_that_has_changed_on_its_way_is_not_opened() {
             let (arena, incoming) = sent(kind, false);
             let (block, len) = (incoming.entry.block.unwrap(), incoming.entry.len);
             let memory = arena.block_memory(0, block, len).unwrap().as_ptr();
-            // SAFETY: the message's last byte; nobody else looks at it now.
+            // SAFETY: the message's last byte; nothing else reads it now.
             unsafe { *memory.add(len as usize - 1) ^= u8::from(damaged) };
             match Message::open(&arena, &incoming, Vec::new()) {
                 Ok(message) => assert!(!damaged && message.payload() == b"payload"),

@@ -1,4 +1,4 @@
-//! A result that is tied to its worker is opened before the worker is told to leave.
+//! A result that is tied to its worker is opened before the worker is asked to exit.
 
 use std::process::Command;
 use std::sync::Arc;

@@ -106,7 +106,7 @@ impl Torch {
                 self.rcvd += 1;
                 return self.process(self.rcvd - 1, failed);
             }
-            // Deaths are ours: out of order at once, in order when the head is lost or nothing is left.
+            // Deaths go beyond torch's rules: raised at once out of order, in order when the head is lost or nothing is left.
             let lost = |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| {
                 data.is_none() && self.dead.contains(worker)
             };
@@ -221,7 +221,7 @@ struct World<'a> {
     epoch: u64,
     arrivals: VecDeque<Arrival>,
     sent: Vec<(u64, usize)>,
-    /// For each task how often its tag has come back.
+    /// For each task, the number of times its tag was returned.
     ended: Vec<u32>,
 }
 

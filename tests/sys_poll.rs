@@ -102,7 +102,7 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
         let (mut events, mut set) = rig(count);
         let first = events.swap_remove(0);
         first.ring().unwrap();
-        // Somebody else holds the file, as a forked sibling would: an epoll goes on reporting it.
+        // Another descriptor holds the file open, as a forked sibling would: epoll keeps reporting it.
         let twin = first.as_fd().try_clone_to_owned().unwrap();
         let number = first.as_fd().as_raw_fd();
         drop(first);

@@ -1,4 +1,4 @@
-"""Rules for every test: nothing is left behind, nothing is handed over to torch in silence."""
+"""Rules for every test: it leaves nothing behind, and no loader falls back to torch silently."""
 
 import contextlib
 import gc
@@ -50,7 +50,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    skip = pytest.mark.skip(reason="a promise of ours; torch's loader is under test")
+    skip = pytest.mark.skip(reason="rustloader's own guarantee; torch's loader is under test")
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
@@ -142,7 +142,7 @@ def left(before, now):
 
 
 def left_after(before, seconds):
-    """What is left of `left(before, now)` within so many seconds, with the pool emptied; {} as soon as nothing is."""
+    """What remains of `left(before, now)` after `seconds`, with the pool emptied; {} as soon as nothing does."""
     end = time.monotonic() + seconds
     while True:
         trim_pool()
@@ -177,7 +177,7 @@ def host():
 
 @pytest.fixture(autouse=True)
 def no_silent_handover(request):
-    """A loader that torch's iterator serves would pass for our work; only a `handover` test may have one."""
+    """Fails a test whose loader falls back to torch's iterator, unless the test is marked `handover`."""
     lines = []
 
     class Collect(logging.Handler):

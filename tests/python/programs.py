@@ -159,7 +159,7 @@ def late():
 
 
 class Deaf(Numbers):
-    """Each item takes so many seconds, and SIGTERM does not end it."""
+    """Each item takes a fixed number of seconds, and SIGTERM does not end it."""
 
     def __init__(self, n, seconds):
         super().__init__(n)
@@ -174,7 +174,7 @@ class Deaf(Numbers):
 
 
 def stubborn():
-    """A worker that does not leave when it is told to, and ignores SIGTERM."""
+    """A worker that does not exit when asked to, and ignores SIGTERM."""
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
@@ -230,7 +230,7 @@ class Burst(Numbers):
 
 
 def stuck():
-    """An item that takes until it has been told of: what is said of it."""
+    """Runs an item that lasts until a warning about it is logged; returns what the walk and the log show."""
     lines = []
 
     def warning(text, *args):
@@ -293,7 +293,7 @@ class Wide(Numbers):
 
 
 def wide(megabytes=(1, 50, 2, 50, 3), expanded=False, workers=1):
-    """Batches of so many megabytes, by our fast path or by torch's default_collate: last lines of errors, sizes."""
+    """Batches of the given megabytes, by the fast path or by torch's default_collate: last lines of errors, sizes."""
     batches = loader(Wide(1, expanded), workers=workers, batch_sampler=[[0] * size for size in megabytes])
     iterator, errors, sizes = iter(batches), [], []
     while True:

@@ -88,7 +88,7 @@ def from_engine(count):
 
 
 def epoch(loader):
-    """One epoch as a list; from the engine to the last batch when the loader is ours and has workers."""
+    """One epoch as a list; every batch must come from the engine if the loader is rustloader's and has workers."""
     before = engine_batches()
     batches = list(loader)
     if not TORCH_MODE and isinstance(loader, rustloader.DataLoader) and loader.num_workers > 0:
@@ -125,7 +125,7 @@ def torchs_type(error):
 
 
 def outcomes(iterator, calls):
-    """The outcomes of so many calls of next()."""
+    """The outcomes of `calls` calls of next()."""
     return [outcome(next, iterator) for _ in range(calls)]
 
 
@@ -276,7 +276,7 @@ def in_time(fn, *args, seconds=240):
     """The first outcome of a call that is not a timeout, which a busy machine may have at any time."""
     end = time.monotonic() + seconds
     while (got := outcome(fn, *args))[0] == "error" and "DataLoader timed out" in got[2]:
-        assert time.monotonic() < end, "it is late for ever"
+        assert time.monotonic() < end, "every call times out"
     return got
 
 

@@ -286,7 +286,7 @@ def test_t10_no_argument_is_ours_alone():
 
 
 class Forever:
-    """A sampler that begins anew for ever."""
+    """A sampler that restarts endlessly."""
 
     def __init__(self, sampler):
         self.sampler = sampler

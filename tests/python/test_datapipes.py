@@ -1,4 +1,4 @@
-"""DataPipes, which are handed over whole to torch's iterator: same results, seeds, shards and states (P27)."""
+"""DataPipes, which always fall back to torch's iterator: same results, seeds, shards and states (P27)."""
 
 import itertools
 import logging

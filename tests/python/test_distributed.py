@@ -39,7 +39,7 @@ def on_every_rank(work, kind):
     """The results of `work(loader class, rank)` of all ranks."""
     context = torch.multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    # They meet in a file: a free port may be somebody else's a moment later.
+    # They meet in a file: a free port may be taken a moment later.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/meeting", work, kind, out)
         ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(RANKS)]

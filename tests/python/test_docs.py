@@ -154,7 +154,7 @@ def check_command(words):
             assert name == "python" and is_there(rest[0]), words
             check_script(rest)
     else:
-        raise AssertionError(f"nobody knows how to check {words}")
+        raise AssertionError(f"no check for {words}")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -209,7 +209,7 @@ def is_there(name):
 
 
 def check_script(words):
-    """A script of ours names the options that it is given."""
+    """The repository's script accepts the options that it is given."""
     script, *rest = words
     if script not in READERS:
         source = (ROOT / script).read_text()
@@ -289,7 +289,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_site_has_every_page():
-    """What mkdocs itself looks for (`make docs`), where it is not installed."""
+    """What mkdocs itself checks (`make docs`), where it is not installed."""
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(
         str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent == ROOT / "docs"

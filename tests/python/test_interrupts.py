@@ -139,7 +139,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_batch_that_a_handler_has_held_up_belongs_to_its_epoch(goes_on):
     class Raises(list):
-        """Raises where a signal handler could: the batch has come, and is not handed out yet."""
+        """Raises where a signal handler could: the batch has arrived, and is not returned yet."""
 
         def __setitem__(self, *_):
             raise Interrupted

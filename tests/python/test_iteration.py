@@ -230,7 +230,7 @@ def test_s1_the_last_reference_ends_the_workers():
 
 @pytest.mark.ours
 def test_s1_an_iterator_in_cyclic_garbage_ends_its_workers(monkeypatch):
-    # The collector may clear the parts of a cycle in any order; torch's workers then take so long each to end.
+    # The collector may clear the parts of a cycle in any order; torch's workers then each take this long to exit.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
     loader = DataLoader(Numbers(40), num_workers=2, persistent_workers=True)
     loader.itself = loader

@@ -159,11 +159,11 @@ def test_an_address_space_that_shrinks_in_the_middle():
 
 
 def test_a_program_that_locks_its_memory_locks_no_arena():
-    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel fills in all that is mapped anew: of an
-    arena many times the machine's memory."""
+    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel populates every new mapping: an arena is
+    many times the size of the machine's memory."""
 
     def body():
-        # So that an arena that is filled in takes no more than some GiB.
+        # So that an arena that is populated takes no more than a few GiB.
         set_limit(resource.RLIMIT_AS, address_space() + (6 << 30))
         if ctypes.CDLL(None).mlockall(MCL_FUTURE) != 0:
             return ["mlockall was refused"]

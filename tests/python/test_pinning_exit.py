@@ -215,8 +215,8 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
 
 def test_t14_fork_while_the_thread_works():
     """50 children of a process whose thread is in the allocator, in a copy, or between; every tenth loads for itself.
-    Some let go of the iterator, and with it of batches that the parent has pinned: to free one there would be to wait
-    for the allocator's lock for ever."""
+    Some drop the iterator, and with it batches that the parent has pinned: freeing one there would deadlock on the
+    allocator's lock."""
     status, out, err = run_script(
         HEAD
         + """

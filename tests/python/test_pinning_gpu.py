@@ -47,7 +47,7 @@ def test_batches_are_pinned_and_right(persistent):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_t8_what_a_stream_still_reads_is_not_overwritten(plain):
-    """The copies wait behind a slow kernel, each batch is dropped at once, and the loader goes on meanwhile."""
+    """The copies wait behind a slow kernel, each batch is dropped at once, and the loader keeps running."""
     dataset = Images(640, (3, 64, 64))
     collate_fn = None if plain else as_dict
     loader = DataLoader(dataset, batch_size=8, num_workers=4, pin_memory=True, collate_fn=collate_fn)

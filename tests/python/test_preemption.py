@@ -38,7 +38,7 @@ def terminate(*pids):
 
 
 def batches(iterator, count):
-    """So many batches: their numbers."""
+    """Takes `count` batches; returns their numbers."""
     return [int(next(iterator)) for _ in range(count)]
 
 
@@ -50,7 +50,7 @@ def served(workers, n=10**6, **kw):
 
 
 def batches_for(iterator, seconds):
-    """Takes batches for so long: their numbers."""
+    """Takes batches for `seconds`; returns their numbers."""
     found, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         found.append(int(next(iterator)))

@@ -110,7 +110,7 @@ TABLE = [
     R("eventfd", "EMFILE ENFILE EPERM", program="twice", handover="any", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", calls="1+"),
     R("eventfd_write", "EINTR EAGAIN", calls="1"),
-    # The pin thread's doorbell, also when it is told to end by a finalizer.
+    # The pin thread's doorbell, also when a finalizer stops the thread.
     R("eventfd_write", "EPERM EBADF", program="pinned_persistent", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", "worker"),
     R("eventfd_write", "EINTR EAGAIN", "worker", calls="1 3"),

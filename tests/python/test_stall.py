@@ -142,7 +142,7 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
 
 
 class KeepsTheGil(Stuck):
-    """Item 1 reads from an empty pipe in a C call that does not let go of the GIL."""
+    """Item 1 reads from an empty pipe in a C call that does not release the GIL."""
 
     def __init__(self, folder, pipe):
         super().__init__(4, [1], folder)
@@ -267,7 +267,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
         start = (lambda _: dataset.take()) if when == "start" else None
         loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start)
         iterator = iter(loader)
-        # Nobody looks for stuck workers before the item is reached: at item 1 the handler may be called still.
+        # No stall check runs before the item is reached: at item 1 the handler may still be called.
         dataset.wait_for(2)
         assert values(iterator) == [0, 1, 2, 3]
     finally:

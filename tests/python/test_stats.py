@@ -35,7 +35,7 @@ LONG, SHORT = 0.2, 0.0
 
 
 class Slow(Dataset):
-    """Sample i takes so many seconds, by its worker and its index."""
+    """How many seconds sample i takes depends on its worker and its index."""
 
     def __init__(self, n, seconds):
         self.n, self.seconds = n, seconds
@@ -93,7 +93,7 @@ class SlowSampler:
 
 
 def trained(loader, step=0.0):
-    """The loader, after an epoch with so many seconds of training step."""
+    """The loader, after an epoch with training steps of `step` seconds."""
     for _ in loader:
         time.sleep(step)
     return loader
@@ -129,7 +129,7 @@ def test_the_figures_of_an_epoch():
 
 
 class WhenWaitedFor(Held):
-    """Items take long, and the first one does not begin before somebody waits for it."""
+    """Items take long, and the first one does not begin before it is waited for."""
 
     def __getitem__(self, i):
         item = super().__getitem__(i)
@@ -440,7 +440,7 @@ def test_the_processor_time_of_workers_at_work_and_after_their_end():
         assert 2 * LONG / 2 <= before.cpu_seconds <= after.cpu_seconds == same.cpu_seconds
         assert after.cpu_seconds >= 3 * LONG / 2 and after.queued_seconds >= before.queued_seconds >= 0
     assert not any(worker.alive for worker in done.workers)
-    # The next epoch's workers have theirs added; nothing is lost where no one closes the iterator.
+    # The next epoch's workers add to these; nothing is lost if the iterator is never closed.
     trained(loader)
     for before, after in zip(done.workers, rustloader.stats(loader).workers, strict=True):
         assert after.cpu_seconds >= before.cpu_seconds + 3 * LONG / 2
@@ -481,7 +481,7 @@ def test_a_killed_worker_does_not_spoil_later_verdicts():
     iterator = iter(loader)
     first = [next(iterator) for _ in range(4)]
     os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    # The kernel keeps its time until somebody waits for it.
+    # The kernel keeps its CPU time until it is waited for.
     iterator._workers[0].join()
     with pytest.raises(RuntimeError, match="killed"):
         list(iterator)

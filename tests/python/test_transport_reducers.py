@@ -128,7 +128,7 @@ def test_p25_a_reducer_of_storages_is_honoured(wrap):
 
 
 class OpenFile:
-    """An open file that travels by a reducer of the user's. Whoever drops it closes it."""
+    """An open file that travels by the user's own reducer. Dropping it closes it."""
 
     def __init__(self, fd):
         self.fd = fd

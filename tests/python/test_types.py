@@ -228,7 +228,7 @@ def test_p25_numpy_arrays(kind):
         )
     assert got.flags.writeable
     if got.nbytes < 1000:
-        # In place it can only be resized if nobody else's memory is under it.
+        # It can be resized in place only if it owns its memory.
         assert got.flags.owndata
     if got.size:
         got[...] = got.flat[0]

@@ -1,4 +1,4 @@
-"""The differential tester: one program run through torch's loader and through ours, everything observable compared.
+"""The differential tester: runs one program through both loaders and compares everything observable.
 
 ``python -m differential --help`` (in ``tests/python``) says how it is run. The way of a program:
 

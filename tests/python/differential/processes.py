@@ -45,7 +45,7 @@ class Run:
 
     def child(self, writing):
         os.setsid()
-        # Slow starts of a busy machine are no stuck workers, and what the log says counts as a hand-over.
+        # Slow starts on a busy machine are not stuck workers, and any log line counts as a fallback.
         os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
         if self.program.start_method != "fork":
             # Workers that are told to leave before they have imported torch come as far as they do with more time.
@@ -112,8 +112,8 @@ def run_all(programs, jobs):
 
 
 def warn_once():
-    """Has torch say what it says once in a process. Its loader unpickles the stale batches of a reset, ours does not
-    look at them, so that the warnings would come at different steps."""
+    """Makes torch emit its once-per-process warnings now. Its loader unpickles the stale batches of a reset, rustloader
+    skips them, so the warnings would come at different steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor([[0]], [1.0], (2,))

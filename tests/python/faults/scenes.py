@@ -131,7 +131,7 @@ def number(batch):
 
 
 class Thief:
-    """Somebody who reaps every child of this process, as soon as it has ended."""
+    """Reaps every child of this process as soon as it has ended."""
 
     def __enter__(self):
         self.over = threading.Event()

@@ -23,7 +23,7 @@ def seed_of(args):
 
 
 def drawn(kind, count, args):
-    """So many trials, or the `args.only` one alone: (what it takes to have it again, with the trial; the trial)."""
+    """Yields (the arguments that reproduce a trial, the trial) `count` times, or for `args.only` alone."""
     seed = seed_of(args)
     for at in range(count) if args.only is None else [args.only]:
         trial = kind.random(random.Random(f"{seed}-{at}"))

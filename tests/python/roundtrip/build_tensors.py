@@ -32,7 +32,7 @@ NOISE = np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8)
 
 
 def noise(nbytes, seed):
-    """So many bytes, made from the seed."""
+    """`nbytes` bytes generated from the seed."""
     return np.resize(np.roll(NOISE, -37 * seed), nbytes)
 
 

@@ -19,10 +19,10 @@ PACKER = [{}, {"exchange": False}, {"adopt": 4096}]
 
 
 class Checker:
-    """Holds outcomes against each other, counts what it saw, and looks again at batches that are kept.
+    """Compares outcomes, counts what it saw, and checks again the batches that are kept.
 
     Args:
-        keep: delivered values that are kept until so many others have come.
+        keep: how many later values a delivered value is kept for.
     """
 
     def __init__(self, keep=40):

@@ -334,7 +334,7 @@ def quantizer(t):
 
 
 def differences(ours, theirs):
-    """What of our record is not in theirs, and the other way round."""
+    """What differs between rustloader's record and torch's."""
     found = []
     for path in dict.fromkeys([*theirs.facts, *ours.facts]):
         a, b = ours.facts.get(path), theirs.facts.get(path)
