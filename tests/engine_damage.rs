@@ -54,7 +54,7 @@ fn a_block_that_two_leaves_name_is_leased_once() {
     assert!(matches!(leaves.take(1), Err(Error::Corrupt { .. })));
 }
 
-/// Found by `tests/python/test_damage.py`: the error said that the library had used itself wrongly.
+/// Found by `tests/python/test_damage.py`: the error reported an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     use std::sync::atomic::Ordering::Relaxed;

@@ -1,4 +1,4 @@
-//! What the engine answers when nothing can be handed out yet, when a worker's process ends, and at the ends of epochs; and
+//! What the engine answers when nothing can be delivered yet, when a worker's process ends, and at the ends of epochs; and
 //! what workers see of it.
 
 use std::os::fd::AsRawFd;

@@ -109,7 +109,7 @@ fn a_forks_mark_keeps_the_block_or_comes_too_late() {
         consumer.join().unwrap();
         let state = region.blocks[0].state.load(Ordering::Relaxed);
         if marked {
-            // The child may look at it: it is not free until the mark is gone.
+            // The child may read it: it is not free until the mark is gone.
             assert_eq!(state, FORKED);
             assert_eq!(release(&region.blocks[0].state, FORKED), Left::Last);
             push_returned(&region.head, &region.blocks[0], 0);

@@ -63,7 +63,7 @@ fn publish(port: &Port, task: u64, number: u64) {
     port.send(task, ResultKind::Plain, &[leaf], &number.to_le_bytes(), Timings::default()).unwrap();
 }
 
-/// Blocks that the main process has not given back.
+/// Blocks that the main process has not released.
 fn held(arena: &Arc<Arena>) -> usize {
     let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
     (0..arena.geometry().regions())
@@ -138,7 +138,7 @@ impl Rig {
         self.processes[worker].wait().unwrap();
     }
 
-    /// What a `next` of the user's gets: a batch, or why there is none.
+    /// What a user's `next` returns: a batch, or why there is none.
     fn next(&mut self, refill: bool) -> Result<u64, String> {
         let start = Instant::now();
         loop {

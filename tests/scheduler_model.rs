@@ -242,7 +242,7 @@ impl World<'_> {
             match action {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
-                    // Its leaving is no death.
+                    // Its exit is not a death.
                     self.scheduler.on_event(self.now, Event::WorkerDied(worker)).unwrap();
                 }
                 Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
@@ -255,7 +255,7 @@ impl World<'_> {
         }
     }
 
-    /// Some worker does something that main hears of; false if there is none that could.
+    /// Makes some worker do something that main observes; false if none can.
     fn a_worker_acts(&mut self) -> bool {
         let (count, start) = (self.config.workers, self.choice() as usize);
         for index in (0..count).map(|index| (start + index) % count) {
@@ -358,7 +358,7 @@ impl World<'_> {
         }
     }
 
-    /// One step of waiting: a worker acts, dies, or time passes. None: go on; Some: what `next` must answer.
+    /// One step of waiting: a worker acts, dies, or time passes. None: continue; Some: what `next` must answer.
     fn waited(&mut self, deadline: Option<Duration>) -> bool {
         assert_eq!(deadline, self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT));
         match self.choice() {

@@ -115,7 +115,7 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
 
 extern "C" fn ignore(_signal: i32) {}
 
-/// Lets `wait` sleep on a thread of its own and sends that thread signals until it comes back.
+/// Runs `wait` on a thread of its own and sends that thread signals until it returns.
 fn interrupted<T: Send + 'static>(wait: impl FnOnce() -> T + Send + 'static) -> T {
     // SAFETY: a sigaction of zeroes is a valid one, with no flag (calls are not restarted); the handler does nothing.
     unsafe {

@@ -1,8 +1,8 @@
-"""Pinning on machines without an accelerator: a host allocator that is none, and the parts of torch that lead to it.
+"""Pinning on machines without an accelerator: a fake host allocator, and the parts of torch that lead to it.
 
 Inside ``pinning()`` torch believes in an accelerator, and all pinned memory, the loader's and that of torch's own
 ``Tensor.pin_memory``, comes from a ``FakeHost``. It behaves as torch's caching host allocator does: what is freed is
-handed out again, most recently freed first, but not while a recorded use of it is under way.
+reused, most recently freed first, but not while a recorded use of it is under way.
 """
 
 import contextlib

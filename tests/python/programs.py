@@ -24,12 +24,12 @@ from rustloader.workers import stalls
 SIZE, BATCH = 24, 4
 MB = 1 << 20
 FOR_GOOD = "again, for good"
-# The file in which workers tell what system calls they have made.
+# The file in which workers report the system calls they made.
 CALLS = None
 
 
 class TellCalls:
-    """A worker_init_fn: at its end the worker tells how many calls of each kind it has made."""
+    """A worker_init_fn: at its exit the worker reports how many calls of each kind it made."""
 
     def __init__(self, file):
         self.file = file
@@ -130,7 +130,7 @@ def pinned_persistent():
 
 
 def pinned(**kw):
-    """The same with a pin thread, over a host allocator that is none."""
+    """The same with a pin thread, over a fake host allocator."""
     with pinning() as host:
         errors = twice(pin_memory=True, **kw)
         # The frames of an error that was raised again refer to it, and so to each other.
@@ -234,13 +234,13 @@ def stuck():
     lines = []
 
     def warning(text, *args):
-        # A busy machine may have another item named, and rightly.
+        # On a busy machine a warning may rightly name another item.
         if "the batch of index 1." in (line := text % args):
             lines.append(re.sub(r"pid \d+", "pid N", line))
             open(told, "w").close()
 
     def patiently(iterator):
-        """Asks for the item when the worker is in it: before, a slow one would be named where it waits for its turn."""
+        """Requests the item once the worker is in it: before that, a slow worker would be named while it waits."""
         yield next(iterator)
         assert wait_until(lambda: os.path.exists(f"{told}.reached"))
         yield from iterator

@@ -30,7 +30,7 @@ def arena_file():
 def extents(fd):
     """Where the arena has pages."""
     end = 0
-    with contextlib.suppress(OSError):  # behind the last one there is no data
+    with contextlib.suppress(OSError):  # after the last one there is no data
         while True:
             start = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, start, os.SEEK_HOLE)
@@ -124,5 +124,5 @@ def test_words_that_were_written_over_at_random_are_no_crash_and_no_hang(seed, c
     assert not report["hangs"] and report["status"] == 0, report
     assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
     assert all(text.startswith(NAMED) for text in report["value"]), report
-    # One word in a while may hit what is overwritten, or never looked at.
+    # Occasionally a word is overwritten, or never read.
     assert report["value"] or count < 50, "nothing was damaged"

@@ -49,7 +49,7 @@ PIPES = {
 
 
 def states(pipe):
-    """What a pipe in the main process says of itself."""
+    """What a pipe in the main process reports about itself."""
     return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
 
 

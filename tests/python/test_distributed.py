@@ -20,7 +20,7 @@ EPOCHS = 3
 
 
 def rank_main(rank, meeting, work, kind, out):
-    """One rank; it tells what it saw, or its error."""
+    """One rank; it reports what it saw, or its error."""
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
         cls = TorchDataLoader if kind == "torch" else DataLoader

@@ -1,7 +1,7 @@
 """The documentation: its Python runs, the commands and options in it exist, its links lead somewhere.
 
-Every block of code says what it is: `python` runs, page by page, in a process of its own, after docs_given.py;
-`sh` is looked through command by command; `text` is no code (output, a drawing). One that cannot be tested begins with
+Every block of code names its language: `python` runs, page by page, in a process of its own, after docs_given.py;
+`sh` is checked command by command; `text` is not code (output, a drawing). One that cannot be tested begins with
 `# Not run by the tests: why`, for readers to see, and is skipped here by that reason.
 """
 
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 def blocks(page):
-    """The fenced blocks of a page. Its lines without them are no code, however they look."""
+    """The fenced blocks of a page. The remaining lines are not code, whatever they look like."""
     found, opened = [], None
     for number, line in enumerate(PAGES[page].read_text().splitlines(), 1):
         fence = re.fullmatch(r"( *)(`{3,}|~{3,})\s*(.*)", line)

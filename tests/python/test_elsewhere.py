@@ -1,4 +1,4 @@
-"""macOS and Windows, where there is no engine: every name is there, and torch's iterator does the work.
+"""macOS and Windows, where there is no engine: every name exists, and torch's iterator does the work.
 
 The package is copied without its extension, like the wheel for these systems, and once torch has been imported the
 interpreter claims to run there. Modules and calls that are missing there are removed, and workers are spawned, except
@@ -43,7 +43,7 @@ HEAD = "import logging, torch, torch.utils.data\nfrom sample_data import Numbers
 
 @pytest.fixture
 def bare(tmp_path):
-    """A folder with the package as it is without its extension."""
+    """A folder with the package without its extension."""
     package = pathlib.Path(rustloader.__file__).parent
     shutil.copytree(package, tmp_path / "rustloader", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path

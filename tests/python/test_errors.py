@@ -1,4 +1,4 @@
-"""Errors at their place, timeouts, and what comes after them (P17, P19, S6)."""
+"""Errors at their place, timeouts, and what follows them (P17, P19, S6)."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The package's names: all of torch.utils.data's, and torch's own objects but for the loader."""
+"""The package's names: all of torch.utils.data's, and torch's own objects except for the loader."""
 
 import importlib
 import re

@@ -312,7 +312,7 @@ class Asked(Numbers):
 @pytest.mark.parametrize("batched", [False, True], ids=["index", "batch"])
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_of_a_sampler_is_an_error_and_the_others_come(what, batched):
-    """Behind what is primed: an index that cannot be sent is an error of the call that takes it from the sampler, any
+    """After what is primed: an index that cannot be sent is an error of the call that takes it from the sampler, any
     other one of its batch."""
     thing = GARBAGE[what]
     if batched:

@@ -83,7 +83,7 @@ def test_p15_out_of_order_loses_and_doubles_nothing(persistent, tmp_path):
 def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share(cls, tmp_path):
     dataset = Held(30, 0, tmp_path / "go")
     iterator = iter(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3))
-    # Worker 0 holds its three tasks, and no more, until it comes back.
+    # Worker 0 holds its three tasks, and no more, until its item returns.
     got = [next(iterator).item() for _ in range(27)]
     (tmp_path / "go").touch()
     assert sorted(got + values(iterator)) == list(range(30))

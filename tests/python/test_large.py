@@ -27,7 +27,7 @@ class Blob:
 
 
 class Huge(Numbers):
-    """One sample of `n` bytes, 0 or 1 but for the last one, which is 2, and for a stretch in the middle of a tensor."""
+    """One sample of `n` bytes, 0 or 1 except for the last one, which is 2, and a stretch in the middle of a tensor."""
 
     def __init__(self, n, kind):
         super().__init__(1)
@@ -45,7 +45,7 @@ class Huge(Numbers):
         return slice(self.size // 2 - 100, self.size // 2 + 150)
 
 
-@pytest.mark.alone  # `needs` looks at the memory that is free when it starts
+@pytest.mark.alone  # `needs` reads the free memory when it starts
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_tensor_of_3_gb():
@@ -120,7 +120,7 @@ def depth_of(value):
 
 
 class Nested(Numbers):
-    """Sample i lies as deep as the i-th number says."""
+    """Sample i is nested as deep as the i-th number."""
 
     def __init__(self, depths, group):
         super().__init__(len(depths))

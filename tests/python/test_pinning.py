@@ -28,7 +28,7 @@ MB = 1 << 20
 
 
 class Where:
-    """Tells, when it is pinned, which thread did it and how things stood there."""
+    """Reports, when it is pinned, which thread did it and in what state."""
 
     def pin_memory(self):
         return thread_name(), torch.get_num_threads(), torch.accelerator.current_device_index()

@@ -116,7 +116,7 @@ def test_cuda_tensors_from_spawned_workers():
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "spawn"}
     batches = [x.clone() for x in DataLoader(OnDevice(6), **options)]
     assert all(x.is_cuda for x in batches) and values(batches) == [[i] * 100 for i in range(6)]
-    # torch cannot pin them, and says so batch by batch.
+    # torch cannot pin them, and warns for each batch.
     ours, torchs = (
         outcomes_of(cls(OnDevice(2), pin_memory=True, **options), 3) for cls in (DataLoader, TorchDataLoader)
     )

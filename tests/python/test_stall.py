@@ -28,7 +28,7 @@ LOCK = threading.Lock()
 
 @pytest.fixture
 def told(monkeypatch, tmp_path):
-    """The warnings of the loader. Of each batch that a worker is named at a file tells."""
+    """The warnings of the loader. A file is created for each batch that a warning names."""
     lines = []
 
     def warning(text, *args):
@@ -41,7 +41,7 @@ def told(monkeypatch, tmp_path):
 
 
 def about(told, index):
-    """The one warning of a batch. A busy machine may have had others named as well, and rightly."""
+    """The one warning about a batch. On a busy machine there may rightly be others too."""
     [text] = [text for text in told if f"the batch of index {index}." in text]
     return text
 
@@ -70,7 +70,7 @@ def limits(monkeypatch):
 
 
 class Stuck(Numbers):
-    """Some items tell in a file that they are begun, and take until they have been told of, and some more seconds."""
+    """Some items report in a file that they have begun, and last until a warning names them, plus some seconds."""
 
     def __init__(self, n, items, folder, more=0.0):
         super().__init__(n)
@@ -195,7 +195,7 @@ def test_a_limit_that_is_no_number_is_an_error(limits, text):
 
 
 class Epochs(IterableDataset):
-    """The second epoch does not begin before it has been told of."""
+    """The second epoch does not begin before a warning names it."""
 
     epoch = 0
 
@@ -278,7 +278,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
 
 
 class TakesLate(Stuck):
-    """Takes the signal in the very item that then hangs, until it has been told of and the handler been called."""
+    """Takes the signal in the very item that then hangs, until a warning names it and the handler has been called."""
 
     def __init__(self, folder):
         super().__init__(3, [1], folder)

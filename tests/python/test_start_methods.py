@@ -35,7 +35,7 @@ def served(request):
 
 @pytest.fixture(scope="module", params=METHODS)
 def context(request):
-    """A context object. Its first shared value makes a heap that multiprocessing keeps for good."""
+    """A context object. Its first shared value creates a heap that multiprocessing never frees."""
     context = multiprocessing.get_context(request.param)
     context.Value("i", 0)
     return context

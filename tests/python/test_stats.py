@@ -191,7 +191,7 @@ def test_a_loader_has_the_totals_of_all_its_iterators():
     assert rustloader.stats(first).batches == 1 and rustloader.stats(second).batches == 2
     stats = rustloader.stats(loader)
     assert (stats.batches, stats.iterators) == (21, 5)
-    # What was under way is no batch.
+    # What was in flight is not a batch.
     del first
     gc.collect()
     assert rustloader.stats(loader).batches == 21
@@ -468,7 +468,7 @@ def test_processor_time_that_is_not_known_is_none(monkeypatch):
     assert "workers_0_cpu_seconds" not in stats.as_dict(flat=True)
     assert "wait for storage is unknown" in stats.verdict().reason
     monkeypatch.undo()
-    # What is unknown of one process does not hide what is known of a later one.
+    # Unknown figures of one process do not hide known ones of a later process.
     later = rustloader.stats(trained(loader, step=LONG / 8))
     for before, worker in zip(stats.workers, later.workers, strict=True):
         assert worker.unmeasured_seconds == pytest.approx(before.busy_seconds, abs=LONG)

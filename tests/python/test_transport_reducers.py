@@ -316,7 +316,7 @@ def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(re
 
 
 class Special:
-    """Travels by a reducer of the user's, which needs nothing of its process, as far as he knows."""
+    """Travels by a user's reducer, which to its author's knowledge needs nothing from its process."""
 
 
 # What opening a sample raises: once, and each time.

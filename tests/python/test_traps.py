@@ -102,7 +102,7 @@ def test_t26_a_spawned_workers_dataset_with_locks_queues_and_tensors():
 
 
 class Descriptors(IterableDataset):
-    """Its samples are descriptors, which a pickle cannot hold by itself."""
+    """Its samples are descriptors, which a pickle alone cannot hold."""
 
     def __iter__(self):
         kept = []

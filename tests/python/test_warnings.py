@@ -104,7 +104,7 @@ def test_p9_a_length_that_was_too_short(workers):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_p9_lengths_are_checked_in_batches_and_per_epoch(workers, batch_size, monkeypatch):
-    """A length is asked for at some epochs; what was reported counts from the next one on, and counts batches."""
+    """The length is requested in some epochs; what it returned applies from the next one on, in batches."""
 
     cores(monkeypatch, 64)
     dataset = Shards([5] * 3, reported=4)

@@ -1,6 +1,6 @@
 """A stand-in accelerator: torch's own way to pinned memory on machines without a device (`host.cpp`).
 
-`build()` compiles it, once for each torch; `register()` makes it this process's accelerator, for good.
+`build()` compiles it, once for each torch; `register()` makes it this process's accelerator, permanently.
 """
 
 import ctypes

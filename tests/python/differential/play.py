@@ -73,7 +73,7 @@ class Session:
     # --- noting
 
     def after(self, *event):
-        """Notes a step, then what has changed with it: warnings and random generators."""
+        """Records a step, then what it changed: warnings and random generators."""
         self.note(*event)
         while self.caught:
             w = self.caught.pop(0)
@@ -242,7 +242,7 @@ class Session:
             self.note("workers", [[w.name, w.daemon, type(w).__name__, w.is_alive()] for w in workers])
 
     def counters(self, iterator):
-        """torch's counters, as far as they do not tell of timing."""
+        """torch's counters, except those that depend on timing."""
         p = self.program
         if p.is_ordered and p.is_map and hasattr(iterator, "_send_idx") and not iterator._shutdown:
             tasks = sorted((task, info[0]) for task, info in iterator._task_info.items())

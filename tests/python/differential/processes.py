@@ -48,7 +48,7 @@ class Run:
         # Slow starts on a busy machine are not stuck workers, and any log line counts as a fallback.
         os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
         if self.program.start_method != "fork":
-            # Workers that are told to leave before they have imported torch come as far as they do with more time.
+            # Workers that are asked to exit before they have imported torch get enough time to do so.
             torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

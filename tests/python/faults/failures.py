@@ -112,7 +112,7 @@ def made(program, where):
 
 
 def effects_of(kind, program, where):
-    """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or go on."""
+    """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or continue."""
     handed_over = program == "doomed" and where == "main" and kind in HANDING_OVER
     return [e for e in EFFECTS if (e != "EINTR" or kind in INTERRUPTED) and not (e == "errno" and handed_over)]
 
@@ -162,7 +162,7 @@ def tried(failure):
 
 
 def walk(programs, kinds, report):
-    """Tries call after call of each kind, until there is none left; gives the kinds that were called."""
+    """Tries call after call of each kind until none is left; returns the kinds that were called."""
     found = set()
     for program in programs:
         for where in ("main", "worker"):

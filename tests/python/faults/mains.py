@@ -58,7 +58,7 @@ class Main:
                 self.over = not data
 
     def said(self, kind):
-        """What was told under this name."""
+        """What was reported under this name."""
         return [value for name, value in self.told if name == kind]
 
     def workers(self):

@@ -1,6 +1,6 @@
 """A worker ends, in every way and at every place, under every kind of loader: `make faults`.
 
-Asked for: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
+Required: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
 soon, whichever thread asks; the same error again; a next epoch that works; nothing left of it all.
 """
 

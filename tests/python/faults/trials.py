@@ -16,7 +16,7 @@ def quiet():
 
 
 def seed_of(args):
-    """The seed asked for, or another one each time. It is printed."""
+    """The given seed, or a random one. It is printed."""
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     return seed

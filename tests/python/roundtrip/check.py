@@ -1,4 +1,4 @@
-"""The property: what came from us is what came from torch, but for the intended differences."""
+"""The property: rustloader delivers what torch delivers, except for the intended differences."""
 
 import collections
 import zlib
@@ -104,7 +104,7 @@ class Checker:
             self.look_again(*self._kept.popleft())
 
     def finish(self):
-        """Looks at all that is still kept."""
+        """Checks everything that is still kept."""
         while self._kept:
             self.look_again(*self._kept.popleft())
         assert not self.spoiled, "\n".join(self.spoiled[:5])

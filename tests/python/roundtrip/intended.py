@@ -1,7 +1,7 @@
 """The differences from torch's loader that are intended: one list, each with its reason and when it holds.
 
-A predicate sees one difference and the whole case, and is as narrow as can be said: what it lets through is right in
-another way, which it looks at.
+A predicate sees one difference and the whole case, and is as narrow as possible: what it accepts is correct in another
+way, which it checks.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def own_storage(d, case):
         return False
     if d.what == "storage of" and case.parted_within(d.path):
         return False
-    # What goes through torch's reducers comes with the storage that it had, but without the views that left it.
+    # What goes through torch's reducers keeps its storage, without the views that were separated from it.
     whole = all(ours.get(what) == theirs.get(what) for what in ("nbytes", "storage_offset"))
     return case.tight(d.path) or (whole and d.what == "storage of")
 

@@ -57,7 +57,7 @@ class Ready:
 
 
 class Pickled:
-    """A collate_fn that goes on to do what torch's queue does in a thread: there an error is a batch that never comes,
+    """A collate_fn that also does what torch's queue does in a thread: there an error is a batch that never comes,
     here it is raised."""
 
     def __init__(self, collate_fn):
