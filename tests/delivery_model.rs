@@ -17,12 +17,12 @@ use rustloader::wire::{ResultEntry, ResultKind};
 enum Draw {
     Sent,
     Fails,
-    /// It yields an index, for which there is no memory.
+    /// It yields an index that cannot be submitted for lack of memory.
     Unsent,
     Interrupted,
 }
 
-/// What the scheduler says next. `Batch` asks for a draw first, and delivers when it is asked again.
+/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Says {
     Batch,
@@ -317,7 +317,7 @@ impl Driver {
     fn call(&mut self, world: &mut World<'_>) -> Answer {
         self.delivery.on_event(Event::NextBegan);
         loop {
-            // The bindings keep no tag; here it is of another type, which says the same.
+            // The bindings keep no tag; here an equivalent type stands for it.
             let decide = || match decide(world) {
                 Decision::Deliver { task, worker, result, .. } => {
                     Decision::Deliver { task, worker, tag: 0, result }
@@ -349,7 +349,7 @@ impl Driver {
                 Step::Closed => Answer::Closed,
                 Step::NoPinThread(_) => Answer::NoPinThread,
                 Step::Wait(_) => {
-                    assert!(self.delivery.begins_to_wait(), "each call waits anew");
+                    assert!(self.delivery.begins_to_wait(), "each call starts its own wait");
                     assert!(!self.delivery.begins_to_wait(), "it goes on waiting");
                     Answer::Waits
                 }

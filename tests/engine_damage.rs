@@ -31,7 +31,7 @@ fn a_pickle_that_has_changed_on_its_way_is_not_opened() {
             let (arena, incoming) = sent(kind, false);
             let (block, len) = (incoming.entry.block.unwrap(), incoming.entry.len);
             let memory = arena.block_memory(0, block, len).unwrap().as_ptr();
-            // SAFETY: the message's last byte; nobody else looks at it now.
+            // SAFETY: the message's last byte; nothing else reads it now.
             unsafe { *memory.add(len as usize - 1) ^= u8::from(damaged) };
             match Message::open(&arena, &incoming, Vec::new()) {
                 Ok(message) => assert!(!damaged && message.payload() == b"payload"),
@@ -54,7 +54,7 @@ fn a_block_that_two_leaves_name_is_leased_once() {
     assert!(matches!(leaves.take(1), Err(Error::Corrupt { .. })));
 }
 
-/// Found by `tests/python/test_damage.py`: the error said that the library had used itself wrongly.
+/// Found by `tests/python/test_damage.py`: the error reported an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     use std::sync::atomic::Ordering::Relaxed;

@@ -1,4 +1,4 @@
-//! What the engine answers when nothing can be handed out yet, when a worker's process ends, and at the ends of epochs; and
+//! What the engine answers when nothing can be delivered yet, when a worker's process ends, and at the ends of epochs; and
 //! what workers see of it.
 
 use std::os::fd::AsRawFd;
@@ -83,7 +83,7 @@ impl Drop for Rig {
 #[test]
 fn the_timeout_counts_in_each_next_anew() {
     let mut rig = Rig::new(Settings { timeout: Some(LIMIT), ..SETTINGS });
-    let Step::Wait(Some(first)) = rig.step() else { panic!("nothing has come") };
+    let Step::Wait(Some(first)) = rig.step() else { panic!("no result is ready") };
     // As long as `next` waits it has one deadline.
     assert!(matches!(rig.step(), Step::Wait(Some(same)) if same == first));
     rig.answer(0);
@@ -120,7 +120,7 @@ fn what_a_worker_had_published_comes_before_its_death() {
     rig.answer(0);
     rig.answer(0);
     rig.kill(0);
-    // The first step looks for deaths before it takes anything in.
+    // The first step checks for deaths before it reads any result.
     assert_eq!((rig.batch(), rig.batch()), (0, 1));
     let Step::Dead(death) = rig.step() else { panic!("the worker is dead") };
     assert_eq!((death.worker.0, death.lost.map(|task| task.0)), (0, Some(2)));

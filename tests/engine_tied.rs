@@ -1,4 +1,4 @@
-//! A result that is tied to its worker is opened before the worker is told to leave.
+//! A result that is tied to its worker is opened before the worker is asked to exit.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
     ports[0].answer(task(&ports[0]).task, ResultKind::Exhausted).unwrap();
 
     for payload in [&b"first"[..], b"third"] {
-        // Asked again it says the same, and nothing behind the result has been looked at.
+        // Asked again it answers the same, and nothing after the result has been read.
         let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
         let Step::Open { incoming, ready: None } = step(&mut engine) else {
             panic!("the result is to be opened")

@@ -52,7 +52,7 @@ proptest! {
         let mut allocator = Allocator::new(arena.clone(), 0);
         let sound = allocator.allocate(4096, WORKER).unwrap();
         let memory = arena.block_memory(0, sound, 4096).unwrap();
-        // SAFETY: the block has 4096 bytes and nobody else uses it.
+        // SAFETY: the block has 4096 bytes and nothing else uses it.
         unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
         let mut completions = Completions::new(&arena);
         let control = arena.control(0);

@@ -1,4 +1,5 @@
-//! Who holds a block: two holders that let go, the return stack, a fork's mark, the arena's way through the pool. Run by `make test` with `--cfg loom`.
+//! Ownership of a block: release by two holders, the return stack, a fork's mark, the arena's way through the pool.
+//! Run by `make test` with `--cfg loom`.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -22,7 +23,7 @@ fn region(first: u32, second: u32) -> Arc<Region> {
     Arc::new(region)
 }
 
-/// The consumer's way to let go.
+/// How the consumer releases a block.
 fn consumer_lets_go(region: &Region, id: u32) {
     let block = &region.blocks[id as usize];
     if release(&block.state, CONSUMER) == Left::Last {
@@ -108,7 +109,7 @@ fn a_forks_mark_keeps_the_block_or_comes_too_late() {
         consumer.join().unwrap();
         let state = region.blocks[0].state.load(Ordering::Relaxed);
         if marked {
-            // The child may look at it: it is not free until the mark is gone.
+            // The child may read it: it is not free until the mark is gone.
             assert_eq!(state, FORKED);
             assert_eq!(release(&region.blocks[0].state, FORKED), Left::Last);
             push_returned(&region.head, &region.blocks[0], 0);
@@ -170,7 +171,7 @@ fn what_is_released_while_the_arena_is_retired_loses_its_pages() {
             arena.punch();
         }
         droppers.into_iter().for_each(|dropper| dropper.join().unwrap());
-        assert!(arena.punched.load(Ordering::Relaxed) >= 1, "nobody has seen the other");
+        assert!(arena.punched.load(Ordering::Relaxed) >= 1, "neither thread saw the other");
     });
 }
 
@@ -186,7 +187,7 @@ fn a_block_that_comes_back_late_is_whole_before_the_next_iterators_worker_has_it
         let remains = recover(arena.state());
         assert_ne!(remains, Remains::WorkersChild);
         arena.parking.end();
-        // The new owner: what is free by its state, and what has come back.
+        // The new owner: what is free by its state, and what was returned.
         let free = arena.state().load(Ordering::Acquire) == 0;
         let back = taken(&arena.region) == [0];
         assert!(!(free && back));

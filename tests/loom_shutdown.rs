@@ -1,5 +1,5 @@
-//! The parts together: an answer on its way from ring to waker, and a worker that is told to leave. Run by `make test` with
-//! `--cfg loom`.
+//! The parts combined: an answer on its way from ring to waker, and a worker that is asked to exit. Run by `make test`
+//! with `--cfg loom`.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -33,7 +33,7 @@ fn a_worker_that_falls_asleep_while_it_is_stopped_is_woken() {
     });
 }
 
-/// A worker that is told to leave while a task is on its way to it sees the one or the other before it sleeps.
+/// A worker that is asked to exit while a task is on its way sees one or the other before it sleeps.
 #[test]
 fn a_task_that_is_sent_while_the_worker_is_stopped_is_taken_once_or_not_at_all() {
     loom::model(|| {
@@ -89,7 +89,7 @@ fn an_answer_is_found_before_the_sleep_or_rings() {
         }
         let rang = worker.join().unwrap();
         if found.is_none() {
-            assert!(rang, "it sleeps, and nobody wakes it");
+            assert!(rang, "it sleeps and is never woken");
             found = drain();
         }
         assert_eq!(found, Some([7; SLOT_WORDS]));

@@ -43,7 +43,7 @@ fn indices() -> Vec<u8> {
     bytes
 }
 
-/// The arena's file, opened anew so that it cannot be written.
+/// The arena's file, reopened read-only.
 fn read_only(arena: &Arena) -> OwnedFd {
     let path = format!("/proc/self/fd/{}", arena.raw_fd());
     File::open(path).unwrap().into()
@@ -96,7 +96,7 @@ fn a_worker_shows_its_batch_and_its_index() {
     let seen = look(&arena).unwrap();
     assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));
     assert!(seen.workers[0].warm > 0 && seen.usage.warm >= seen.workers[0].warm);
-    // The next one is a pickle, which nobody but the worker opens.
+    // The next one is a pickle, which only the worker opens.
     engine.submit(8, TaskKind::Plain, b"").unwrap();
     engine.submit(9, TaskKind::Pickle, &[0; 100]).unwrap();
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
@@ -234,7 +234,7 @@ fn what_is_no_arena_is_an_error() {
     let (reader, _writer) = std::io::pipe().unwrap();
     assert!(matches!(observe(reader.as_fd()), Err(Error::Corrupt { .. })));
     let closed = reader.as_raw_fd() + 1000;
-    // SAFETY: the number is nobody's; looking at it is what is tested.
+    // SAFETY: no descriptor has this number; that it is rejected is what is tested.
     assert!(observe(unsafe { BorrowedFd::borrow_raw(closed) }).is_err());
 }
 

@@ -1,5 +1,5 @@
-//! The pin thread's hand-over: what the workers publish comes out in their order, once, and before their ends; it can be
-//! stopped at any moment, and never runs further ahead than its channel is long.
+//! The pin thread delivers what the workers publish in their order, once, and before their ends. It can be stopped at
+//! any moment, and never runs further ahead than the capacity of its channel.
 
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// What a fake pin thread does with each batch, by the number in its payload.
 type Act = Arc<dyn Fn(u64) -> Result<(), String> + Send + Sync>;
 
-/// A batch is its number; its leaf is let go of.
+/// A batch is its number; its leaf is dropped.
 struct Fake {
     act: Act,
     prepared: Arc<AtomicUsize>,
@@ -63,7 +63,7 @@ fn publish(port: &Port, task: u64, number: u64) {
     port.send(task, ResultKind::Plain, &[leaf], &number.to_le_bytes(), Timings::default()).unwrap();
 }
 
-/// Blocks that the main process has not given back.
+/// Blocks that the main process has not released.
 fn held(arena: &Arc<Arena>) -> usize {
     let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
     (0..arena.geometry().regions())
@@ -138,7 +138,7 @@ impl Rig {
         self.processes[worker].wait().unwrap();
     }
 
-    /// What a `next` of the user's gets: a batch, or why there is none.
+    /// What a user's `next` returns: a batch, or why there is none.
     fn next(&mut self, refill: bool) -> Result<u64, String> {
         let start = Instant::now();
         loop {
@@ -174,7 +174,7 @@ fn a_second_pin_thread_is_refused_and_the_first_one_works_on() {
     assert!(rig.engine.start_pinning(fake(nothing()).0, Body::run).is_err());
     rig.answer(0).unwrap();
     assert_eq!(rig.next(true), Ok(0));
-    // As long as it runs nobody else may drain the rings, although the worker has left.
+    // While it runs, nothing else may drain the rings, although the worker has left.
     rig.ports[0].leave();
     rig.kill(0);
     assert!(rig.engine.handle().all_left());
@@ -326,7 +326,7 @@ fn a_full_channel_does_not_keep_the_thread_from_ending() {
     (0..40).for_each(|number| publish(&ports[0], number, number));
     until(|| link.events.is_full());
     end(&handle);
-    // Nor one that nobody reads any more.
+    // Nor one that is no longer read.
     drop(link);
 }
 

@@ -106,7 +106,7 @@ impl Torch {
                 self.rcvd += 1;
                 return self.process(self.rcvd - 1, failed);
             }
-            // Deaths are ours: out of order at once, in order when the head is lost or nothing is left.
+            // Deaths go beyond torch's rules: raised at once out of order, in order when the head is lost or nothing is left.
             let lost = |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| {
                 data.is_none() && self.dead.contains(worker)
             };
@@ -221,7 +221,7 @@ struct World<'a> {
     epoch: u64,
     arrivals: VecDeque<Arrival>,
     sent: Vec<(u64, usize)>,
-    /// For each task how often its tag has come back.
+    /// For each task, the number of times its tag was returned.
     ended: Vec<u32>,
 }
 
@@ -242,7 +242,7 @@ impl World<'_> {
             match action {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
-                    // Its leaving is no death.
+                    // Its exit is not a death.
                     self.scheduler.on_event(self.now, Event::WorkerDied(worker)).unwrap();
                 }
                 Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
@@ -255,7 +255,7 @@ impl World<'_> {
         }
     }
 
-    /// Some worker does something that main hears of; false if there is none that could.
+    /// Makes some worker do something that main observes; false if none can.
     fn a_worker_acts(&mut self) -> bool {
         let (count, start) = (self.config.workers, self.choice() as usize);
         for index in (0..count).map(|index| (start + index) % count) {
@@ -358,7 +358,7 @@ impl World<'_> {
         }
     }
 
-    /// One step of waiting: a worker acts, dies, or time passes. None: go on; Some: what `next` must answer.
+    /// One step of waiting: a worker acts, dies, or time passes. None: continue; Some: what `next` must answer.
     fn waited(&mut self, deadline: Option<Duration>) -> bool {
         assert_eq!(deadline, self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT));
         match self.choice() {

@@ -233,7 +233,7 @@ fn a_forked_child_is_driven_apart_from_its_parent() {
         rustloader::sys::signal::exit_now(6);
     }
     let mut status = 0;
-    // SAFETY: `status` is a number of ours for the kernel to fill.
+    // SAFETY: `status` is a local variable for the kernel to fill.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(libc::WEXITSTATUS(status), 5);
     EventFd::new().unwrap();

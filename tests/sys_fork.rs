@@ -15,7 +15,7 @@ use rustloader::sys::{fork, memfd};
 fn in_child(work: impl FnOnce() -> bool) {
     let pid = start(work);
     let mut status = 0;
-    // SAFETY: `status` is a number of ours for the kernel to fill.
+    // SAFETY: `status` is a local variable for the kernel to fill.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(status, 0, "wait status of the child");
 }
@@ -93,12 +93,12 @@ fn all_have_ended_when_the_last_child_has_whatever_it_has_closed() {
         unsafe { libc::read(go_reader.as_raw_fd(), (&raw mut byte).cast(), 1) == 1 }
     });
     drop(mapping);
-    // It may close them meanwhile; after that it is no different.
+    // It may close them during this; after that nothing changes.
     for _ in 0..100 {
         assert!(!witness.all_ended());
         std::thread::sleep(Duration::from_millis(1));
     }
-    // SAFETY: one byte is there to be read; then the child is ours to wait for.
+    // SAFETY: one byte is there to be read; the child is our own and not yet waited for.
     unsafe {
         assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
         libc::waitpid(pid, std::ptr::null_mut(), 0);
@@ -106,7 +106,7 @@ fn all_have_ended_when_the_last_child_has_whatever_it_has_closed() {
     // Another test's child may have been forked between, and has the mapping for a moment.
     let end = std::time::Instant::now() + Duration::from_secs(60);
     while !witness.all_ended() {
-        assert!(std::time::Instant::now() < end, "a process keeps the mapping for ever");
+        assert!(std::time::Instant::now() < end, "a process keeps the mapping");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -144,7 +144,7 @@ fn open_descriptors() -> usize {
 fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
     in_child(|| {
         let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
-        // SAFETY: `limit` is a struct of ours to read.
+        // SAFETY: `limit` is a local struct.
         unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) };
         matches!(memfd::create("a", (1 << 20) + 1), Err(Error::Os { call: "ftruncate", errno: libc::EFBIG, hint })
             if hint.contains("ulimit -f"))
@@ -156,7 +156,7 @@ fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
 fn a_limit_of_address_space_is_an_error() {
     in_child(|| {
         let limit = libc::rlimit { rlim_cur: 4 << 30, rlim_max: 4 << 30 };
-        // SAFETY: `limit` is a struct of ours to read.
+        // SAFETY: `limit` is a local struct.
         unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) };
         let fd = memfd::create("a", 1 << 40).unwrap();
         matches!(Mapping::new(fd.as_fd(), 1 << 40), Err(Error::Os { call: "mmap", errno: libc::ENOMEM, hint })

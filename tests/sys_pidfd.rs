@@ -11,7 +11,7 @@ fn fork(work: impl FnOnce()) -> i32 {
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        // Should the test fail, nobody is left behind.
+        // Should the test fail, no process is left behind.
         // SAFETY: alarm takes a plain number.
         unsafe { libc::alarm(120) };
         work();
@@ -34,7 +34,7 @@ fn sleep_for_ever() {
 
 fn reap(pid: i32) -> i32 {
     let mut status = 0;
-    // SAFETY: `status` is a number of ours for the kernel to fill.
+    // SAFETY: `status` is a local variable for the kernel to fill.
     let answer = unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(answer, pid);
     status
@@ -63,7 +63,7 @@ fn check(pid: i32, process: &PidFd, expected: ExitStatus) {
     assert_eq!(process.status(), Some(expected));
     reap(pid);
     assert!(process.has_exited().unwrap());
-    assert_eq!(process.status(), keeps_status().then_some(expected), "after somebody else's wait");
+    assert_eq!(process.status(), keeps_status().then_some(expected), "after another waiter reaped it");
     process.send_signal(libc::SIGKILL).unwrap();
     assert!(PidFd::open(pid).is_err());
 }

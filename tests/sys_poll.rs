@@ -102,7 +102,7 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
         let (mut events, mut set) = rig(count);
         let first = events.swap_remove(0);
         first.ring().unwrap();
-        // Somebody else holds the file, as a forked sibling would: an epoll goes on reporting it.
+        // Another descriptor holds the file open, as a forked sibling would: epoll keeps reporting it.
         let twin = first.as_fd().try_clone_to_owned().unwrap();
         let number = first.as_fd().as_raw_fd();
         drop(first);
@@ -115,7 +115,7 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
 
 extern "C" fn ignore(_signal: i32) {}
 
-/// Lets `wait` sleep on a thread of its own and sends that thread signals until it comes back.
+/// Runs `wait` on a thread of its own and sends that thread signals until it returns.
 fn interrupted<T: Send + 'static>(wait: impl FnOnce() -> T + Send + 'static) -> T {
     // SAFETY: a sigaction of zeroes is a valid one, with no flag (calls are not restarted); the handler does nothing.
     unsafe {

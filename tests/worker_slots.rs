@@ -272,7 +272,7 @@ fn processes_that_are_killed_at_random_follow_each_other() {
     }
     assert!(answered >= ROUNDS * 10, "the processes do something: {answered}");
     leases.clear();
-    // Of each process at most the batch in work: its message, and its leaf if the hand-over had begun.
+    // From each process at most the batch in progress: its message, and its leaf if publishing had begun.
     let lost = held(&arena, 0, !0) as u64;
     assert!(lost <= 2 * ROUNDS, "{lost} blocks are lost");
 }

@@ -568,7 +568,7 @@ mod tests {
         let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
         arena.promise(0, 5);
         arena.promise(2, 7);
-        // The main process's region is nobody's.
+        // The main process's region belongs to no worker.
         arena.promise(3, 100);
         assert_eq!([0, 1, 2, 3].map(|region| arena.promised_by_others(region)), [7, 12, 5, 12]);
         let mut a = Allocator::new(arena.clone(), 2);
@@ -603,7 +603,7 @@ mod tests {
         let mut a = allocator();
         let id = a.allocate(5000, CONSUMER).unwrap();
         let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
-        // SAFETY: the block has 5000 bytes, which nobody else looks at.
+        // SAFETY: the block has 5000 bytes, which nothing else reads.
         unsafe { a.arena.block_memory(0, id, 5000).unwrap().as_ptr().copy_from(bytes.as_ptr(), 5000) };
         let mut buffer = vec![1; 9000];
         a.arena.read_block(0, id, 5000, &mut buffer).unwrap();

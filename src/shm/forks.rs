@@ -216,7 +216,7 @@ mod tests {
         }
 
         fn end(self) {
-            // SAFETY: the process is a child of ours that nobody else waits for.
+            // SAFETY: the process is our own child, and nothing else waits for it.
             unsafe {
                 libc::kill(self.0, libc::SIGKILL);
                 libc::waitpid(self.0, std::ptr::null_mut(), 0);
@@ -252,10 +252,10 @@ mod tests {
         assert!(forked(), "one child of that fork is left");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
-        // Children that other tests fork meanwhile see it for a moment.
+        // Children that other tests fork concurrently have it mapped for a moment.
         let end = std::time::Instant::now() + Duration::from_secs(60);
         while forked() {
-            assert!(std::time::Instant::now() < end, "somebody sees it for ever");
+            assert!(std::time::Instant::now() < end, "a process keeps it mapped");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(allocator.allocate(20_000, CONSUMER).unwrap(), id, "the last child never saw the lease");

@@ -205,7 +205,7 @@ mod tests {
         deferred.release();
         assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
 
-        // In a fork it has the effect that it had.
+        // In a fork it has the same effect as before.
         let parents = defer(&[signal]);
         deferral.owner.store(getpid() + 1, Ordering::SeqCst);
         raise(signal);

@@ -79,7 +79,7 @@ mod tests {
 
     fn readable(event: &EventFd) -> bool {
         let mut entry = libc::pollfd { fd: event.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `entry` is one entry, as said.
+        // SAFETY: `entry` is one entry, and the count is 1.
         unsafe { libc::poll(&mut entry, 1, 0) == 1 }
     }
 

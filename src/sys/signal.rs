@@ -207,7 +207,7 @@ mod tests {
             seen = blocks(child, stack_signal());
         }
         kill(child, libc::SIGKILL).unwrap();
-        // SAFETY: the child is ours to wait for.
+        // SAFETY: it is our own child, not yet waited for.
         unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
         assert!(seen);
     }

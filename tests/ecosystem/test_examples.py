@@ -30,7 +30,7 @@ def without_network_or_traces(tmp_path_factory):
 
 
 def outcome(*command):
-    """What a program prints but for its count of batches, and that: (losses, [batches of each process])."""
+    """A program's output, split into (losses, [batches of each process])."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     # Of several processes the last line of one may come before the end of another's.

@@ -1,5 +1,5 @@
-"""A plugin for pytest: a test that fails runs a second time, and fails only if it fails again. What fails by chance
-would catch a mutant that nobody has seen."""
+"""A pytest plugin that runs a failing test a second time and reports a failure only if it fails again. Otherwise a
+flaky test would seem to catch a mutant that no test detects."""
 
 from _pytest.runner import runtestprotocol
 

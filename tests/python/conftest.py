@@ -1,4 +1,4 @@
-"""Rules for every test: nothing is left behind, nothing is handed over to torch in silence."""
+"""Rules for every test: it leaves nothing behind, and no loader falls back to torch silently."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ multiprocessing.set_forkserver_preload(["torch", "numpy"] if TORCH_MODE else ["t
 gc.freeze()
 # A busy machine may start a worker so slowly that it would be warned of; test_stall.py sets limits of its own.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
-# And one that is asked for its stack may be slow to answer.
+# A worker that is asked for its stack may also be slow to answer.
 os.environ["RUSTLOADER_STALL_STACK_SECONDS"] = "120"
 # A shell without job control has what it starts in the background ignore Ctrl-C, and programs under test inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,11 +46,11 @@ def pytest_unconfigure(config):
     RUNNER.close()
     with contextlib.suppress(FileNotFoundError):
         os.remove(STARTED_PIDS)
-    gc.unfreeze()  # libraries look at the interpreter's exit whether all is collected
+    gc.unfreeze()  # some libraries check at the interpreter's exit whether everything was collected
 
 
 def pytest_collection_modifyitems(config, items):
-    skip = pytest.mark.skip(reason="a promise of ours; torch's loader is under test")
+    skip = pytest.mark.skip(reason="rustloader's own guarantee; torch's loader is under test")
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
@@ -81,7 +81,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def helpers():
-    """Processes and descriptors that serve the whole process, for good: multiprocessing's, and the tests' own."""
+    """Processes and descriptors that last as long as the process: multiprocessing's, and the tests' own."""
     tracker, server = multiprocessing.resource_tracker._resource_tracker, forkserver._forkserver
     pids = {tracker._pid, server._forkserver_pid}
     files = {tracker._fd, server._forkserver_alive_fd}
@@ -142,7 +142,7 @@ def left(before, now):
 
 
 def left_after(before, seconds):
-    """What is left of `left(before, now)` within so many seconds, with the pool emptied; {} as soon as nothing is."""
+    """What remains of `left(before, now)` after `seconds`, with the pool emptied; {} as soon as nothing does."""
     end = time.monotonic() + seconds
     while True:
         trim_pool()
@@ -177,7 +177,7 @@ def host():
 
 @pytest.fixture(autouse=True)
 def no_silent_handover(request):
-    """A loader that torch's iterator serves would pass for our work; only a `handover` test may have one."""
+    """Fails a test whose loader falls back to torch's iterator, unless the test is marked `handover`."""
     lines = []
 
     class Collect(logging.Handler):

@@ -60,7 +60,7 @@ def in_child(body, *args, seconds=LIMIT):
 
 
 def processes_left(leader, seconds):
-    """How many processes of a session there still are after so long, but for its leader."""
+    """The number of processes of a session, its leader excluded, that are left after `seconds`."""
     end = time.monotonic() + seconds
     while (found := session(leader) - {leader}) and time.monotonic() < end:
         time.sleep(0.01)
@@ -79,8 +79,8 @@ def session(sid):
 
 
 def watched(body, *args):
-    """What body(*args) gives back, the lines of rustloader's log, the engine's batches, what is left behind, and how
-    much shared memory."""
+    """What body(*args) returns, the lines of rustloader's log, the engine's batches, what is left behind, and how much
+    shared memory."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")

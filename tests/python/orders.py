@@ -73,7 +73,7 @@ def collate(samples):
 
 
 class Meeting:
-    """A place where so many processes wait for each other."""
+    """A barrier at which a number of processes wait for each other."""
 
     def __init__(self, folder, parties, seconds=240):
         self.folder, self.parties, self.seconds = folder, parties, seconds
@@ -88,7 +88,7 @@ class Meeting:
 
 
 class MeetsWhenUnpickled(Numbers):
-    """Waits in its unpickling until all the workers are in theirs."""
+    """Waits while it is unpickled until all workers are unpickling."""
 
     def __init__(self, n, meeting):
         super().__init__(n)

@@ -1,8 +1,8 @@
-"""Pinning on machines without an accelerator: a host allocator that is none, and the parts of torch that lead to it.
+"""Pinning on machines without an accelerator: a fake host allocator, and the parts of torch that lead to it.
 
 Inside ``pinning()`` torch believes in an accelerator, and all pinned memory, the loader's and that of torch's own
 ``Tensor.pin_memory``, comes from a ``FakeHost``. It behaves as torch's caching host allocator does: what is freed is
-handed out again, most recently freed first, but not while a recorded use of it is under way.
+reused, most recently freed first, but not while a recorded use of it is under way.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ class Use:
 
 
 class FakeHost:
-    """Blocks end on any thread, in the middle of anything: so nothing here takes a lock, unless a test asks for one.
-    It is then held as torch's allocators hold theirs, without the GIL and across a fork."""
+    """Blocks end on any thread, in the middle of anything, so nothing here takes a lock unless a test asks for one.
+    The lock is then held as torch's allocators do, without the GIL and across a fork."""
 
     def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes
         self.lock = threading.RLock() if locked else contextlib.nullcontext()
         self.busy = False  # a thread has the lock
-        self.fail = {}  # number of bytes: what allocating so many raises
+        self.fail = {}  # number of bytes: what allocating that many raises
         self.allocated = 0
         self.sizes = []
         self.reused = 0
@@ -84,7 +84,7 @@ class FakeHost:
             self.offer(address)
 
     def offer(self, address):
-        """Makes a block ready to be handed out again, once nobody has it or reads it."""
+        """Makes a block available again, once it is neither held nor read."""
         if address in self.waiting and not self.uses.get(address):
             memory = self.waiting.pop(address)
             self.idle.setdefault(memory.size, []).append(memory)

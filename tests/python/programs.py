@@ -24,12 +24,12 @@ from rustloader.workers import stalls
 SIZE, BATCH = 24, 4
 MB = 1 << 20
 FOR_GOOD = "again, for good"
-# The file in which workers tell what system calls they have made.
+# The file in which workers report the system calls they made.
 CALLS = None
 
 
 class TellCalls:
-    """A worker_init_fn: at its end the worker tells how many calls of each kind it has made."""
+    """A worker_init_fn: at its exit the worker reports how many calls of each kind it made."""
 
     def __init__(self, file):
         self.file = file
@@ -130,7 +130,7 @@ def pinned_persistent():
 
 
 def pinned(**kw):
-    """The same with a pin thread, over a host allocator that is none."""
+    """The same with a pin thread, over a fake host allocator."""
     with pinning() as host:
         errors = twice(pin_memory=True, **kw)
         # The frames of an error that was raised again refer to it, and so to each other.
@@ -159,7 +159,7 @@ def late():
 
 
 class Deaf(Numbers):
-    """Each item takes so many seconds, and SIGTERM does not end it."""
+    """Each item takes a fixed number of seconds, and SIGTERM does not end it."""
 
     def __init__(self, n, seconds):
         super().__init__(n)
@@ -174,7 +174,7 @@ class Deaf(Numbers):
 
 
 def stubborn():
-    """A worker that does not leave when it is told to, and ignores SIGTERM."""
+    """A worker that does not exit when asked to, and ignores SIGTERM."""
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
@@ -230,17 +230,17 @@ class Burst(Numbers):
 
 
 def stuck():
-    """An item that takes until it has been told of: what is said of it."""
+    """Runs an item that lasts until a warning about it is logged; returns what the walk and the log show."""
     lines = []
 
     def warning(text, *args):
-        # A busy machine may have another item named, and rightly.
+        # On a busy machine a warning may rightly name another item.
         if "the batch of index 1." in (line := text % args):
             lines.append(re.sub(r"pid \d+", "pid N", line))
             open(told, "w").close()
 
     def patiently(iterator):
-        """Asks for the item when the worker is in it: before, a slow one would be named where it waits for its turn."""
+        """Requests the item once the worker is in it: before that, a slow worker would be named while it waits."""
         yield next(iterator)
         assert wait_until(lambda: os.path.exists(f"{told}.reached"))
         yield from iterator
@@ -293,7 +293,7 @@ class Wide(Numbers):
 
 
 def wide(megabytes=(1, 50, 2, 50, 3), expanded=False, workers=1):
-    """Batches of so many megabytes, by our fast path or by torch's default_collate: last lines of errors, sizes."""
+    """Batches of the given megabytes, by the fast path or by torch's default_collate: last lines of errors, sizes."""
     batches = loader(Wide(1, expanded), workers=workers, batch_sampler=[[0] * size for size in megabytes])
     iterator, errors, sizes = iter(batches), [], []
     while True:

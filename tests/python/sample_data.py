@@ -278,7 +278,7 @@ class Epochs(IterableDataset):
 
 
 class LazySampler(Sampler):
-    """Indices one by one; the log tells when."""
+    """Indices one by one; the log records when."""
 
     def __init__(self, n, log, draw=False):
         self.n, self.log, self.draw = n, log, draw
@@ -306,7 +306,7 @@ class EagerSampler(LazySampler):
 
 
 class FailingSampler(Sampler):
-    """Raises KeyError in place of index `at`, then goes on."""
+    """Raises KeyError in place of index `at`, then continues."""
 
     def __init__(self, n, at):
         self.n, self.at = n, at

@@ -88,7 +88,7 @@ def from_engine(count):
 
 
 def epoch(loader):
-    """One epoch as a list; from the engine to the last batch when the loader is ours and has workers."""
+    """One epoch as a list; every batch must come from the engine if the loader is rustloader's and has workers."""
     before = engine_batches()
     batches = list(loader)
     if not TORCH_MODE and isinstance(loader, rustloader.DataLoader) and loader.num_workers > 0:
@@ -125,7 +125,7 @@ def torchs_type(error):
 
 
 def outcomes(iterator, calls):
-    """The outcomes of so many calls of next()."""
+    """The outcomes of `calls` calls of next()."""
     return [outcome(next, iterator) for _ in range(calls)]
 
 
@@ -167,7 +167,7 @@ def same(a, b):
 
 
 def rng_states():
-    """What tells one state of this process's generators (torch, random, numpy) from another."""
+    """A fingerprint of the state of this process's generators (torch, random, numpy)."""
     return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
 
 
@@ -222,8 +222,8 @@ def wait_until(condition, seconds=SOON):
 # The numbers of the system calls in which a thread waits for descriptors: poll, ppoll, select, pselect6, epoll_wait,
 # epoll_pwait, epoll_pwait2.
 POLLS = {"x86_64": {7, 271, 23, 270, 232, 281, 441}, "aarch64": {73, 72, 22, 441}}[os.uname().machine]
-# In a futex a thread waits for a lock, and at times for the GIL: that is no sign of a wait for a batch, but in torch's
-# loader, where the pin thread's queue has a lock.
+# In a futex a thread waits for a lock, and at times for the GIL: that does not mean that it waits for a batch, except
+# in torch's loader, where the pin thread's queue has a lock.
 FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
 WAITS = POLLS | {FUTEX} if TORCH_MODE else POLLS
 
@@ -263,7 +263,7 @@ def while_next_waits(fn, *args):
 
 
 def workers_say(iterator, **words):
-    """Waits until each worker says this of itself."""
+    """Waits until each worker reports this status."""
 
     def say():
         pages = [iterator._core.worker_status(worker) for worker in range(iterator._num_workers)]
@@ -276,7 +276,7 @@ def in_time(fn, *args, seconds=240):
     """The first outcome of a call that is not a timeout, which a busy machine may have at any time."""
     end = time.monotonic() + seconds
     while (got := outcome(fn, *args))[0] == "error" and "DataLoader timed out" in got[2]:
-        assert time.monotonic() < end, "it is late for ever"
+        assert time.monotonic() < end, "every call times out"
     return got
 
 
@@ -301,14 +301,14 @@ def in_thread(fn, *args, seconds=120.0):
 
 
 def state_of(pid):
-    """A process's state as /proc has it, a letter; "X" when it is no more."""
+    """A process's state letter from /proc; "X" when it no longer exists."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as f:
         return f.read().rpartition(")")[2].split()[0]
     return "X"
 
 
 def gone(pid):
-    """The process is no more, or only its status is left."""
+    """The process no longer exists, or is a zombie."""
     return state_of(pid) in "ZX"
 
 
@@ -318,7 +318,7 @@ def children_of(parent):
 
 
 def children():
-    """Those of this process, from the kernel's list where it keeps one: a look at all processes takes longer."""
+    """Those of this process, from the kernel's list where it keeps one: scanning all processes takes longer."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return children_of(os.getpid())
     found = set()
@@ -415,7 +415,7 @@ def finish(process, seconds=STARTED):
 
 
 def kill(process):
-    """Ends a script and all that it started, and gives what it had to say."""
+    """Ends a script and everything it started, and returns its output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()

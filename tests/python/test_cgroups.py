@@ -141,7 +141,7 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
     shutil.copytree(tmp_path / "version 2", full)
     (full / "cgroup/a/memory.current").write_text(f"{100 << 20}\n")
     environment = (("RUSTLOADER_MEMORY_ROOT", str(full)),)
-    # Nothing is left at all: small batches come still, and no arena is kept for later.
+    # No memory is left: small batches still come, and no arena is kept for later.
     cases += [("pooled", "", "main", environment), ("pooled", "", "main", ())]
     reports = [refusals.report_of(*case) for case in cases]
     for report, errors in zip(reports, expected, strict=False):

@@ -1,4 +1,4 @@
-"""`python -m rustloader bench`: what it measures, what it says, and that it leaves nothing."""
+"""`python -m rustloader bench`: what it measures, what it prints, and that it leaves nothing."""
 
 import contextlib
 import io
@@ -187,13 +187,13 @@ def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
 def test_a_command_on_a_terminal(folder):
     pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
     main, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing where there is no room
+    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing without room
     command = [sys.executable, "-m", "rustloader", "bench", "loaders.py:torchs", "--epochs", "1"]
     command += ["--timeout", PATIENT]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
         os.close(terminal)
         written = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while piece := os.read(main, 4096):
                 written += piece
         out = process.stdout.read().decode()

@@ -102,7 +102,7 @@ def test_measuring_goes_on_until_the_interval_is_small_or_clear():
 
 
 def outcome(rng, effect, noise, most):
-    """The verdict of a measurement that goes on as the command does, with log-normal noise about a true ratio."""
+    """The verdict of a measurement that continues as the command does, with log-normal noise about a true ratio."""
     theirs, ours = [], []
     for pairs in range(1, most + 1):
         theirs.append(rng.lognormvariate(0, noise))
@@ -115,7 +115,7 @@ def outcome(rng, effect, noise, most):
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 def test_equal_engines_have_hardly_ever_a_winner(noise):
-    """Although the interval is looked at after each pair."""
+    """Although the interval is checked after each pair."""
     rng = random.Random(7)
     verdicts = [outcome(rng, 1.0, noise, 20) for _ in range(400)]
     assert verdicts.count("faster") + verdicts.count("slower") <= 0.02 * len(verdicts)

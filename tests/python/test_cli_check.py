@@ -1,4 +1,4 @@
-"""`python -m rustloader check`: what it compares, where it stops, what it says, and that it leaves nothing."""
+"""`python -m rustloader check`: what it compares, where it stops, what it prints, and that it leaves nothing."""
 
 import contextlib
 import os

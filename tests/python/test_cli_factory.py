@@ -1,4 +1,4 @@
-"""Factories of `check` and `bench`: what is none is named, with the way out; a user's error comes first."""
+"""Factories of `check` and `bench`: what is not a factory is named, with a remedy; a user's error comes first."""
 
 import os
 import pickle

@@ -80,7 +80,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def running(source, tmp_path, **kw):
-    """A script, and what it has said first."""
+    """A script, and its first output."""
     process = start_script(source, tmp_path / "script.py", head=HEAD, **kw)
     try:
         line = process.stdout.readline()
@@ -696,7 +696,7 @@ class Growing(SimpleNamespace):
 
 
 def figures(workers, stuck=()):
-    """What `_core.inspect_arena` says of a loader, made up."""
+    """An invented result of `_core.inspect_arena` for a loader."""
 
     def worker(number):
         states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)

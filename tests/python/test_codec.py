@@ -1,4 +1,4 @@
-"""The codec by itself: what is plain arrives as it was, everything else is left to pickle."""
+"""The codec alone: plain values arrive unchanged, everything else is left to pickle."""
 
 from __future__ import annotations
 
@@ -532,7 +532,7 @@ def test_what_shares_no_element_is_copied_apart() -> None:
 
 
 def test_a_few_rows_move_a_few_rows() -> None:
-    huge = torch.empty(1 << 28, dtype=torch.uint8)  # never touched but for the rows
+    huge = torch.empty(1 << 28, dtype=torch.uint8)  # never touched except for the rows
     rows = [huge[i << 20 : (i << 20) + 100].fill_(i) for i in range(64)]
     got = back([*rows, rows[3], rows[5][10:20]])
     assert got[67 - 3] is got[3]
@@ -802,7 +802,7 @@ def test_garbage_is_an_error(small: bool) -> None:
         b"\x0c\x08\x41\x01\0\0\0\0" + struct.pack("<Q", 2**64 - 8),  # the offset overflows
         b"\x0c\x08\x41\x01\0\0\0\0" + struct.pack("<Q", 4),  # not aligned
         b"\x08\x02" + (b"\x0c\x08\x41\x01" + bytes(12)) * 2,  # one leaf twice
-        b"\x0c\x0d\x00" + bytes(16),  # long double is no tensor
+        b"\x0c\x0d\x00" + bytes(16),  # a long double cannot be a tensor
         b"\x0a\x01\x08\x00\x00",  # a list as a key
         b"\x0e\x00",  # back to nothing
         b"\x08\x02\x0f\x00\x0e\x01",  # back to a mark that is not there

@@ -76,9 +76,9 @@ def test_what_torch_does_itself() -> None:
     assert torch.equal(stack([x, x]), default_collate([x, x]))
 
 
-@pytest.mark.parametrize("size", [3, 1000])  # looked at by torch.stack; item by item
+@pytest.mark.parametrize("size", [3, 1000])  # checked by torch.stack, item by item
 def test_stack_of_items_that_are_not_alike(size: int) -> None:
-    """In a worker torch's collate stacks into a tensor made like the first item, and so does ours."""
+    """In a worker torch's collate stacks into a tensor made like the first item, and so does rustloader's."""
     x = torch.rand(size, size)
     for batch in ([x, x.double()], [x, x.int()], [x.double(), x], [x, x.t()], [x, torch._neg_view(x)]):
         with warnings.catch_warnings():

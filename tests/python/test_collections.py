@@ -1,4 +1,4 @@
-"""Samples of every collection and kind of value, through torch's loader and ours (P24, P25)."""
+"""Samples of every collection and kind of value, through both loaders (P24, P25)."""
 
 import collections
 import collections.abc

@@ -1,4 +1,4 @@
-"""Limits and environment variables stand in one place; what repeats them says the same."""
+"""Limits and environment variables are defined in one place; copies agree with it."""
 
 import re
 import tomllib

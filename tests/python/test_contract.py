@@ -286,7 +286,7 @@ def test_t10_no_argument_is_ours_alone():
 
 
 class Forever:
-    """A sampler that begins anew for ever."""
+    """A sampler that restarts endlessly."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -388,7 +388,7 @@ def test_t1_timm_switches_an_attribute_of_the_collate_function():
 
 
 class Fake:
-    """fastai's: no loader at all, but with each attribute that torch's iterator reads, and the dataset itself."""
+    """Like fastai's: not a loader, but with each attribute that torch's iterator reads, and the dataset itself."""
 
     _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
     _index_sampler, generator, prefetch_factor = itertools.count(), None, 2

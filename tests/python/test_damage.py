@@ -30,7 +30,7 @@ def arena_file():
 def extents(fd):
     """Where the arena has pages."""
     end = 0
-    with contextlib.suppress(OSError):  # behind the last one there is no data
+    with contextlib.suppress(OSError):  # after the last one there is no data
         while True:
             start = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, start, os.SEEK_HOLE)
@@ -69,7 +69,7 @@ def test_a_pickle_that_was_written_over_is_an_error_in_its_place(size, persisten
     errors, values = got[: Pickled.AT], got[Pickled.AT : -1]
     assert all(item[:2] == ("error", RuntimeError) and CHECKSUM in item[2] for item in errors), errors
     assert [next(iter(item[1]["set"])) for item in values] == list(range(Pickled.AT, 8)) and got[-1] == ("end",)
-    assert worker_pids(iterator) == pids, "nobody has died of it"
+    assert worker_pids(iterator) == pids, "a worker died of it"
     # The file is there: the next epoch is a sound one.
     assert [next(iter(batch["set"])) for batch in loader] == list(range(8))
 
@@ -124,5 +124,5 @@ def test_words_that_were_written_over_at_random_are_no_crash_and_no_hang(seed, c
     assert not report["hangs"] and report["status"] == 0, report
     assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
     assert all(text.startswith(NAMED) for text in report["value"]), report
-    # One word in a while may hit what is overwritten, or never looked at.
+    # Occasionally a word is overwritten, or never read.
     assert report["value"] or count < 50, "nothing was damaged"

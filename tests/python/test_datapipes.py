@@ -1,4 +1,4 @@
-"""DataPipes, which are handed over whole to torch's iterator: same results, seeds, shards and states (P27)."""
+"""DataPipes, which always fall back to torch's iterator: same results, seeds, shards and states (P27)."""
 
 import itertools
 import logging
@@ -49,7 +49,7 @@ PIPES = {
 
 
 def states(pipe):
-    """What a pipe in the main process says of itself."""
+    """What a pipe in the main process reports about itself."""
     return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
 
 

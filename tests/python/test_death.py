@@ -1,4 +1,4 @@
-"""Workers that die, a main process that dies, and ends that nobody may hang on (P20, P26, T11)."""
+"""Workers that die, a main process that dies, and exits that must not hang (P20, P26, T11)."""
 
 import contextlib
 import multiprocessing
@@ -129,7 +129,7 @@ def test_a_persistent_loader_tells_of_a_death_that_was_seen_but_not_reached(tmp_
     victim = iterator._workers[1].pid
     assert [next(iterator).item() for _ in range(4)] == list(range(4))
     assert wait_until(lambda: gone(victim))
-    # Where batches are ready `next` looks for deaths only now and then.
+    # While batches are ready, `next` checks for deaths only now and then.
     time.sleep(0.2)
     assert next(iterator).item() == 4
     with within(20), pytest.raises(RuntimeError, match=rf"\(pid {victim}\) is killed by signal: Killed"):
@@ -195,7 +195,7 @@ def test_s7_sigchld_belongs_to_the_user(disposition):
         iterator._shutdown_workers()
     finally:
         signal.signal(signal.SIGCHLD, before)
-        # multiprocessing by itself would keep its objects of children that somebody else has reaped.
+        # multiprocessing alone would keep its objects for children that other code has reaped.
         kept = multiprocessing.process._children - others
         multiprocessing.process._children.difference_update(kept)
     assert not kept

@@ -1,4 +1,4 @@
-"""Programs run through torch's loader and through ours, with equal records: see ``differential/``."""
+"""Programs run through both loaders, with equal records: see ``differential/``."""
 
 import copy
 
@@ -22,7 +22,7 @@ def run(*args):
     return finish(process, 800)
 
 
-# So many that they take some 20 s on two cores; `make fuzz-programs` runs others.
+# These take about 20 s on two cores; `make fuzz-programs` runs others.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20)], ids=str

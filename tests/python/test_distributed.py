@@ -20,7 +20,7 @@ EPOCHS = 3
 
 
 def rank_main(rank, meeting, work, kind, out):
-    """One rank; it tells what it saw, or its error."""
+    """One rank; it reports what it saw, or its error."""
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
         cls = TorchDataLoader if kind == "torch" else DataLoader
@@ -39,7 +39,7 @@ def on_every_rank(work, kind):
     """The results of `work(loader class, rank)` of all ranks."""
     context = torch.multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    # They meet in a file: a free port may be somebody else's a moment later.
+    # They meet in a file: a free port may be taken a moment later.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/meeting", work, kind, out)
         ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(RANKS)]

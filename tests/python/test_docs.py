@@ -1,7 +1,7 @@
 """The documentation: its Python runs, the commands and options in it exist, its links lead somewhere.
 
-Every block of code says what it is: `python` runs, page by page, in a process of its own, after docs_given.py;
-`sh` is looked through command by command; `text` is no code (output, a drawing). One that cannot be tested begins with
+Every block of code names its language: `python` runs, page by page, in a process of its own, after docs_given.py;
+`sh` is checked command by command; `text` is not code (output, a drawing). One that cannot be tested begins with
 `# Not run by the tests: why`, for readers to see, and is skipped here by that reason.
 """
 
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 def blocks(page):
-    """The fenced blocks of a page. Its lines without them are no code, however they look."""
+    """The fenced blocks of a page. The remaining lines are not code, whatever they look like."""
     found, opened = [], None
     for number, line in enumerate(PAGES[page].read_text().splitlines(), 1):
         fence = re.fullmatch(r"( *)(`{3,}|~{3,})\s*(.*)", line)
@@ -154,7 +154,7 @@ def check_command(words):
             assert name == "python" and is_there(rest[0]), words
             check_script(rest)
     else:
-        raise AssertionError(f"nobody knows how to check {words}")
+        raise AssertionError(f"no check for {words}")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -209,7 +209,7 @@ def is_there(name):
 
 
 def check_script(words):
-    """A script of ours names the options that it is given."""
+    """The repository's script accepts the options that it is given."""
     script, *rest = words
     if script not in READERS:
         source = (ROOT / script).read_text()
@@ -289,7 +289,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_site_has_every_page():
-    """What mkdocs itself looks for (`make docs`), where it is not installed."""
+    """What mkdocs itself checks (`make docs`), where it is not installed."""
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(
         str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent == ROOT / "docs"

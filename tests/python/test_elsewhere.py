@@ -1,8 +1,8 @@
-"""macOS and Windows, where there is no engine: every name is there, and torch's iterator does the work.
+"""macOS and Windows, where there is no engine: every name exists, and torch's iterator does the work.
 
-The package is copied without its extension, as the wheel for these systems has it, and the interpreters say that they
-run there from the moment on that torch has been imported. Modules and calls that are missing there are taken away, and
-workers are spawned, but on "Windows": how that starts processes cannot be had here. All else remains this system's.
+The package is copied without its extension, like the wheel for these systems, and once torch has been imported the
+interpreter claims to run there. Modules and calls that are missing there are removed, and workers are spawned, except
+on "Windows", whose way to start processes is not available here. All else remains this system's.
 """
 
 import csv
@@ -43,7 +43,7 @@ HEAD = "import logging, torch, torch.utils.data\nfrom sample_data import Numbers
 
 @pytest.fixture
 def bare(tmp_path):
-    """A folder with the package as it is without its extension."""
+    """A folder with the package without its extension."""
     package = pathlib.Path(rustloader.__file__).parent
     shutil.copytree(package, tmp_path / "rustloader", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path
@@ -206,7 +206,7 @@ def test_on_linux_a_missing_extension_is_a_broken_installation(bare, source):
 
 @pytest.fixture
 def pure_wheel(tmp_path):
-    """What scripts/pure_wheel.py makes of a wheel for Linux. The extension in that one is none; nobody loads it."""
+    """What scripts/pure_wheel.py makes of a wheel for Linux, whose extension is a dummy that is never loaded."""
     linux = tmp_path / "rustloader-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
     info = "rustloader-0.1.0.dist-info"
     package = pathlib.Path(rustloader.__file__).parent

@@ -1,4 +1,4 @@
-"""Errors at their place, timeouts, and what comes after them (P17, P19, S6)."""
+"""Errors at their place, timeouts, and what follows them (P17, P19, S6)."""
 
 import time
 
@@ -166,7 +166,7 @@ def test_p19_a_timeout_loses_nothing(tmp_path):
 
 
 def test_p19_the_clock_starts_again_at_each_result():
-    # Worker 0 needs 6.5 s for its first item; the other one's batches come every 0.75 s meanwhile.
+    # Worker 0 needs 6.5 s for its first item; the other one's batches come every 0.75 s until then.
     dataset = Slow(12, {0: 6.5} | {i: 0.75 for i in range(1, 12, 2)})
     start = time.monotonic()
     iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, timeout=5, prefetch_factor=6))

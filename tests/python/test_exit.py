@@ -20,7 +20,7 @@ START = """
 
 
 def started(source, **kw):
-    """A script that tells its workers' pids in its first line: (process, pids)."""
+    """A script that prints its workers' pids in its first line: (process, pids)."""
     process = start_script(START + source, **kw)
     return process, [int(p) for p in process.stdout.readline().split()]
 

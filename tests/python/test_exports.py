@@ -1,4 +1,4 @@
-"""The package's names: all of torch.utils.data's, and torch's own objects but for the loader."""
+"""The package's names: all of torch.utils.data's, and torch's own objects except for the loader."""
 
 import importlib
 import re
@@ -88,7 +88,7 @@ OURS = (
 
 def test_all_is_torchs_names_and_ours():
     assert rustloader.__all__ == sorted({*torch.utils.data.__all__, *OURS})
-    # None of ours takes the place of one of torch's, but for the loader.
+    # Only the loader shares its name with one of torch's.
     assert set(OURS) & set(torch.utils.data.__all__) == {"DataLoader"}
 
 

@@ -27,7 +27,7 @@ def test_s3_a_worker_that_ends_is_named_and_nothing_is_left(case):
 @pytest.mark.parametrize("status", ["ignored", "reaped"])
 @pytest.mark.parametrize("way", [*SIGNALS, "os._exit(0)", "os._exit(3)"])
 def test_s7_the_end_is_named_although_its_status_is_not_ours(way, status):
-    """Where the kernel tells of a process that somebody else has reaped; before Linux 6.15 it does not."""
+    """Where the kernel reports the status of a process that other code has reaped: from Linux 6.15 on."""
     right(Case(way, "item", status=status))
 
 

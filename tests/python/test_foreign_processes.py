@@ -1,4 +1,4 @@
-"""Contexts whose processes are not multiprocessing's, and signals that reach nobody but workers."""
+"""Contexts whose processes are not multiprocessing's, and signals that reach only workers."""
 
 import functools
 import logging

@@ -1,5 +1,5 @@
-"""Datasets and samplers that do to their process what nobody expects: no harm, or a clear error; never a hang, and
-never a write into somebody else's file."""
+"""Datasets and samplers that do unexpected things to their process: no harm, or a clear error; never a hang, and never
+a write into a file that is not rustloader's."""
 
 import contextlib
 import os
@@ -160,7 +160,7 @@ def test_what_a_dataset_does_to_its_worker_does_no_harm(act, persistent, tmp_pat
                 iterator._shutdown_workers()
         assert wait_until(lambda: all(map(gone, pids)))
         for file in tmp_path.iterdir():
-            assert "grandchild" in file.name or file.read_bytes() == b"mine", "somebody has written into a user's file"
+            assert "grandchild" in file.name or file.read_bytes() == b"mine", "a user's file has been written to"
     finally:
         for file in tmp_path.glob("grandchild-*"):
             with contextlib.suppress(ProcessLookupError):
@@ -213,7 +213,7 @@ def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
             assert values == list(range(len(values))), values
             assert len(values) == 40 or any(o[0] == "error" for o in got), got
             iterator._shutdown_workers()
-            assert all(os.fstat(fd).st_size == 0 for fd in mine), "somebody has written into a user's file"
+            assert all(os.fstat(fd).st_size == 0 for fd in mine), "a user's file has been written to"
             del iterator
             os.closerange(3, 200)
         print("through")
@@ -224,7 +224,7 @@ def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
 @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
 @pytest.mark.parametrize("kind", ["a file", "a pipe", "an empty pipe", "the pipe's other end"])
 def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned):
-    """Nothing is written to it, nothing is read from it, and nobody waits for it."""
+    """Nothing writes to it, reads from it or waits for it."""
     status, out, err = run_script(f"""
         import contextlib, fcntl, struct, termios
         from pinning_support import pinning
@@ -312,7 +312,7 @@ class Asked(Numbers):
 @pytest.mark.parametrize("batched", [False, True], ids=["index", "batch"])
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_of_a_sampler_is_an_error_and_the_others_come(what, batched):
-    """Behind what is primed: an index that cannot be sent is an error of the call that takes it from the sampler, any
+    """After what is primed: an index that cannot be sent is an error of the call that takes it from the sampler, any
     other one of its batch."""
     thing = GARBAGE[what]
     if batched:

@@ -132,7 +132,7 @@ class Raises(Items):
 
 
 class Pretends(Items):
-    """Says that it is something else."""
+    """Claims to be something else."""
 
     __class__ = torch.Tensor
 

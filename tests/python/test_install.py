@@ -1,4 +1,4 @@
-"""`rustloader.install()`: torch's loaders on the engine, whoever builds them, and back again (T10, T15)."""
+"""`rustloader.install()`: torch's loaders on the engine, whatever code builds them, and back again (T10, T15)."""
 
 import collections.abc
 import contextlib
@@ -148,7 +148,7 @@ def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
     assert {name: vars(module)[name] for name in ("named", "other", "meant", "both")} == {
         name: before[name] for name in ("named", "other", "meant", "both")
     }
-    module.late, module.late_tuple = LoaderIter, (LoaderIter, 5)  # imported from torch's module meanwhile
+    module.late, module.late_tuple = LoaderIter, (LoaderIter, 5)  # imported from torch's module while installed
     rustloader.uninstall()
     assert all(vars(module)[name] is value for name, value in before.items())
     assert module.late is Theirs and module.late_tuple == (Theirs, 5)
@@ -167,7 +167,7 @@ def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
     with rustloader.installed(persistent_workers=True, prefetch_factor=3), from_engine(6):
         iterator = module._loaders[fake.num_workers == 0](fake)
         assert iterator._prefetch_factor == 3
-        # Nobody would come back for this one.
+        # This iterator would never be reused.
         assert not iterator._persistent_workers
         assert values(iterator) == list(range(6))
 
@@ -175,7 +175,7 @@ def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
 def test_modules_that_load_themselves_late_are_left_asleep(module):
     class Late(types.ModuleType):
         def __getattribute__(self, name):
-            raise AssertionError(f"somebody asked for {name}")
+            raise AssertionError(f"{name} was looked up")
 
     late = Late("a_late_module")
     object.__getattribute__(late, "__dict__")["name"] = TORCHS["iterator"]

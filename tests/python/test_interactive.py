@@ -51,7 +51,7 @@ for batch in iterator: print("step", flush=True)
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Runs a script that has a kernel at hand: what it prints."""
+    """Runs a script that can use a kernel; returns its output."""
     for name in ("ipykernel", "jupyter_client"):
         if importlib.util.find_spec(name) is None:
             reason = f"{name} is not installed; the extra dev has it"

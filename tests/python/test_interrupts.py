@@ -106,7 +106,7 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
 
 
 def test_a_handler_that_raises_at_each_index_loses_no_batch():
-    """More often than there are tasks under way: each of them is still given out, once the handler has had its say."""
+    """More often than there are tasks in flight: each of them is still delivered once the handler stops raising."""
     status, out, err = run_script(
         SIGNALS
         + """
@@ -139,7 +139,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_batch_that_a_handler_has_held_up_belongs_to_its_epoch(goes_on):
     class Raises(list):
-        """Raises where a signal handler could: the batch has come, and is not handed out yet."""
+        """Raises where a signal handler could: the batch has arrived, and is not returned yet."""
 
         def __setitem__(self, *_):
             raise Interrupted
@@ -219,7 +219,7 @@ def test_p19_the_clock_stands_while_the_user_is_not_in_next(tmp_path):
         time.sleep(timeout)
         thread, start = while_next_waits(go.touch), time.monotonic()
         got = outcome(next, iterator)
-        # A worker that is so late has had all the time that was left.
+        # A worker this late has used up the remaining time.
         assert got == ("value", 0) or time.monotonic() - start >= left
         thread.join()
         assert got == ("value", 0) or in_time(next, iterator) == ("value", 0)
@@ -291,7 +291,7 @@ def test_a_shutdown_while_another_thread_waits_gives_everything_back(tmp_path, m
 
 
 def test_an_interrupt_while_the_last_reference_goes_is_not_lost():
-    """What a destructor raises is: Python prints it and goes on, for as long as a stuck worker makes it wait."""
+    """What a destructor raises is: Python prints it and continues, for as long as a stuck worker makes it wait."""
     status, out, err = run_script("""
         import threading
         from sample_data import Slow
@@ -466,7 +466,7 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
 
 
 class Token:
-    """It travels by a reducer of the user's, so that it is unpickled as soon as it comes."""
+    """It travels by a user's reducer, so that it is unpickled on arrival."""
 
     def __init__(self, number):
         self.number = number

@@ -123,7 +123,7 @@ def test_p17_an_error_in_the_stream(persistent):
 
 
 class Stumbling(IterableDataset):
-    """An iterator of its own: it raises at some samples, and goes on when it is asked again."""
+    """A separate iterator: it raises at some samples, and continues when it is called again."""
 
     def __init__(self, n, errors):
         self.n, self.errors = n, errors
@@ -144,7 +144,7 @@ class Stumbling(IterableDataset):
 @pytest.mark.parametrize(("workers", "batch_size"), [(1, None), (2, None), (1, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p17_a_stream_goes_on_after_an_error(workers, batch_size, persistent):
-    """The samples that a batch had got before its error are lost, as in torch."""
+    """The samples that a batch had before its error are lost, as in torch."""
 
     def run(cls):
         dataset = Stumbling(9, {2: KeyError, 5: ValueError, 8: OSError})

@@ -83,7 +83,7 @@ def test_p15_out_of_order_loses_and_doubles_nothing(persistent, tmp_path):
 def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share(cls, tmp_path):
     dataset = Held(30, 0, tmp_path / "go")
     iterator = iter(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3))
-    # Worker 0 holds its three tasks, and no more, until it comes back.
+    # Worker 0 holds its three tasks, and no more, until its item returns.
     got = [next(iterator).item() for _ in range(27)]
     (tmp_path / "go").touch()
     assert sorted(got + values(iterator)) == list(range(30))
@@ -230,7 +230,7 @@ def test_s1_the_last_reference_ends_the_workers():
 
 @pytest.mark.ours
 def test_s1_an_iterator_in_cyclic_garbage_ends_its_workers(monkeypatch):
-    # The collector may clear the parts of a cycle in any order; torch's workers then take so long each to end.
+    # The collector may clear the parts of a cycle in any order; torch's workers then each take this long to exit.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
     loader = DataLoader(Numbers(40), num_workers=2, persistent_workers=True)
     loader.itself = loader

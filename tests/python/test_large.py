@@ -27,7 +27,7 @@ class Blob:
 
 
 class Huge(Numbers):
-    """One sample of `n` bytes, 0 or 1 but for the last one, which is 2, and for a stretch in the middle of a tensor."""
+    """One sample of `n` bytes, 0 or 1 except for the last one, which is 2, and a stretch in the middle of a tensor."""
 
     def __init__(self, n, kind):
         super().__init__(1)
@@ -35,7 +35,7 @@ class Huge(Numbers):
 
     def __getitem__(self, i):
         if self.kind == "tensor":
-            tensor = torch.empty(self.size, dtype=torch.uint8)  # pages that nobody touches take no memory
+            tensor = torch.empty(self.size, dtype=torch.uint8)  # untouched pages take no memory
             tensor[:100], tensor[-1], tensor[self.middle()] = 1, 2, torch.arange(250, dtype=torch.uint8)
             return tensor
         content = b"\2".rjust(self.size, b"\1")
@@ -45,7 +45,7 @@ class Huge(Numbers):
         return slice(self.size // 2 - 100, self.size // 2 + 150)
 
 
-@pytest.mark.alone  # `needs` looks at the memory that is free when it starts
+@pytest.mark.alone  # `needs` reads the free memory when it starts
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_tensor_of_3_gb():
@@ -105,7 +105,7 @@ def test_100_000_scalars_of_all_kinds_in_one_batch():
 
 
 def nested(depth, group):
-    """A 1 inside of so many containers."""
+    """A 1 inside `depth` nested containers."""
     value = 1
     for _ in range(depth):
         value = {"k": value} if group is dict else group([value])
@@ -120,7 +120,7 @@ def depth_of(value):
 
 
 class Nested(Numbers):
-    """Sample i lies as deep as the i-th number says."""
+    """Sample i is nested as deep as the i-th number."""
 
     def __init__(self, depths, group):
         super().__init__(len(depths))
@@ -143,7 +143,7 @@ def test_nesting_is_delivered_or_an_error_of_its_batch_as_from_torch(group):
     assert ours == [("depth", 3), ("depth", 100), error, ("depth", 64), error, ("depth", 65), ("end",)]
 
 
-@pytest.mark.ours  # torch waits for ever
+@pytest.mark.ours  # torch hangs
 @pytest.mark.parametrize("group", [list, tuple, dict])
 def test_nesting_that_no_collate_function_looks_into_is_an_error_when_it_cannot_be_sent(group):
     depths = [63, 64, 65, 100, 100_000, 3]
@@ -164,7 +164,7 @@ def test_t25_index_batches_of_a_million(method):
 
 
 class OfSizes(Numbers):
-    """Sample i has so many bytes, all of one value."""
+    """Sample i has a given number of bytes, all of one value."""
 
     def __init__(self, sizes):
         super().__init__(len(sizes))

@@ -106,7 +106,7 @@ def test_batches_dropped_in_any_order():
 
 
 class Remembering:
-    """A collate_fn that keeps its batches and looks at them again each time."""
+    """A collate_fn that keeps its batches and checks them again each time."""
 
     def __init__(self, keep):
         self.keep, self.kept = keep, []
@@ -273,7 +273,7 @@ def test_a_worker_that_has_closed_all_descriptors_reads_what_its_dataset_holds(w
     dataset = Keeping(40, shape, kept)
     iterator = iter(DataLoader(dataset, batch_size=2, num_workers=workers))
     good = [next(iterator)[2]]
-    # Main drops them and goes on: their blocks must neither be reused nor lose their pages.
+    # Main drops them and continues: their blocks must neither be reused nor lose their pages.
     kept.clear()
     for _, _, same in iterator:
         trim_pool()

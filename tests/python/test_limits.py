@@ -83,7 +83,7 @@ def no_descriptor_left():
 
 
 def test_the_last_descriptor_goes_in_the_middle():
-    """What runs goes on, a new loader says what is missing, and with descriptors it runs again."""
+    """Running loaders continue, a new loader names what is missing, and with descriptors it runs again."""
 
     def body():
         running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
@@ -122,7 +122,7 @@ def shared_memory_in_use():
 
 
 def epochs_of_two_loaders():
-    """What a training does: some epochs over one loader, a look at another one after each, and memory of its own."""
+    """A typical training run: some epochs over one loader, a batch of another one after each, and memory of its own."""
     errors = []
     training = DataLoader(Images(24), batch_size=4, num_workers=2)
     checking = DataLoader(Images(8), batch_size=4, num_workers=1, persistent_workers=True)
@@ -144,7 +144,7 @@ def test_an_address_space_too_small_for_an_arena_hands_over():
 
 
 def test_an_address_space_that_shrinks_in_the_middle():
-    """Workers that run go on; a new loader runs on torch's iterator."""
+    """Running workers continue; a new loader runs on torch's iterator."""
 
     def body():
         running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
@@ -159,11 +159,11 @@ def test_an_address_space_that_shrinks_in_the_middle():
 
 
 def test_a_program_that_locks_its_memory_locks_no_arena():
-    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel fills in all that is mapped anew: of an
-    arena many times the machine's memory."""
+    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel populates every new mapping: an arena is
+    many times the size of the machine's memory."""
 
     def body():
-        # So that an arena that is filled in takes no more than some GiB.
+        # So that an arena that is populated takes no more than a few GiB.
         set_limit(resource.RLIMIT_AS, address_space() + (6 << 30))
         if ctypes.CDLL(None).mlockall(MCL_FUTURE) != 0:
             return ["mlockall was refused"]

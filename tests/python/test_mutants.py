@@ -1,4 +1,4 @@
-"""The mutants of tests/mutants: each applies to the code as it is, and still applies after renames and reformats."""
+"""The mutants of tests/mutants: each applies to the current code, and still applies after renames and reformats."""
 
 import ast
 import os

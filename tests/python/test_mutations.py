@@ -135,7 +135,7 @@ def test_t3_a_change_in_the_middle_of_an_epoch():
 
 
 class Logged(Sampler):
-    """Tells whatever is done to it; accelerate replaces attributes of such a one."""
+    """Records whatever is done to it; accelerate replaces attributes of such an object."""
 
     def __init__(self, n):
         self.order, self.log = list(range(n)), []

@@ -36,7 +36,7 @@ class Haunted:
     """A collate_fn that at some of its worker's batches forks a process which holds the batch and outlives the worker.
 
     It looks whether the batch stays what it was, until there is a file "go"; where it `writes` it then looks whether
-    the batch stays what it has written, until there is a file "stop". A file of its own tells how it went.
+    the batch stays what it has written, until there is a file "stop". It reports the outcome in a file of its own.
     """
 
     def __init__(self, folder, at, writes=False):
@@ -83,7 +83,7 @@ def test_a_grandchild_that_outlives_its_worker_reads_and_writes_what_is_its_own(
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 250)
     dataset, haunted = Images(48, (3, 80, 80)), Haunted(tmp_path, {3, 5}, writes=True)
     loader = DataLoader(dataset, batch_size=4, num_workers=2, collate_fn=haunted, persistent_workers=persistent)
-    with within(200):  # a worker that does not leave by itself is waited for 250 s
+    with within(200):  # a worker that does not exit on its own is waited for 250 s
         iterator = iter(loader)
         pids = worker_pids(iterator)
         kept = [images for images, _ in iterator]

@@ -1,4 +1,4 @@
-"""What is shipped: an extension without debug lines, its symbols beside a release, what the package says of itself."""
+"""What is shipped: an extension without debug lines, its symbols beside a release, the package's metadata."""
 
 import csv
 import hashlib

@@ -1,4 +1,4 @@
-"""Loaders that are handed over to torch's iterator, and subclasses that are not (T15, T16)."""
+"""Loaders that fall back to torch's iterator, and subclasses that do not (T15, T16)."""
 
 import errno
 import functools

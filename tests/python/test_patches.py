@@ -212,7 +212,7 @@ def test_t12_torchs_modules_are_left_as_they_were():
 
 
 def test_t12_an_iterator_of_torchdatas_kind_runs_untouched():
-    """A subclass of torch's base iterator that has nothing to do with ours."""
+    """A subclass of torch's base iterator that is unrelated to rustloader's."""
 
     class Stateful(torch_dataloader._BaseDataLoaderIter):
         def _next_data(self):

@@ -28,7 +28,7 @@ MB = 1 << 20
 
 
 class Where:
-    """Tells, when it is pinned, which thread did it and how things stood there."""
+    """Reports, when it is pinned, which thread did it and in what state."""
 
     def pin_memory(self):
         return thread_name(), torch.get_num_threads(), torch.accelerator.current_device_index()
@@ -199,7 +199,7 @@ def test_t8_a_copy_to_the_device_reads_what_was_delivered_however_early_the_batc
 
 @pytest.mark.ours
 def test_a_slow_allocator_does_not_let_a_worker_overwrite_what_is_still_to_be_copied():
-    """The second tensor's memory comes late: the first one's block must not have gone back to the worker meanwhile."""
+    """The second tensor's memory comes late: the first one's block must not return to the worker before that."""
     with pinning(delay=0.01) as host:
         loader = DataLoader(Fields(160), batch_size=4, num_workers=1, pin_memory=True, prefetch_factor=4)
         for k, batch in enumerate(loader):

@@ -20,7 +20,7 @@ HEAD = """
     from sample_data import Given, Images, Numbers, Record
     from support import TorchDataLoader, outcome, outcomes, outcomes_of, same, threads_named, wait_until
 
-    # Older torches want to be told the device; newer ones warn of it.
+    # Older versions of torch need the device; newer ones warn if it is given.
     warnings.simplefilter("ignore")
 
     def loader_of(dataset, cls=DataLoader, **kw):

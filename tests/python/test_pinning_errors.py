@@ -132,7 +132,7 @@ def test_a_batch_that_cannot_be_unpickled_is_an_error_in_its_place(host):
 @pytest.mark.ours
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
-    """torch lets the workers wait for the next batch that nobody will want."""
+    """torch leaves the workers waiting to be asked for a next batch."""
     acts[4] = raising(error)
     loader = loader_of(Acts(20), persistent_workers=True)
     iterator = iter(loader)

@@ -107,7 +107,7 @@ EXITS = (
             sleep(3)
 
     def stuck_allocator():
-        # It comes back while the interpreter takes its modules apart.
+        # It returns while the interpreter tears down its modules.
         global lasting
         lasting = Lasting()
         (iterator,) = fresh()
@@ -215,8 +215,8 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
 
 def test_t14_fork_while_the_thread_works():
     """50 children of a process whose thread is in the allocator, in a copy, or between; every tenth loads for itself.
-    Some let go of the iterator, and with it of batches that the parent has pinned: to free one there would be to wait
-    for the allocator's lock for ever."""
+    Some drop the iterator, and with it batches that the parent has pinned: freeing one there would deadlock on the
+    allocator's lock."""
     status, out, err = run_script(
         HEAD
         + """
@@ -226,7 +226,7 @@ def test_t14_fork_while_the_thread_works():
     iterator = iter(loader)
     for k in range(50):
         if k % 5 == 1:
-            # All that may be outstanding is pinned and waits; `next` makes room for the thread to go on.
+            # Everything that may be outstanding is pinned and waits; `next` makes room for the thread to continue.
             time.sleep(0.4)
         batch, label = next(iterator)
         assert batch[0] == batch[-1] and label == k // 2, (k, batch, label)

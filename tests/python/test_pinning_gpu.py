@@ -47,7 +47,7 @@ def test_batches_are_pinned_and_right(persistent):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_t8_what_a_stream_still_reads_is_not_overwritten(plain):
-    """The copies wait behind a slow kernel, each batch is dropped at once, and the loader goes on meanwhile."""
+    """The copies wait behind a slow kernel, each batch is dropped at once, and the loader keeps running."""
     dataset = Images(640, (3, 64, 64))
     collate_fn = None if plain else as_dict
     loader = DataLoader(dataset, batch_size=8, num_workers=4, pin_memory=True, collate_fn=collate_fn)
@@ -116,7 +116,7 @@ def test_cuda_tensors_from_spawned_workers():
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "spawn"}
     batches = [x.clone() for x in DataLoader(OnDevice(6), **options)]
     assert all(x.is_cuda for x in batches) and values(batches) == [[i] * 100 for i in range(6)]
-    # torch cannot pin them, and says so batch by batch.
+    # torch cannot pin them, and warns for each batch.
     ours, torchs = (
         outcomes_of(cls(OnDevice(2), pin_memory=True, **options), 3) for cls in (DataLoader, TorchDataLoader)
     )

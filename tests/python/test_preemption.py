@@ -19,7 +19,7 @@ KILLED = "is killed by signal: Terminated"
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A worker that alone has got a SIGTERM waits for the others for as long as a busy machine may want."""
+    """A worker that alone received a SIGTERM waits for the others for as long as a busy machine may need."""
     monkeypatch.setenv("RUSTLOADER_SIGTERM_SECONDS", "100")
 
 
@@ -38,7 +38,7 @@ def terminate(*pids):
 
 
 def batches(iterator, count):
-    """So many batches: their numbers."""
+    """Takes `count` batches; returns their numbers."""
     return [int(next(iterator)) for _ in range(count)]
 
 
@@ -50,7 +50,7 @@ def served(workers, n=10**6, **kw):
 
 
 def batches_for(iterator, seconds):
-    """Takes batches for so long: their numbers."""
+    """Takes batches for `seconds`; returns their numbers."""
     found, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         found.append(int(next(iterator)))
@@ -60,7 +60,7 @@ def batches_for(iterator, seconds):
 
 TRAINING = """
     from sample_data import Numbers
-    # A slow machine is none of this test's business.
+    # Stall warnings of a slow machine are out of scope here.
     os.environ["RUSTLOADER_STALL_START_SECONDS"] = "0"
     signals = []
     signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
@@ -104,7 +104,7 @@ def test_a_signal_to_all_workers_is_survived_and_a_second_one_is_not(handled, pa
 def test_a_signal_to_one_of_several_is_its_end(handled):
     iterator, pids = served(3)
     terminate(pids[1])
-    # Far below the 30 s that it would have if all had got one.
+    # Far below the 30 s that it would have if every one had got a signal.
     with within(25), pytest.raises(RuntimeError, match=rf"\(pid {pids[1]}\) {KILLED}"):
         batches_for(iterator, 40)
     assert handled == []
@@ -120,7 +120,7 @@ def test_a_worker_without_others_serves_on_for_a_while():
 
 
 class EndsItself(Numbers):
-    """At item 1; where it lives on after that it says so in a file."""
+    """At item 1; if it survives that, it reports so in a file."""
 
     def __init__(self, n, file):
         super().__init__(n)

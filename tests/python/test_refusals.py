@@ -58,7 +58,7 @@ class Refusal(NamedTuple):
     error: str = ""
     # torch's iterator does the work instead: with "all" where each call is refused, with "any" where one is.
     handover: str = ""
-    # Refused as well, so that the call is made at all.
+    # Also refused, so that the call is made.
     also: str = ""
     # How the last line of each traceback on stderr begins; "" where nothing may be written.
     says: str = ""
@@ -110,7 +110,7 @@ TABLE = [
     R("eventfd", "EMFILE ENFILE EPERM", program="twice", handover="any", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", calls="1+"),
     R("eventfd_write", "EINTR EAGAIN", calls="1"),
-    # The pin thread's doorbell, also when it is told to end by a finalizer.
+    # The pin thread's doorbell, also when a finalizer stops the thread.
     R("eventfd_write", "EPERM EBADF", program="pinned_persistent", calls="1 1+"),
     R("eventfd_write", "EPERM EBADF", "worker"),
     R("eventfd_write", "EINTR EAGAIN", "worker", calls="1 3"),
@@ -143,7 +143,7 @@ TABLE = [
     R("seal_write", "EPERM", program="twice"),
     R("seal_write", "EPERM", "worker", "forking"),
     R("atfork", "ENOMEM", handover="all", calls="1 1+"),
-    # The handlers that mark what a child may look at.
+    # The handlers that mark what a child may read.
     R("atfork", "ENOMEM", handover="any", calls="2"),
     R("thread", "EAGAIN", "worker", calls="1+"),
     R("sysinfo", "EPERM", calls="1+"),
@@ -203,7 +203,7 @@ def test_a_refused_call_is_done_without_or_named(name):
     if row.handover == "any" or (row.handover == "all" and ":1+:" in points):
         lines = report["log"]
         assert lines and all(line.startswith(HANDED_OVER) and "\n" not in line for line in lines), report
-        # A loader that falls back in each epoch says so once.
+        # A loader that falls back in each epoch logs it once.
         assert len(lines) == 1, report
         assert errors == [] and report["engine"] == (0 if ":1+:" in points else BATCHES[row.program] - 6), report
         return

@@ -88,7 +88,7 @@ def in_own_mounts(change, body, *args, status=0):
 
     try_out = in_child(lambda: own_mounts() or {})
     if try_out["status"] != 0:
-        pytest.skip(f"no mount namespace can be had: {try_out['output'].splitlines()[-1]}")
+        pytest.skip(f"cannot create a mount namespace: {try_out['output'].splitlines()[-1]}")
     try:
         report = in_child(inside)
     finally:
@@ -210,7 +210,7 @@ def under_seccomp(body, **calls):
         pytest.skip("numbers of system calls are known for x86_64 and aarch64 alone")
     try_out = in_child(lambda: refuse(memfd_create=errno.EPERM) or {})
     if try_out["status"] != 0:
-        pytest.skip(f"no seccomp filter can be had: {try_out['output'].splitlines()[-1]}")
+        pytest.skip(f"cannot install a seccomp filter: {try_out['output'].splitlines()[-1]}")
     report = in_child(watched, inside)
     assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
     assert report["left"] == {} and report["processes"] == 0, report

@@ -61,7 +61,7 @@ def test_the_arena_is_sealed_and_has_no_name():
         with pytest.raises(PermissionError):
             os.ftruncate(number, 4096)
         assert os.fstat(number).st_nlink == 0 or os.readlink(f"/proc/self/fd/{number}").endswith("(deleted)")
-    # Memory, events and processes: no file with a path, no socket that somebody could connect to.
+    # Memory, events and processes: no file with a path, no socket that another process could connect to.
     new = {target for number, target in open_files().items() if number not in before}
     assert all(target.startswith(("/memfd:", "anon_inode:", "pipe:")) for target in new), new
 

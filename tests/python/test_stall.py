@@ -28,7 +28,7 @@ LOCK = threading.Lock()
 
 @pytest.fixture
 def told(monkeypatch, tmp_path):
-    """The warnings of the loader. Of each batch that a worker is named at a file tells."""
+    """The warnings of the loader. A file is created for each batch that a warning names."""
     lines = []
 
     def warning(text, *args):
@@ -41,7 +41,7 @@ def told(monkeypatch, tmp_path):
 
 
 def about(told, index):
-    """The one warning of a batch. A busy machine may have had others named as well, and rightly."""
+    """The one warning about a batch. On a busy machine there may rightly be others too."""
     [text] = [text for text in told if f"the batch of index {index}." in text]
     return text
 
@@ -70,7 +70,7 @@ def limits(monkeypatch):
 
 
 class Stuck(Numbers):
-    """Some items tell in a file that they are begun, and take until they have been told of, and some more seconds."""
+    """Some items report in a file that they have begun, and last until a warning names them, plus some seconds."""
 
     def __init__(self, n, items, folder, more=0.0):
         super().__init__(n)
@@ -142,7 +142,7 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
 
 
 class KeepsTheGil(Stuck):
-    """Item 1 reads from an empty pipe in a C call that does not let go of the GIL."""
+    """Item 1 reads from an empty pipe in a C call that does not release the GIL."""
 
     def __init__(self, folder, pipe):
         super().__init__(4, [1], folder)
@@ -195,7 +195,7 @@ def test_a_limit_that_is_no_number_is_an_error(limits, text):
 
 
 class Epochs(IterableDataset):
-    """The second epoch does not begin before it has been told of."""
+    """The second epoch does not begin before a warning names it."""
 
     epoch = 0
 
@@ -267,7 +267,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
         start = (lambda _: dataset.take()) if when == "start" else None
         loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start)
         iterator = iter(loader)
-        # Nobody looks for stuck workers before the item is reached: at item 1 the handler may be called still.
+        # No stall check runs before the item is reached: at item 1 the handler may still be called.
         dataset.wait_for(2)
         assert values(iterator) == [0, 1, 2, 3]
     finally:
@@ -278,7 +278,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
 
 
 class TakesLate(Stuck):
-    """Takes the signal in the very item that then hangs, until it has been told of and the handler been called."""
+    """Takes the signal in the very item that then hangs, until a warning names it and the handler has been called."""
 
     def __init__(self, folder):
         super().__init__(3, [1], folder)

@@ -35,7 +35,7 @@ def served(request):
 
 @pytest.fixture(scope="module", params=METHODS)
 def context(request):
-    """A context object. Its first shared value makes a heap that multiprocessing keeps for good."""
+    """A context object. Its first shared value creates a heap that multiprocessing never frees."""
     context = multiprocessing.get_context(request.param)
     context.Value("i", 0)
     return context
@@ -49,7 +49,7 @@ def asked(served, *orders):
 
 
 def workers_of(served, count):
-    """(worker, pid, pid of its parent) of so many batches."""
+    """(worker, pid, pid of its parent) of each batch."""
     return [batch[0] for _, batch in asked(served, *[("who",)] * count)[:-1]]
 
 
@@ -138,7 +138,7 @@ def test_t25_every_kind_of_index_arrives_as_it_was_yielded(method):
     assert epoch(loader) == [[name, repr(given)] for name, given in INDICES.items()]
 
 
-@pytest.mark.ours  # torch prints the error in a thread and waits for ever
+@pytest.mark.ours  # torch prints the error in a thread and hangs
 def test_t25_an_index_that_cannot_be_pickled_is_an_error_of_next(served):
     loader, orders = served
     orders[:] = [[("number", i)] for i in range(6)]
@@ -261,7 +261,7 @@ def test_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 4), ("forkserver", 4), ("spawn", 3)])
 def test_the_starts_of_workers_overlap(method, workers, tmp_path):
-    """Each worker waits in its start until all others are in theirs: one after the other they would never come on."""
+    """Each worker waits during start-up until all others are starting: started one by one they would deadlock."""
     (tmp_path / "unpickling").mkdir()
     (tmp_path / "init").mkdir()
     init_fn = Meeting(tmp_path / "init", workers)

@@ -123,7 +123,7 @@ def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thin
         dataset = Holds(3, held)
         theirs, ours = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
     ((category, text),) = ours[2]
-    if OLD_TORCH:  # it says nothing; ours does with every version
+    if OLD_TORCH:  # it does not warn; rustloader does with every version
         theirs = (*theirs[:2], ours[2])
     assert ours == theirs
     assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
@@ -154,7 +154,7 @@ def test_a_worker_that_was_started_before_the_start_failed_is_ended():
 
     loader = DataLoader(PickledOnce(3), num_workers=2, multiprocessing_context="forkserver")
     assert failed_start(loader)[:2] == (TypeError, "no second time")
-    # The fork server is told of an end a moment after we are.
+    # The fork server learns of an exit a moment after we do.
     assert wait_until(lambda: started() == set())
 
 
@@ -180,7 +180,7 @@ def test_many_workers(workers, monkeypatch):
 
 @pytest.mark.timeout(400)
 def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
-    """SIGINT is blocked while workers start, and would be in each process of a server that is started meanwhile."""
+    """SIGINT is blocked while workers start, and every process of a server started at that time would inherit this."""
     source = """
     import multiprocessing, signal
     from multiprocessing import resource_tracker

@@ -35,7 +35,7 @@ LONG, SHORT = 0.2, 0.0
 
 
 class Slow(Dataset):
-    """Sample i takes so many seconds, by its worker and its index."""
+    """How many seconds sample i takes depends on its worker and its index."""
 
     def __init__(self, n, seconds):
         self.n, self.seconds = n, seconds
@@ -93,7 +93,7 @@ class SlowSampler:
 
 
 def trained(loader, step=0.0):
-    """The loader, after an epoch with so many seconds of training step."""
+    """The loader, after an epoch with training steps of `step` seconds."""
     for _ in loader:
         time.sleep(step)
     return loader
@@ -129,7 +129,7 @@ def test_the_figures_of_an_epoch():
 
 
 class WhenWaitedFor(Held):
-    """Items take long, and the first one does not begin before somebody waits for it."""
+    """Items take long, and the first one does not begin before it is waited for."""
 
     def __getitem__(self, i):
         item = super().__getitem__(i)
@@ -191,7 +191,7 @@ def test_a_loader_has_the_totals_of_all_its_iterators():
     assert rustloader.stats(first).batches == 1 and rustloader.stats(second).batches == 2
     stats = rustloader.stats(loader)
     assert (stats.batches, stats.iterators) == (21, 5)
-    # What was under way is no batch.
+    # What was in flight is not a batch.
     del first
     gc.collect()
     assert rustloader.stats(loader).batches == 21
@@ -440,7 +440,7 @@ def test_the_processor_time_of_workers_at_work_and_after_their_end():
         assert 2 * LONG / 2 <= before.cpu_seconds <= after.cpu_seconds == same.cpu_seconds
         assert after.cpu_seconds >= 3 * LONG / 2 and after.queued_seconds >= before.queued_seconds >= 0
     assert not any(worker.alive for worker in done.workers)
-    # The next epoch's workers have theirs added; nothing is lost where no one closes the iterator.
+    # The next epoch's workers add to these; nothing is lost if the iterator is never closed.
     trained(loader)
     for before, after in zip(done.workers, rustloader.stats(loader).workers, strict=True):
         assert after.cpu_seconds >= before.cpu_seconds + 3 * LONG / 2
@@ -468,7 +468,7 @@ def test_processor_time_that_is_not_known_is_none(monkeypatch):
     assert "workers_0_cpu_seconds" not in stats.as_dict(flat=True)
     assert "wait for storage is unknown" in stats.verdict().reason
     monkeypatch.undo()
-    # What is unknown of one process does not hide what is known of a later one.
+    # Unknown figures of one process do not hide known ones of a later process.
     later = rustloader.stats(trained(loader, step=LONG / 8))
     for before, worker in zip(stats.workers, later.workers, strict=True):
         assert worker.unmeasured_seconds == pytest.approx(before.busy_seconds, abs=LONG)
@@ -481,7 +481,7 @@ def test_a_killed_worker_does_not_spoil_later_verdicts():
     iterator = iter(loader)
     first = [next(iterator) for _ in range(4)]
     os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    # The kernel keeps its time until somebody waits for it.
+    # The kernel keeps its CPU time until it is waited for.
     iterator._workers[0].join()
     with pytest.raises(RuntimeError, match="killed"):
         list(iterator)

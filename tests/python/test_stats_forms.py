@@ -166,7 +166,7 @@ def test_classes_are_the_packages(name):
     cls = getattr(rustloader, name)
     assert (cls.__module__, cls.__qualname__) == ("rustloader", name)
     assert repr(cls) == f"<class 'rustloader.{name}'>"
-    # Types, not texts that somebody has to look up.
+    # Types, not strings that need resolving.
     hints = typing.get_type_hints(cls)
     assert set(cls.__dataclass_fields__) == set(hints) and not any(isinstance(hint, str) for hint in hints.values())
 

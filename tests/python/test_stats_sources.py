@@ -1,4 +1,4 @@
-"""Statistics of what is not served by the engine alone, and of what libraries wrap around a loader."""
+"""Statistics of loaders that are not served by the engine alone, and of libraries' wrappers around a loader."""
 
 import pytest
 import torch
@@ -141,7 +141,7 @@ def test_a_ring_of_wrappers_has_an_end():
 
 def test_an_iterable_of_another_library_over_our_iterator():
     class FeedsTheIterator:
-        """As fastai's `_FakeLoader`: no DataLoader at all, but all that the iterator asks for."""
+        """Like fastai's `_FakeLoader`: not a DataLoader, but with everything that the iterator reads."""
 
         _auto_collation, multiprocessing_context = True, None
 

@@ -19,7 +19,7 @@ import rustloader.workers.stalls
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
 
 WORKERS, PREFETCH, N = 3, 2, 300
-# Seconds; so many in a row without a batch are taken for its end, where nothing more is to come.
+# The loader's timeout in seconds, and how many timeouts in a row mean that no more batches will come.
 TIMEOUT, LATE = 0.3, 3
 
 
@@ -43,8 +43,8 @@ def checked(batch):
 
 
 def take(iterator, got, count=N, late=1000):
-    """Takes so many batches, all at the most; gives up when none has come for so many timeouts in a row. A timeout
-    loses nothing, and a busy machine may have one at any time."""
+    """Takes up to `count` batches; stops after `late` timeouts in a row without one. A timeout loses nothing, and can
+    occur at any time on a busy machine."""
     end, row = time.monotonic() + 120, 0
     while count and row < late:
         assert time.monotonic() < end, "the epoch does not end"
@@ -63,7 +63,7 @@ def stopped_at_random(rng, iterator):
     got = []
     take(iterator, got, rng.randrange(40))
     victim = rng.randrange(WORKERS)
-    for _ in range(rng.randrange(3000)):  # it publishes and rings meanwhile
+    for _ in range(rng.randrange(3000)):  # it publishes and rings during this
         pass
     os.kill(worker_pids(iterator)[victim], signal.SIGSTOP)
     return victim, got

@@ -128,7 +128,7 @@ def test_p25_a_reducer_of_storages_is_honoured(wrap):
 
 
 class OpenFile:
-    """An open file that travels by a reducer of the user's. Whoever drops it closes it."""
+    """An open file that travels by the user's own reducer. Dropping it closes it."""
 
     def __init__(self, fd):
         self.fd = fd
@@ -316,7 +316,7 @@ def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(re
 
 
 class Special:
-    """Travels by a reducer of the user's, which needs nothing of its process, as far as he knows."""
+    """Travels by a user's reducer, which to its author's knowledge needs nothing from its process."""
 
 
 # What opening a sample raises: once, and each time.

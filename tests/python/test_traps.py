@@ -1,4 +1,4 @@
-"""Traps that have cost somebody a bug, and that no other file is about (T18 to T27)."""
+"""Pitfalls that have caused bugs, and that no other file covers (T18 to T27)."""
 
 import collections
 import itertools
@@ -102,7 +102,7 @@ def test_t26_a_spawned_workers_dataset_with_locks_queues_and_tensors():
 
 
 class Descriptors(IterableDataset):
-    """Its samples are descriptors, which a pickle cannot hold by itself."""
+    """Its samples are descriptors, which a pickle alone cannot hold."""
 
     def __iter__(self):
         kept = []
@@ -172,7 +172,7 @@ def test_p25_writes_of_a_forked_child_reach_the_parent_from_16_kib_on(count, see
 
 
 class InheritsMain(Numbers):
-    """Its samples are what the test has written into the class, which a spawned worker imports anew."""
+    """Its samples are what the test has written into the class, which a spawned worker imports again."""
 
     written = False
 

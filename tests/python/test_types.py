@@ -110,7 +110,7 @@ except TypeError:  # torch 2.6 with NumPy 2
 
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_p24_all_that_default_collate_gives(kind):
-    # In a worker, default_collate's results differ a little: torch's loader says how.
+    # In a worker, default_collate's results differ a little: torch's loader is the reference.
     expected = list(TorchDataLoader(Given(SAMPLES[kind]), batch_size=3, num_workers=2))
     got = epoch(DataLoader(Given(SAMPLES[kind]), batch_size=3, num_workers=2))
     assert same(got, expected)
@@ -228,7 +228,7 @@ def test_p25_numpy_arrays(kind):
         )
     assert got.flags.writeable
     if got.nbytes < 1000:
-        # In place it can only be resized if nobody else's memory is under it.
+        # It can be resized in place only if it owns its memory.
         assert got.flags.owndata
     if got.size:
         got[...] = got.flat[0]

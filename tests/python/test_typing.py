@@ -71,7 +71,7 @@ loader.num_workers = "two"  # error
 def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
     files = {"torch.utils.data": tmp_path / "with_torch.py", "rustloader": tmp_path / "with_ours.py"}
     for module, file in files.items():
-        # What mypy has said of a file that it knows already it does not say again.
+        # mypy does not repeat what it reported for a cached file.
         file.write_text(f"{SNIPPET.format(module=module)}# {uuid.uuid4()}\n")
     # The cache of `make lint` is used where there is one: torch takes a while to read.
     done = subprocess.run(

@@ -153,7 +153,7 @@ def test_errors_of_large_text():
 
 
 class RaisesAtItsEnd:
-    """In the worker, which lets go of what it has sent, and in main, which lets go of what it has got."""
+    """In the worker, which drops what it has sent, and in main, which drops what it has received."""
 
     def __init__(self, i):
         self.i, self.tensor = i, torch.full((5000,), float(i))

@@ -363,7 +363,7 @@ def test_each_kind_stands_in_the_table():
     assert {kind for _, kind, _, _ in TABLE.values()} == set(get_args(VerdictKind))
 
 
-# The words in which a verdict says what to do, by the case of the table. Without figures there is no remedy to name.
+# A verdict's advice, by case of the table. Without figures there is no remedy to name.
 REMEDIES = {
     "nothing yet": "ask again after 20",
     "one batch": "ask again after 20",
@@ -442,7 +442,7 @@ def test_only_more_workers_are_ever_advised():
 
 
 def test_no_loader_gets_a_number_in_the_thousands():
-    """What the first benchmark of a new user said: num_workers=1736 would do, on a machine with 2 cores."""
+    """A new user's first benchmark reported that num_workers=1736 would do, on a machine with 2 cores."""
     for shares in ({}, {"cpu": 0.99, "queued": 0.01}, STORAGE):
         for step in (0, 0.02, 1, 5):
             verdict = given(workers=1, step=step, own=0.03, waited=50, fetch=52, cores=2, **shares).verdict()

@@ -1,7 +1,7 @@
-"""Warnings: same texts, same categories, and all of them point to where torch's point (P9, T28).
+"""Warnings: same texts, same categories, and the same locations as torch's (P9, T28).
 
-Most of torch's point into its own dataloader.py; the one about a length points to whoever called next(), but not in
-old versions, which also lack some of the others.
+Most of torch's point into its own dataloader.py; the one about a length points to the caller of next(), but not in old
+versions, which also lack some of the others.
 """
 
 import gc
@@ -28,7 +28,7 @@ def warnings_of(fn, cls):
 
 
 def check(fn, count=None):
-    """Both loaders warn of the same; so often, if that is said."""
+    """Both loaders emit the same warnings; `count` of them, if given."""
     theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
     assert count is None or len(ours) == count
     assert ours == theirs
@@ -104,7 +104,7 @@ def test_p9_a_length_that_was_too_short(workers):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_p9_lengths_are_checked_in_batches_and_per_epoch(workers, batch_size, monkeypatch):
-    """A length is asked for at some epochs; what was reported counts from the next one on, and counts batches."""
+    """The length is requested in some epochs; what it returned applies from the next one on, in batches."""
 
     cores(monkeypatch, 64)
     dataset = Shards([5] * 3, reported=4)
@@ -141,7 +141,7 @@ def test_p9_a_worker_that_cannot_be_pickled():
         gc.collect()
 
     theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
-    # Ours warns with every version of torch.
+    # rustloader warns with every version of torch.
     assert len(ours) == 1 and theirs in ([], ours)
     assert ours[0][1].startswith("Got pickle error when attempting to start a worker Process.")
     assert ours[0][2] == torch.utils.data.dataloader.__file__

@@ -16,7 +16,7 @@ LOG = []
 
 
 def note(worker_id):
-    """A worker_init_fn that writes down what has been done before it."""
+    """A worker_init_fn that records what was done before it."""
     info = get_worker_info()
     LOG.append(("init", worker_id, info.id, info.seed == torch.initial_seed(), torch.get_num_threads()))
     with open(f"/proc/self/task/{threading.get_native_id()}/comm") as f:
@@ -271,7 +271,7 @@ def test_the_main_process_dataset_is_untouched():
 
 
 class Port:
-    """Stands in for a worker's port: collates nothing by itself, and counts."""
+    """Stands in for a worker's port: collates nothing itself, and counts."""
 
     asked = 0
 

@@ -278,7 +278,7 @@ mod tests {
         for early in [true, false] {
             let (block, _, count) = counted();
             let legacy = block.legacy();
-            // SAFETY: as above; the structure lives until the deleter has run on a block that was handed over.
+            // SAFETY: as above; the structure lives until the deleter has run on an exported block.
             let delete = || unsafe { (*legacy).deleter.unwrap()(legacy) };
             if early {
                 delete();

@@ -1,6 +1,6 @@
 """A stand-in accelerator: torch's own way to pinned memory on machines without a device (`host.cpp`).
 
-`build()` compiles it, once for each torch; `register()` makes it this process's accelerator, for good.
+`build()` compiles it, once for each torch; `register()` makes it this process's accelerator, permanently.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def build():
         return None
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "there is no C++ compiler (c++, or what CXX names)"
-    # cpp_extension looks for ninja on the path; pip has put it beside the interpreter.
+    # cpp_extension searches PATH for ninja; pip installs it beside the interpreter.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if shutil.which("ninja", path=path) is None:
         return "there is no ninja (pip install ninja)"

@@ -1,8 +1,8 @@
-"""The differential tester: one program run through torch's loader and through ours, everything observable compared.
+"""The differential tester: runs one program through both loaders and compares everything observable.
 
-``python -m differential --help`` (in ``tests/python``) says how it is run. The way of a program:
+``python -m differential --help`` (in ``tests/python``) describes how to run it. The parts:
 
-* ``program.py`` says what a program is: a plain record of values, printed as JSON, which is also how a difference is
+* ``program.py`` defines a program: a plain record of values, printed as JSON, which is also how a difference is
   reproduced. ``generate.py`` makes programs so that all pairs of values occur.
 * ``parts.py``, ``samplers.py`` and ``samples.py`` are what it works with: datasets, functions, samplers. Each writes
   down its calls through ``recorder.py``, in the main process and in the workers.

@@ -17,7 +17,7 @@ def arguments():
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--seed", default="0", help="of the generator; the same programs for the same seed")
     parser.add_argument("--start-method", choices=START_METHODS, default="fork", help="of the workers")
-    parser.add_argument("--seconds", type=float, help="stop after so many seconds, with the programs done by then")
+    parser.add_argument("--seconds", type=float, help="stop after this many seconds, with the programs done by then")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--only", action="append", default=[], metavar="NAME=VALUE", help="programs with this value")
     parser.add_argument("--coverage", action="count", default=0, help="say what was tried; twice: at length")

@@ -14,7 +14,7 @@ def differences(program, theirs, ours):
         return broken
     found = []
     if ours["handed over"]:
-        found.append(f"handed over to torch's iterator: {ours['handed over']}")
+        found.append(f"fell back to torch's iterator: {ours['handed over']}")
     if ours["missing"]:
         found.append(f"{ours['missing']} batches did not come from the engine")
     if ours["stderr"] and describe.normal(ours["stderr"]) != describe.normal(theirs["stderr"]):
@@ -171,7 +171,7 @@ def required(program, main_events, name, events):
 
 
 def walk(events, tasks, size):
-    """The number of calls that so many tasks of so many samples make."""
+    """The number of calls that `tasks` tasks of `size` samples make."""
     at = sum(event[0] in ("worker", "init", "iter") for event in events[:3])
     for _ in range(tasks):
         if at < len(events) and events[at][0] == "getitems":

@@ -5,7 +5,7 @@ import collections
 from .generate import pairs
 from .program import DIMENSIONS
 
-# What is asked for of a full run.
+# What a full run must cover.
 PROGRAMS_A_VALUE = 100
 PROGRAMS_A_PAIR = 5
 

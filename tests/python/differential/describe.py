@@ -150,7 +150,7 @@ def _addresses(t):
 
 
 def compact(shape, strides):
-    """The strides of the same order of dimensions without holes; dimensions of stride 0 stay as they are."""
+    """The strides of the same order of dimensions without holes; dimensions of stride 0 are kept."""
     found, step = list(strides), 1
     if not strides:
         return found

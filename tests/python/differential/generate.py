@@ -6,11 +6,11 @@ import random
 from . import samples
 from .program import DIMENSIONS, MAP, Program, wrong
 
-# A new program is the best of so many. Each is made around a pair that has occurred too seldom.
+# Candidates of which a new program is the best. Each is made around a pair that has occurred too rarely.
 CANDIDATES = 12
-# A pair that has occurred so often is no longer asked for. (Not all programs have batches enough to count.)
+# Occurrences after which a pair is no longer asked for. (Not all programs have enough batches to count.)
 ENOUGH = 12
-# After so many tries around a pair no program has it.
+# Tries after which a pair is taken to occur in no program.
 TRIES = 400
 
 SIZES = {"0": (0, 0), "1": (1, 1), "2-9": (2, 9), "10-49": (10, 49), "50-200": (50, 200)}

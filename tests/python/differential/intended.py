@@ -17,7 +17,7 @@ def _items(events):
 
 def first_error_of_a_worker_again(program, theirs, ours):
     """After an error of worker_init_fn, or of the first iter(dataset), torch's worker answers every later task with an
-    UnboundLocalError about its own variable; ours repeats the error that was (T24 in docs/parity.md)."""
+    UnboundLocalError about its own variable; rustloader repeats the original error (T24 in docs/parity.md)."""
     if program.error_in not in ("init", "iter"):
         return
     said = {}
@@ -53,11 +53,11 @@ def _compact(a, b, shared):
 
 def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
     """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses
-    the batch, and keeps one task less under way for the rest of the epoch; ours gives the batch, raises at the next
-    call, and asks for the index again (T24 in docs/parity.md).
+    the batch, and keeps one task fewer in flight for the rest of the epoch; rustloader returns the batch, raises at
+    the next call, and asks for the index again (T24 in docs/parity.md).
 
-    Up to there all is compared. In the rest of that epoch torch's batches must be among ours, in the same order, and
-    the errors the same. What comes after that epoch is left out, because the sampler's random draws have moved.
+    Up to there everything is compared. In the rest of that epoch torch's batches must be among rustloader's, in the
+    same order, with the same errors. Later epochs are left out, because the sampler's random draws have shifted.
     """
     if program.error_in != "sampler" or not program.num_workers:
         return []
@@ -78,7 +78,7 @@ def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
     rest = iter(items[1])
     lost = next((k for k, item in enumerate(items[0]) if item not in rest), None)
     if lost is not None and ended:
-        return [f"item {lost} after an error of the sampler is not among ours: {items[0][lost]}"]
+        return [f"item {lost} after an error of the sampler is not among rustloader's: {items[0][lost]}"]
     if any(a != b for a, b in zip(*errors, strict=False)) or (ended and len(errors[0]) > len(errors[1])):
         return [f"errors from the first one of the sampler on\n  torch: {errors[0]}\n  ours:  {errors[1]}"]
     return []

@@ -102,7 +102,7 @@ class Iterable(Dataset, data.IterableDataset):
         return "a dataset"
 
     def begin(self):
-        """Notes a call of __iter__, and says how many samples there are here."""
+        """Records a call of __iter__, and returns the number of samples here."""
         info = get_worker_info()
         worker, count = (0, 1) if info is None else (info.id, info.num_workers)
         fails = self.program.error_in == "iter" and self.program.error_at[0] % count == worker
@@ -125,7 +125,7 @@ class Iterable(Dataset, data.IterableDataset):
 
 
 class ItsOwnIterator(Iterable):
-    """Goes on after an error, as a generator cannot."""
+    """Continues after an error, unlike a generator."""
 
     def __iter__(self):
         self.positions = iter(range(self.begin()))

@@ -178,7 +178,7 @@ def subclass(s, loader):
 
 
 def in_a_thread(s, loader):
-    """All in a thread of the user's, which ends before the program does."""
+    """Everything in a user's thread, which ends before the program does."""
     failed = []
 
     def body():

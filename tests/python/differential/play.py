@@ -23,7 +23,7 @@ ITERATORS = {
     "ours": rustloader.iterator.core._MultiProcessingDataLoaderIter,
 }
 
-# So many batches end an epoch that has no end of its own.
+# Batches after which an endless epoch is cut off.
 LIMIT = 60
 
 # Old versions of torch do not count each worker's tasks.
@@ -73,11 +73,11 @@ class Session:
     # --- noting
 
     def after(self, *event):
-        """Notes a step, then what has changed with it: warnings and random generators."""
+        """Records a step, then what it changed: warnings and random generators."""
         self.note(*event)
         while self.caught:
             w = self.caught.pop(0)
-            # torch's loader has threads when it forks, ours has none (T23 in docs/parity.md).
+            # torch's loader has threads when it forks, rustloader has none (T23 in docs/parity.md).
             if not (w.category is DeprecationWarning and "multi-threaded" in str(w.message)):
                 self.note("warning", *describe.warning(w))
         self.note("rng", *recorder.rng(self.generator))
@@ -177,7 +177,7 @@ class Session:
                 tensor.detach().fill_(1)
 
     def take(self, iterator, count):
-        """So many calls of next; fewer when the end comes."""
+        """Calls next() up to `count` times, until the end."""
         for _ in range(count):
             if self.next(iterator)[0] == "end":
                 return
@@ -242,7 +242,7 @@ class Session:
             self.note("workers", [[w.name, w.daemon, type(w).__name__, w.is_alive()] for w in workers])
 
     def counters(self, iterator):
-        """torch's counters, as far as they do not tell of timing."""
+        """torch's counters, except those that depend on timing."""
         p = self.program
         if p.is_ordered and p.is_map and hasattr(iterator, "_send_idx") and not iterator._shutdown:
             tasks = sorted((task, info[0]) for task, info in iterator._task_info.items())

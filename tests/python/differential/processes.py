@@ -45,10 +45,10 @@ class Run:
 
     def child(self, writing):
         os.setsid()
-        # Slow starts of a busy machine are no stuck workers, and what the log says counts as a hand-over.
+        # Slow starts on a busy machine are not stuck workers, and any log line counts as a fallback.
         os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
         if self.program.start_method != "fork":
-            # Workers that are told to leave before they have imported torch come as far as they do with more time.
+            # Workers that are asked to exit before they have imported torch get enough time to do so.
             torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -112,8 +112,8 @@ def run_all(programs, jobs):
 
 
 def warn_once():
-    """Has torch say what it says once in a process. Its loader unpickles the stale batches of a reset, ours does not
-    look at them, so that the warnings would come at different steps."""
+    """Makes torch emit its once-per-process warnings now. Its loader unpickles the stale batches of a reset, rustloader
+    skips them, so the warnings would come at different steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor([[0]], [1.0], (2,))

@@ -214,7 +214,7 @@ def wrong(p):
         # In a persistent second epoch it kills torch's worker (T24 in docs/parity.md).
         return "errors of iter(dataset) are tried once for each worker"
     if p.error_in == "init" and p.persistent:
-        # torch's worker goes on without its init function in the second epoch; ours repeats the error (T24).
+        # torch's worker goes on without its init function in the second epoch; rustloader repeats the error (T24).
         return "an init function fails for good"
     if p.error_in == "sampler" and p.sampler not in ("eager", "lazy", "walk", "infinite"):
         return "torch's samplers do not fail"

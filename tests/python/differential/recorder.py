@@ -32,7 +32,7 @@ def rng(generator=None):
 
 
 def about(info):
-    """What a worker can say of itself."""
+    """What a worker reports about itself."""
     with open("/proc/self/comm") as f:
         name = f.read().strip()
     if info is None:

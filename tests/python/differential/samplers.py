@@ -43,8 +43,8 @@ class Noting(Part, data.Sampler):
 
 
 class Own(Part, data.Sampler):
-    """A sampler of the user's own: `lazy` is a generator, `eager` draws everything in __iter__, `walk` is an iterator
-    that goes on after an error, `infinite` the same without an end."""
+    """A user-defined sampler: `lazy` is a generator, `eager` draws everything in __iter__, `walk` is an iterator
+    that continues after an error, `infinite` the same without an end."""
 
     shift = 0
 

@@ -1,7 +1,7 @@
-"""The kinds of samples: sample i of a kind is a function of i, but for those that draw random numbers or look around.
+"""The kinds of samples: sample i of a kind depends only on i, except where it draws random numbers or inspects state.
 
 `COLLATED` are the kinds that default_collate takes, `REFUSED` those that it does not, `OTHER` those that are only
-tried with collate functions of the user's own, because default_collate would walk into them.
+tried with user-defined collate functions, because default_collate would walk into them.
 Not among them is what torch's loader gets wrong or hangs on: conj and neg views, quantized and mkldnn tensors,
 objects that cannot be pickled.
 """
@@ -35,7 +35,7 @@ class Labelled(torch.Tensor):
 
 
 class Mapping(collections.UserDict):
-    """A mapping that is no dict."""
+    """A mapping that is not a dict."""
 
 
 class Array(np.ndarray):

@@ -1,6 +1,6 @@
 """Iterators that are dropped at any moment and in any way: `make drops ARGS='--count 1000 --seed S'`.
 
-Asked for: the workers, and the pin thread, are gone with the iterator; what was taken before is right and stays so;
+Required: the workers, and the pin thread, are gone with the iterator; what was taken before is right and stays so;
 Python has nothing to complain of; after each fifty, and at the end, nothing is left of any of them.
 """
 
@@ -139,7 +139,7 @@ class Drop:
         assert not thread.is_alive() and done == [True], "the thread does not end"
 
     def by_child(self):
-        """A forked child drops what it has inherited; the parent goes on before it does."""
+        """A forked child drops what it has inherited; the parent continues before it does."""
         iterator = self.begun()
         sys.stdout.flush()
         pid = os.fork()

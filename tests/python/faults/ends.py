@@ -1,8 +1,8 @@
-"""A main process ends, in every way and at every place, whatever its workers are at: `make ends`.
+"""A main process ends, in every way and at every place, whatever its workers are doing: `make ends`.
 
-Asked for: it ends within its deadline, also when its workers are in items of a minute and ignore SIGTERM; with the
-status and the words that the way of its end has, and one traceback at the most; a second later no worker is left, and
-no file.
+Required: it ends within its deadline, even when its workers are in items of a minute and ignore SIGTERM; with the
+exit status and output that belong to the way it ends, and at most one traceback; a second later no worker and no file
+is left.
 """
 
 import argparse

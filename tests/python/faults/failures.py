@@ -72,7 +72,7 @@ INTERRUPTED |= {"ppoll", "epoll_wait"}
 HANDING_OVER = {"memfd_create", "ftruncate", "seal", "mmap", "mprotect", "populate", "eventfd", "fstat", "atfork"}
 # Seconds in which a program has to end; a spawned worker imports torch.
 LIMIT = 60
-# How many calls of a kind are tried at the most where the program makes more of it the longer it waits.
+# At most this many calls of a kind are tried where the program makes more of them the longer it waits.
 MOST = 60
 
 CLEAR = [
@@ -112,7 +112,7 @@ def made(program, where):
 
 
 def effects_of(kind, program, where):
-    """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or go on."""
+    """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or continue."""
     handed_over = program == "doomed" and where == "main" and kind in HANDING_OVER
     return [e for e in EFFECTS if (e != "EINTR" or kind in INTERRUPTED) and not (e == "errno" and handed_over)]
 
@@ -162,7 +162,7 @@ def tried(failure):
 
 
 def walk(programs, kinds, report):
-    """Tries call after call of each kind, until there is none left; gives the kinds that were called."""
+    """Tries call after call of each kind until none is left; returns the kinds that were called."""
     found = set()
     for program in programs:
         for where in ("main", "worker"):
@@ -183,7 +183,7 @@ def walk(programs, kinds, report):
 
 
 def some(count, seed):
-    """So many failures, drawn from those that the programs make when nothing fails."""
+    """`count` failures, drawn from the calls that the programs make when nothing fails."""
     places = [
         (program, where, kind, number)
         for program in [*PROGRAMS, *SPECIAL]
@@ -221,7 +221,7 @@ def prepare():
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m faults.failures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--some", type=int, metavar="N", help="only so many of them, drawn by chance")
+    parser.add_argument("--some", type=int, metavar="N", help="try only N of them, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of --some")
     parser.add_argument("--program", action="append", default=[], help="only this program")
     parser.add_argument("--kind", action="append", default=[], help="only this kind of call")

@@ -1,9 +1,9 @@
 """Forks while other loaders are at work: `make forks ARGS='--forks 500 --seed S'`.
 
-Two threads iterate, one of them over a persistent loader; a third loader has been begun and waits. The main thread
-forks at random moments. Asked for: all data are right in parent and child; an inherited iterator does nothing in the
-child; what it lets go of there is its own; it can load for itself; nobody waits for a lock that nobody will release.
-Half of the forks are made beside plain loaders, half beside loaders that pin.
+Two threads iterate, one of them over a persistent loader; a third loader has started and waits. The main thread forks
+at random moments. Required: all data are right in parent and child; an inherited iterator does nothing in the child;
+what the child releases is its own; it can load for itself; no thread waits for a lock that is never released. Half of
+the forks are made beside plain loaders, half beside loaders that pin.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LIMIT = 60
 
 
 class Items(Dataset):
-    """Sample i is so many times i: in a message, or in a block of its own."""
+    """Sample i is filled with i: in a message, or in a block of its own."""
 
     def __init__(self, n=40):
         self.n = n
@@ -70,7 +70,7 @@ class Forks:
         return DataLoader(Items(), **({"batch_size": None, "num_workers": 2, "pin_memory": self.pinned} | kw))
 
     def run(self, count, rng):
-        """So many forks: what is wrong, in words."""
+        """Forks `count` times; returns a description of each failure."""
         from support import worker_pids
 
         wrong = []
@@ -118,7 +118,7 @@ class Forks:
                 os._exit(status)
         os.close(writer)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        # Not to the end of the file: a worker that a thread started meanwhile may hold the other end for good.
+        # Not to the end of the file: a worker that a thread has since started may keep the other end open.
         os.set_blocking(reader, False)
         try:
             text = os.read(reader, 1 << 16).decode(errors="replace")

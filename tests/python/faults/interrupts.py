@@ -2,7 +2,7 @@
 
 SIGINT goes to the main process alone, to its whole group as from a terminal, or twice; while it waits in next(), in
 the user's own code, while it starts or shuts down, with workers that are quick, slow, or stuck and deaf to SIGTERM.
-Asked for: the process ends, prints one traceback at the most for each signal, and leaves no worker.
+Required: the process ends, prints at most one traceback for each signal, and leaves no worker.
 """
 
 import argparse

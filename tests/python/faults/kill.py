@@ -1,6 +1,6 @@
 """A SIGKILL to a random worker or to main at a random moment: `make kill ARGS='--epochs 500 --seed S'`.
 
-Asked for in each epoch: the batches that came are the right ones, in their order, and stay what they were; the death
+Required in each epoch: the batches that came are the right ones, in order, and do not change later; the death
 of a worker is named by its pid and followed by an epoch that works; after main's own death no worker is left a second
 later, and no file.
 """

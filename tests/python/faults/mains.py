@@ -48,7 +48,7 @@ class Main:
         self.told, self.rest, self.over = [], b"", False
 
     def listen(self, seconds, until=lambda told: False):
-        """Reads what the process tells, for so long or until that much has been told or it has closed its end."""
+        """Reads the process's output for `seconds`, until `until` accepts it, or until the process closes its end."""
         end = time.monotonic() + seconds
         while not self.over and not until(self.told) and (left := end - time.monotonic()) >= 0:
             if select.select([self.words], [], [], left)[0]:
@@ -58,7 +58,7 @@ class Main:
                 self.over = not data
 
     def said(self, kind):
-        """What was told under this name."""
+        """What was reported under this name."""
         return [value for name, value in self.told if name == kind]
 
     def workers(self):
@@ -70,8 +70,8 @@ class Main:
         return {pid for pid in session(self.pid) | children_of(server) if not gone(pid)} - {self.pid}
 
     def patience(self, seconds):
-        """How long its workers may live on after it: so long, and longer where one of them is still a fresh interpreter
-        that imports what its dataset needs. None of our code runs there before that is done."""
+        """How long its workers may outlive it: `seconds`, or longer while one of them is a fresh interpreter that still
+        imports what its dataset needs. No rustloader code runs there before that is done."""
         for pid in self.workers():
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
                 if "memfd:rustloader" not in file.read():

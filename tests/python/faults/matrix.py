@@ -1,6 +1,6 @@
 """A worker ends, in every way and at every place, under every kind of loader: `make faults`.
 
-Asked for: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
+Required: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
 soon, whichever thread asks; the same error again; a next epoch that works; nothing left of it all.
 """
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     persistent: bool = False
     in_order: bool = True
     pinned: bool = False
-    # What becomes of the status: "" the usual, "ignored" SIGCHLD is ignored, "reaped" somebody else has waited for it.
+    # What becomes of the exit status: "" as usual, "ignored" SIGCHLD is ignored, "reaped" other code waited for it.
     status: str = ""
 
     def __str__(self):
@@ -97,7 +97,7 @@ def run(case):
     wrong += [f"left behind: {report[what]}" for what in ("left", "processes") if report.get(what)]
     wrong += [f"logged: {line}" for line in report.get("log", ())]
     said = report["output"]
-    # A SystemExit out of multiprocessing's own clean-up, or out of an unpickling, is said by multiprocessing.
+    # multiprocessing reports a SystemExit raised in its own clean-up, or while unpickling.
     if not (case.way == "sys.exit(0)" and case.place in ("shutdown", "birth")) and SPOKEN.sub("", said):
         wrong.append("output")
     return "; ".join(wrong) + (f"\n{said}" if wrong else ""), report.get("value")
@@ -237,7 +237,7 @@ class Play:
 
 
 def kernel_tells():
-    """Whether the kernel says how a process has ended that somebody else has reaped (PIDFD_INFO_EXIT)."""
+    """Whether the kernel reports the exit status of a process that other code has reaped (PIDFD_INFO_EXIT)."""
     return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
 
 

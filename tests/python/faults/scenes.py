@@ -22,7 +22,7 @@ SIGNALS = {name: signal.Signals[name] for name in ("SIGKILL", "SIGSEGV", "SIGBUS
 # C++'s std::terminate ends by SIGABRT.
 TERMINATE = "terminate()"
 WAYS = [*SIGNALS, "os._exit(0)", "sys.exit(0)", "os._exit(3)", TERMINATE]
-# Which worker ends, and which of its samples is the last that it is asked for.
+# Which worker ends, and which is the last sample requested of it.
 VICTIM, LAST = 1, 7
 
 
@@ -37,7 +37,7 @@ def end(way, marker):
     # pytest's, which a forked worker has as well, would write pages of stacks between the results.
     faulthandler.disable()
     if way in SIGNALS:
-        # To this thread: it must not go on for a moment while another one takes the signal.
+        # To this thread: it must not run on while another one takes the signal.
         signal.raise_signal(SIGNALS[way])
         time.sleep(30)
     elif way == "sys.exit(0)":
@@ -54,7 +54,7 @@ def use_the_parents_fork_server():
 
 
 def sample(i):
-    """Larger than what lies in a message, and all of it says which sample it is."""
+    """Larger than what fits in a message, and every element identifies the sample."""
     return torch.full((6000,), float(i))
 
 
@@ -131,7 +131,7 @@ def number(batch):
 
 
 class Thief:
-    """Somebody who reaps every child of this process, as soon as it has ended."""
+    """Reaps every child of this process as soon as it has ended."""
 
     def __enter__(self):
         self.over = threading.Event()

@@ -1,7 +1,7 @@
 """Endurance: loaders of random kinds with faults mixed in, for as long as you like: `make soak ARGS='--minutes 20'`.
 
 One main process makes one loader after the other. Each batch is compared by its hash with that of torch's loader, up to
-a fault and behind it. Some batches are kept over many epochs and looked at again. A line a minute says what the
+a fault and behind it. Some batches are kept over many epochs and checked again. A line a minute shows what the
 process holds; the exit status is 1 if a batch was wrong, a fault had another end than it should, or the figures have
 grown.
 """
@@ -243,10 +243,10 @@ class Soak:
             print(f"WRONG {self.wrong[-1]}", flush=True)
 
     def iterate(self, loader, fault, before, expected, options):
-        """What is wrong with an epoch, in words; None if nothing is. `before` is the fault of the epoch before."""
+        """Describes what is wrong with an epoch; None if nothing is. `before` is the fault of the previous epoch."""
         name = None if fault is None else fault.name
         if name is None and options.get("timeout"):
-            name = "late"  # a busy machine, or what is left of the epoch before
+            name = "late"  # a busy machine, or leftovers of the previous epoch
         moment = self.rng.randrange(max(1, len(expected)))
         iterator, got, errors = begun(loader, before), [], []
         for number in itertools.count():

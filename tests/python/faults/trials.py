@@ -16,14 +16,14 @@ def quiet():
 
 
 def seed_of(args):
-    """The seed asked for, or another one each time. It is printed."""
+    """The given seed, or a random one. It is printed."""
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     return seed
 
 
 def drawn(kind, count, args):
-    """So many trials, or the `args.only` one alone: (what it takes to have it again, with the trial; the trial)."""
+    """Yields (the arguments that reproduce a trial, the trial) `count` times, or for `args.only` alone."""
     seed = seed_of(args)
     for at in range(count) if args.only is None else [args.only]:
         trial = kind.random(random.Random(f"{seed}-{at}"))

@@ -32,7 +32,7 @@ NOISE = np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8)
 
 
 def noise(nbytes, seed):
-    """So many bytes, made from the seed."""
+    """`nbytes` bytes generated from the seed."""
     return np.resize(np.roll(NOISE, -37 * seed), nbytes)
 
 
@@ -200,7 +200,7 @@ def sample(spec, seed):
     if kind in CONTAINERS:
         return CONTAINERS[kind](sample(part, seed + i) for i, part in enumerate(rest[0]))
     dtype, shape = rest
-    if kind == "ragged":  # not what can be stacked, but for some
+    if kind == "ragged":  # only some of what can be stacked
         shape = (seed % 2 + 1, *shape)
     made = tensor(dtype, shape, seed)
     if kind == "transposed" and shape:
@@ -267,7 +267,7 @@ OPERATIONS = {
     "meta": lambda t: t.to("meta"),
     "quantized": quantized,
     "inference": inference,
-    "shared": lambda t: t.clone().share_memory_(),  # a clone: it frees the memory, and an array may look at it
+    "shared": lambda t: t.clone().share_memory_(),  # a clone: it frees the memory, which an array may view
     "storage": lambda t: t.untyped_storage(),
     "typed_storage": lambda t: t.storage(),
     "numpy": lambda t: t.numpy(),

@@ -1,4 +1,4 @@
-"""The property: what came from us is what came from torch, but for the intended differences."""
+"""The property: rustloader delivers what torch delivers, except for the intended differences."""
 
 import collections
 import zlib
@@ -19,10 +19,10 @@ PACKER = [{}, {"exchange": False}, {"adopt": 4096}]
 
 
 class Checker:
-    """Holds outcomes against each other, counts what it saw, and looks again at batches that are kept.
+    """Compares outcomes, counts what it saw, and checks again the batches that are kept.
 
     Args:
-        keep: delivered values that are kept until so many others have come.
+        keep: how many later values a delivered value is kept for.
     """
 
     def __init__(self, keep=40):
@@ -104,7 +104,7 @@ class Checker:
             self.look_again(*self._kept.popleft())
 
     def finish(self):
-        """Looks at all that is still kept."""
+        """Checks everything that is still kept."""
         while self._kept:
             self.look_again(*self._kept.popleft())
         assert not self.spoiled, "\n".join(self.spoiled[:5])

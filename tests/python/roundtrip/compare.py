@@ -220,7 +220,7 @@ class Record:
 
 @functools.cache
 def way_of(kind):
-    """How objects of a type are looked at."""
+    """How objects of a type are inspected."""
     ways = {torch.Tensor: "tensor", torch.UntypedStorage: "storage", np.ndarray: "array", np.void: "void", **VIEWS}
     for base, way in ways.items():
         if issubclass(kind, base):
@@ -264,7 +264,7 @@ def container(value, facts):
 
 
 def key_facts(value):
-    """A text that tells the members of sets apart."""
+    """A text that distinguishes the members of sets."""
     if isinstance(value, (tuple, frozenset)):
         parts = [key_facts(part) for part in value]
         return repr((type(value), sorted(parts) if isinstance(value, frozenset) else parts))
@@ -334,7 +334,7 @@ def quantizer(t):
 
 
 def differences(ours, theirs):
-    """What of our record is not in theirs, and the other way round."""
+    """What differs between rustloader's record and torch's."""
     found = []
     for path in dict.fromkeys([*theirs.facts, *ours.facts]):
         a, b = ours.facts.get(path), theirs.facts.get(path)

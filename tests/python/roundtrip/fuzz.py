@@ -60,7 +60,7 @@ def many(checker, loaders, options):
     start = time.monotonic()
     seed = options.seed
     while checker.trees < options.trees:
-        # Hypothesis looks for the small and special, and repeats itself; the plain generator goes far.
+        # Hypothesis finds small special cases and repeats itself; the plain generator covers more ground.
         (by_hypothesis if seed % 4 == 0 else at_random)(checker, loaders, seed)
         seed += 1
         took = time.monotonic() - start

@@ -10,7 +10,7 @@ __all__ = ["Forester", "sample_steps"]
 
 
 def sample_of(draw, deep=2):
-    """The description of a sample that default_collate knows, but for some of the odder ones."""
+    """The description of a sample that default_collate accepts, without some of the odder ones."""
     if deep and draw.chance(40):
         parts = tuple(sample_of(draw, deep - 1) for _ in range(draw.integer(0, 3)))
         return (draw.pick(["tuple", "dict", "list", "namedtuple"]), parts)
@@ -55,12 +55,12 @@ class Forester:
         return len(self.steps) - 1
 
     def some(self, kind):
-        """An earlier step of a kind, the last ones first; made now where there is none."""
+        """An earlier step of a kind, preferring recent ones; created if there is none."""
         found = [i for i, k in enumerate(self.kinds) if k == kind]
         if not found:
             return {"tensor": self.tensor, "array": self.array, "key": self.key}[kind]()
         i = found[-1 - min(self.draw.integer(0, len(found) - 1), self.draw.integer(0, len(found) - 1))]
-        # What is looked at only through its views often goes no further itself.
+        # What is used only through its views is often not part of the batch itself.
         if i in self.loose and self.draw.chance(50):
             self.loose.remove(i)
         return i

@@ -1,7 +1,7 @@
 """The differences from torch's loader that are intended: one list, each with its reason and when it holds.
 
-A predicate sees one difference and the whole case, and is as narrow as can be said: what it lets through is right in
-another way, which it looks at.
+A predicate sees one difference and the whole case, and is as narrow as possible: what it accepts is correct in another
+way, which it checks.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Case:
         return self._sent
 
     def tight(self, path):
-        """Whether the storage that a tensor of ours lies on begins and ends with what the batch shows of it."""
+        """Whether the storage of a tensor that rustloader delivered holds nothing but what the batch shows of it."""
         facts = self.ours.facts
         on = [f for f in facts.values() if f.get("storage of") == facts[path].get("storage of")]
         spans = [span for span in map(span_of, on) if span is not None]
@@ -37,7 +37,7 @@ class Case:
         return min(s[0] for s in spans) == 0 and max(s[1] for s in spans) == facts[path]["nbytes"]
 
     def parted_within(self, path):
-        """Whether a tensor of ours shows a byte of another with which it lay on one storage, and does no longer."""
+        """Whether the tensor overlaps another that torch delivers on the same storage, and rustloader on its own."""
         ours, theirs = self.ours.facts, self.theirs.facts
         leaves = {leaf.path: leaf for leaf in self.ours.leaves if leaf.kind == "tensor"}
         return path in leaves and any(
@@ -48,9 +48,8 @@ class Case:
         )
 
     def sharing(self, record):
-        """Who shares memory with whom, among what arrived: {path: what}. What names it depends on who stands before, so
-        lazy conjugates and negatives are left out, and what neither loader delivers: gradients, attributes of plain
-        tensors."""
+        """Which delivered tensors share memory: {path: name}. The name depends on what precedes it, so lazy conjugates
+        and negatives are left out, and so is what neither loader delivers: gradients, attributes of plain tensors."""
         leaves = {id(leaf.owner): leaf for leaf in record.leaves}
         arrived = [leaf.path for leaf in self.ours.leaves if leaf.kind == "tensor" and not self.is_lazy(leaf.path)]
         places = map(self.sent_path, arrived) if record is self.sent else arrived
@@ -114,7 +113,7 @@ def own_storage(d, case):
         return False
     if d.what == "storage of" and case.parted_within(d.path):
         return False
-    # What goes through torch's reducers comes with the storage that it had, but without the views that left it.
+    # What goes through torch's reducers keeps its storage, without the views that were separated from it.
     whole = all(ours.get(what) == theirs.get(what) for what in ("nbytes", "storage_offset"))
     return case.tight(d.path) or (whole and d.what == "storage of")
 
@@ -199,7 +198,7 @@ INTENDED = [
     ),
     Intended(
         "lazy conjugates and negatives",
-        "torch's reducer drops both bits and delivers other values; ours arrive resolved, in memory of their own.",
+        "torch's reducer drops both bits and delivers other values; rustloader resolves them, in memory of their own.",
         {"content", "stride", "storage_offset", "shares"},
         resolved,
         (

@@ -10,7 +10,7 @@ __all__ = ["Leaf", "alone", "check_writes", "digest", "leaf_of", "overlap", "sha
 
 
 def digest(content):
-    """A short text that tells contents apart, within one process."""
+    """A short text that distinguishes contents, within one process."""
     return content.hex() if len(content) <= 32 else f"{len(content)} bytes, {hash(content):x}"
 
 

@@ -42,7 +42,7 @@ class Slotted:
 
 
 class Reduced:
-    """Made anew from the arguments that __reduce__ names."""
+    """Rebuilt from the arguments that __reduce__ returns."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -155,7 +155,7 @@ class FailsToLoad:
         return fail_to_load, ()
 
 
-# What is made anew for each tree, so that identity shows nothing but the tree's own.
+# Created afresh for each tree, so that identity reflects only the tree itself.
 ATOMS = {
     "None": lambda: None,
     "True": lambda: True,

@@ -4,7 +4,7 @@ __all__ = ["prune", "reduced"]
 
 
 def prune(steps):
-    """The steps that the last one needs, numbered anew."""
+    """The steps that the last one needs, renumbered."""
 
     def tied_to(i):
         while steps[i][0] == "tie":

@@ -1,6 +1,6 @@
 """Random trees arrive as from torch's own loader (P24, P25, T5): through workers, and packed in one process.
 
-A fixed set; `make fuzz` goes on from here, for as long as you like.
+A fixed set; `make fuzz` continues from here, for as long as you like.
 """
 
 import mmap

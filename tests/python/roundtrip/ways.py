@@ -1,4 +1,4 @@
-"""The ways a tree travels: through torch's loader and through ours, and through the packer in one process."""
+"""The ways a tree travels: through torch's loader, through rustloader's, and through the packer in one process."""
 
 import dataclasses
 import io
@@ -46,8 +46,8 @@ class Trees(Dataset):
 
 
 class Ready:
-    """A value that is pickled already; it becomes that value, or its error, where it is unpickled. An error there would
-    leave torch's iterator waiting for a batch that has come."""
+    """A value that is already pickled; unpickling yields that value, or its error. An error raised while unpickling
+    would leave torch's iterator waiting for a batch that has arrived."""
 
     def __init__(self, payload):
         self.payload = payload
@@ -57,7 +57,7 @@ class Ready:
 
 
 class Pickled:
-    """A collate_fn that goes on to do what torch's queue does in a thread: there an error is a batch that never comes,
+    """A collate_fn that also does what torch's queue does in a thread: there an error is a batch that never comes,
     here it is raised."""
 
     def __init__(self, collate_fn):
