@@ -1,8 +1,8 @@
 """Completes signatures and docstrings on the documentation's site. mkdocs.yml names it; griffe runs it.
 
-``DataLoader`` inherits its constructor from torch, which the environment of the site does not have. A test compares
-this signature with that of the installed torch. The functions that take ``Options`` get their parameters, and the
-description of each, at run time.
+``DataLoader`` has the parameters of torch's class, which the environment of the site does not have, and its own. A test
+compares this signature with that of the installed torch. The functions that take ``Options`` get their parameters, and
+the description of each, at run time.
 """
 
 import importlib.util
@@ -55,7 +55,10 @@ class Completed(griffe.Extension):
 
     def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.path == "rustloader.dataloader.DataLoader":
-            cls.set_member("__init__", made(SIGNATURE))
+            assert cls.docstring is not None
+            own = self.options.keywords()
+            cls.set_member("__init__", made(SIGNATURE.replace("\n): ...", f"\n    {self.parameters(own)},\n): ...")))
+            cls.docstring.value = self.options.with_fields(cls.docstring.value, "Keyword Args:", own)
         elif cls.path == "rustloader.options.Options" and cls.docstring is not None:
             cls.set_member("__init__", made(f"def __init__(self, {self.parameters()}): ..."))
             cls.docstring.value = inspect.cleandoc(self.options.Options.__doc__)
@@ -66,14 +69,12 @@ class Completed(griffe.Extension):
             func.parameters = made(f"def taken({self.parameters()}): ...").parameters
             func.docstring.value = self.options.with_fields(func.docstring.value, "Args:")
 
-    def parameters(self) -> str:
-        """The fields of ``Options`` as keyword-only parameters, in source."""
-        return (
-            str(inspect.signature(self.options.Options))
-            .partition("(")[2]
-            .rpartition(")")[0]
-            .replace("multiprocessing.context.", "")
-        )
+    def parameters(self, names: list[str] | None = None) -> str:
+        """The fields of ``Options`` (default: all) as parameters, in source; all of them are keyword-only."""
+        signature = inspect.signature(self.options.Options)
+        given = [it for it in signature.parameters.values() if names is None or it.name in names]
+        text = str(signature.replace(parameters=given)).partition("(")[2].rpartition(")")[0]
+        return (text if names is None else text.removeprefix("*, ")).replace("multiprocessing.context.", "")
 
 
 def made(source: str) -> griffe.Function:

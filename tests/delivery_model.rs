@@ -1,6 +1,8 @@
 //! What calls of `next` owe, keep back and answer, against a small reference: the calls written out one after the other, in
 //! plain loops, over the same random sampler, scheduler and interrupts.
 
+mod common;
+
 use std::collections::VecDeque;
 
 use proptest::prelude::*;
@@ -421,17 +423,8 @@ fn script() -> impl Strategy<Value = Script> {
         .prop_map(|(before, draws, says, cut_off)| Script { before, draws, says, cut_off })
 }
 
-fn cases() -> u32 {
-    let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    wanted.unwrap_or(10_000)
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: cases(),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(common::model_config(10_000))]
 
     #[test]
     fn it_does_what_the_loops_do(script in script()) {

@@ -4,6 +4,8 @@
 //! Settings that torch does not have are combined freely, and submissions come whenever there is room. They have no
 //! reference: no task may be lost or delivered twice, and the order, both bounds and the dispatch policy must hold.
 
+mod common;
+
 use proptest::prelude::*;
 use rustloader::id::{TaskId, WorkerId};
 use rustloader::scheduler::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Scheduler, Settings};
@@ -563,17 +565,8 @@ fn config() -> impl Strategy<Value = Config> {
     })
 }
 
-fn cases() -> u32 {
-    let wanted = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    wanted.unwrap_or(20_000)
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: cases(),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(common::model_config(20_000))]
 
     #[test]
     fn it_does_what_torch_does_and_keeps_its_bounds_elsewhere(config in config()) {

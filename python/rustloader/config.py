@@ -83,12 +83,13 @@ def parse_install(setting: str) -> dict[str, Any] | None:
     Raises:
         ValueError: The value is neither 1 nor 0 nor a list of options.
     """
-    text = setting.strip().lower()
-    if text in ("", *NO):
+    text = setting.strip()
+    if text.lower() in ("", *NO):
         return None
     values = {}
-    for part in () if text in YES else text.split(","):
+    for part in () if text.lower() in YES else text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
+        name = name.lower()
         try:
             values[name] = option_of(name).parse(value)
         except (KeyError, ValueError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rustloader import options
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback
@@ -21,6 +24,8 @@ else:
 __all__ = ["DataLoader"]
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset, Sampler
+
     _T_co = TypeVar("_T_co", covariant=True)
 else:
     # torch's own, so that both classes have the same parameters.
@@ -72,7 +77,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         in_order: False delivers batches as they are ready (default: True).
 
     Raises:
-        ValueError: As torch's class, for the same arguments, with the same text.
+        ValueError: As torch's class, for the same arguments, with the same text; or an option that torch does not have
+            cannot have that value.
         TypeError: As torch's class.
         AssertionError: As torch's class.
 
@@ -87,6 +93,49 @@ class DataLoader(torch_data.DataLoader[_T_co]):
     # Classes do not inherit annotations.
     __annotations__ = dict(torch_data.DataLoader.__annotations__)
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            dataset: Dataset[_T_co],
+            batch_size: int | None = 1,
+            shuffle: bool | None = None,
+            sampler: Sampler[Any] | Iterable[Any] | None = None,
+            batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+            num_workers: int = 0,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            pin_memory: bool = False,
+            drop_last: bool = False,
+            timeout: float = 0,
+            worker_init_fn: Callable[[int], None] | None = None,
+            multiprocessing_context: Any = None,
+            generator: Any = None,
+            *,
+            prefetch_factor: int | None = None,
+            persistent_workers: bool = False,
+            pin_memory_device: str = "",
+            in_order: bool = True,
+            dispatch: str | None = None,
+            reorder_window: int | str | None = None,
+            seed_by: str | None = None,
+            worker_threads: int | None = None,
+        ) -> None:
+            self.dispatch = dispatch
+            self.reorder_window = reorder_window
+            self.seed_by = seed_by
+            self.worker_threads = worker_threads
+
+    else:
+
+        def __init__(self, *args, **kwargs):
+            own = {name: kwargs.pop(name) for name in options.keywords() if name in kwargs}
+            given = {name: value for name, value in own.items() if value is not None}
+            options.Options(**given)  # raises for a value that an option cannot have
+            super().__init__(*args, **kwargs)
+            # Frameworks rebuild a loader from its attributes.
+            for name, value in given.items():
+                setattr(self, name, value)
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
             return super()._get_iterator()
@@ -100,6 +149,24 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
+
+def _add_keywords(cls: Any) -> None:
+    """Adds the options that torch does not have to a class: as attributes, parameters and documentation."""
+    torchs = inspect.signature(torch_data.DataLoader.__init__)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))
+        for name in options.keywords()
+    ]
+    cls.__init__.__signature__ = torchs.replace(parameters=[*torchs.parameters.values(), *added])
+    cls.__init__.__annotations__ = torch_data.DataLoader.__init__.__annotations__ | {
+        it.name: it.annotation for it in added
+    }
+    for name in options.keywords():
+        setattr(cls, name, None)
+    cls.__doc__ = options.with_fields(cls.__doc__, "Keyword Args:", options.keywords())
+
+
+_add_keywords(DataLoader)
 
 # String annotations of torch are resolved in the module of the class that has them.
 for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):

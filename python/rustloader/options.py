@@ -6,13 +6,14 @@ path, without torch and the rest of the package.
 """
 
 # No `from __future__ import annotations`: signatures show the types themselves.
+import contextlib
 import dataclasses
 import functools
 import inspect
 import multiprocessing
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,6 +42,8 @@ class Option:
         metavar: Name of the flag's value in the help; empty for a flag without a value.
         flag_value: Value that a flag without a value sets.
         effective: Converts a value to the loader's attribute.
+        keyword: Whether ``rustloader.DataLoader`` has it as a keyword argument, which torch's class has not.
+        default: Value in force where neither the loader nor ``install()`` sets one.
     """
 
     text: str
@@ -53,6 +56,8 @@ class Option:
     metavar: str = ""
     flag_value: Any = None
     effective: Callable[[Any], Any] = lambda value: value
+    keyword: bool = False
+    default: Any = None
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -61,9 +66,9 @@ def _check_bool(name: str, value: Any) -> None:
 
 
 def _parse_bool(text: str) -> bool:
-    if text not in YES + NO:
+    if text.lower() not in YES + NO:
         raise ValueError(text)
-    return text in YES
+    return text.lower() in YES
 
 
 def _check_positive(name: str, value: Any) -> None:
@@ -88,9 +93,58 @@ def _check_context(name: str, value: Any) -> None:
 
 
 def _parse_method(text: str) -> str:
-    if text not in _METHODS:
+    if text.lower() not in _METHODS:
         raise ValueError(text)
+    return text.lower()
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
+
+
+def byte_size(text: str) -> int:
+    """The bytes of a size such as "512MiB" or "1.5 GB". Raises ValueError for other texts and for less than 1."""
+    match = _SIZE.fullmatch(text.strip())
+    count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+_WINDOW = 'a positive integer (batches), or a size such as "512MiB"'
+
+
+def _check_window(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} must be {_WINDOW}, got {value!r}")
+    try:
+        _parse_window(value) if isinstance(value, str) else _check_positive(name, value)
+    except ValueError:
+        raise ValueError(f"{name} must be {_WINDOW}, got {value!r}") from None
+
+
+def _parse_window(text: str) -> int | str:
+    with contextlib.suppress(ValueError):
+        return _parse_positive(text)
+    byte_size(text)
     return text
+
+
+def _one_of(*choices: str) -> dict[str, Any]:
+    """The checks of an option that is one of several words."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{name} must be {expected}, got {value!r}")
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(text)
+        return text.lower()
+
+    expected = " or ".join(", ".join(map(repr, choices)).rsplit(", ", 1))
+    return {"check": check, "parse": parse, "expected": expected.replace("'", ""), "default": choices[0]}
 
 
 def _context(value: Any) -> Any:
@@ -159,6 +213,51 @@ class Options:
         metavar="METHOD",
         effective=_context,
     )
+    dispatch: str | None = _field(
+        'Which worker takes a task: "round_robin", worker i mod N as in torch, or "shared_queue", whichever worker is '
+        'free (map-style datasets only; default: None, which means "round_robin").',
+        "which worker takes a task: round_robin or shared_queue",
+        unset=(None,),
+        **_one_of("round_robin", "shared_queue"),
+        flag="--dispatch",
+        metavar="POLICY",
+        keyword=True,
+    )
+    reorder_window: int | str | None = _field(
+        'Limit of the batches that are under way or wait for an older one, or of their bytes, as in "512MiB" (default: '
+        "None, which means prefetch_factor x num_workers).",
+        'batches, or bytes such as "512MiB", that may be under way or wait for an older one',
+        unset=(None,),
+        check=_check_window,
+        parse=_parse_window,
+        expected=_WINDOW.replace('"', ""),
+        flag="--reorder-window",
+        metavar="SIZE",
+        keyword=True,
+    )
+    seed_by: str | None = _field(
+        'What the random numbers of samples depend on: "worker" as in torch, "batch" or "sample" (default: None, which '
+        'means "worker").',
+        "what random numbers depend on: worker, batch or sample",
+        unset=(None,),
+        **_one_of("worker", "batch", "sample"),
+        flag="--seed-by",
+        metavar="UNIT",
+        keyword=True,
+    )
+    worker_threads: int | None = _field(
+        "Number of samples of a batch that a worker fetches at a time, for slow storage (map-style datasets only; "
+        "default: None, which means 1).",
+        "samples of a batch that a worker fetches at a time",
+        unset=(None, 1),
+        check=_check_positive,
+        parse=_parse_positive,
+        expected="a positive integer",
+        flag="--worker-threads",
+        metavar="N",
+        keyword=True,
+        default=1,
+    )
 
     def __post_init__(self) -> None:
         for name, value in _given(self).items():
@@ -178,15 +277,37 @@ def option_of(name: str) -> Option:
     return option
 
 
-def with_fields(docstring: str | None, heading: str) -> str | None:
-    """Inserts a section that describes the fields into a docstring, before the returns or errors."""
+def keywords() -> list[str]:
+    """The options that are keyword arguments of ``rustloader.DataLoader``."""
+    return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
+
+
+def in_force(loader: Any, name: str) -> Any:
+    """The value of an option for a loader, which may be of another class and not have the attribute. Raises as
+    ``Options`` does for a value that the program has set there."""
+    option = option_of(name)
+    value = getattr(loader, name, None)
+    if value is None:
+        return option.default
+    option.check(name, value)
+    return value
+
+
+def type_of(name: str) -> Any:
+    """The annotation of an option."""
+    return Options.__dataclass_fields__[name].type
+
+
+def with_fields(docstring: str | None, heading: str, names: Iterable[str] | None = None) -> str | None:
+    """Inserts a section that describes the fields (default: all) into a docstring, before the returns or errors."""
     if docstring is None:  # python -OO
         return None
     at = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
     place = at.start() if at else len(docstring)
     # Python 3.13 and later strip the indentation.
     indent = at[1] if at else ""
-    entries = [f"{name}: {option_of(name).text}" for name in Options.__dataclass_fields__]
+    names = Options.__dataclass_fields__ if names is None else names
+    entries = [f"{name}: {option_of(name).text}" for name in names]
     lines = [f"{indent}{heading}"]
     for entry in entries:
         lines += textwrap.wrap(entry, 120, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}        ")

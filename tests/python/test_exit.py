@@ -97,6 +97,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     atexit.register(print, "ending", flush=True)
     iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
+    assert workers_say(iterator, state="fetch")
     print("ready", flush=True)
     time.sleep(120)
     """)

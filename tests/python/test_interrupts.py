@@ -462,7 +462,9 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
         print("all")
         """
     )
-    assert (status, out, err) == (0, "all\n", "")
+    assert (status, out) == (0, "all\n")
+    # An alarm in a step of the clean-up is logged, so that the other steps follow.
+    assert set(err.splitlines()) <= {"a step of a DataLoader's shutdown failed: Alarm"}
 
 
 class Token:

@@ -27,6 +27,10 @@ OTHER = {
     "prefetch_factor": (3, "3"),
     "persistent_workers": (True, "1"),
     "multiprocessing_context": ("spawn", "spawn"),
+    "dispatch": ("shared_queue", "shared_queue"),
+    "reorder_window": ("512MiB", "512MiB"),
+    "seed_by": ("sample", "sample"),
+    "worker_threads": (4, "4"),
 }
 
 
@@ -99,7 +103,7 @@ def test_the_page_has_every_option_with_its_type_and_flag():
 def test_options_give_way_to_what_differs_from_torchs_defaults():
     loader = TorchDataLoader(range(2), num_workers=1)
     arguments = inspect.signature(TorchDataLoader).parameters
-    for name in NAMES:
+    for name in set(NAMES) - set(options.keywords()):
         unset = options.option_of(name).unset
         assert {arguments[name].default, getattr(loader, name)} == set(unset)
         assert OTHER[name][0] not in unset
@@ -119,10 +123,58 @@ def test_it_is_a_frozen_value():
         rustloader.Options(True)
 
 
-@pytest.mark.parametrize("name, value, error", [("in_order", 1, TypeError), ("prefetch_factor", 0, ValueError)])
+WRONG = [
+    ("in_order", 1, TypeError),
+    ("prefetch_factor", 0, ValueError),
+    ("dispatch", "fastest", ValueError),
+    ("dispatch", 1, TypeError),
+    ("reorder_window", 0, ValueError),
+    ("reorder_window", "0B", ValueError),
+    ("reorder_window", "many", ValueError),
+    ("reorder_window", 1.5, TypeError),
+    ("reorder_window", True, TypeError),
+    ("seed_by", "epoch", ValueError),
+    ("worker_threads", 0, ValueError),
+]
+
+
+@pytest.mark.parametrize("name, value, error", WRONG)
 def test_it_checks_its_values(name, value, error):
-    with pytest.raises(error, match=f"^{name} must be .*, got {value}$"):
+    with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
         rustloader.Options(**{name: value})
+    if name in options.keywords():
+        with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
+            rustloader.DataLoader(range(2), **{name: value})
+        loader = rustloader.DataLoader(range(2))
+        setattr(loader, name, value)
+        with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
+            options.in_force(loader, name)
+
+
+def test_sizes():
+    assert [options.byte_size(text) for text in ("1B", "2 kB", "1.5 GB", "512MiB", "2GiB")] == [
+        1, 2000, 1_500_000_000, 512 << 20, 2 << 30,
+    ]  # fmt: skip
+    for text in ("", "5", "1.5", "-1MB", "1 m", "0.5B", "1TB", "MB"):
+        with pytest.raises(ValueError):
+            options.byte_size(text)
+
+
+def test_a_loader_takes_the_options_that_torch_does_not_have():
+    own = options.keywords()
+    torchs = inspect.signature(TorchDataLoader).parameters
+    ours = inspect.signature(rustloader.DataLoader).parameters
+    assert list(ours) == [*torchs, *own]
+    assert all(ours[name] == torchs[name] for name in torchs)
+    assert [ours[name].annotation for name in own] == [field.type for field in FIELDS if field.name in own]
+    plain = rustloader.DataLoader(range(2))
+    assert vars(plain).keys() == vars(TorchDataLoader(range(2))).keys()
+    values = {name: OTHER[name][0] for name in own}
+    loader = rustloader.DataLoader(range(2), **values)
+    for name, value in values.items():
+        assert getattr(plain, name) is None and getattr(loader, name) == value == options.in_force(loader, name)
+        assert options.in_force(TorchDataLoader(range(2)), name) == options.option_of(name).default
+        assert f"{name}: {options.option_of(name).text}" in re.sub(r"\s+", " ", rustloader.DataLoader.__doc__)
 
 
 def test_neither_options_nor_the_environment_need_torch():

@@ -28,6 +28,7 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 
 import rustloader
+from rustloader.iterator.settings import EngineSettings
 
 pytestmark = [pytest.mark.ours, pytest.mark.handover]
 
@@ -64,9 +65,8 @@ def test_engine_mode_says_nothing(caplog):
 
 def test_settings_beyond_the_engines_limits_are_handed_over():
     def reason(workers, prefetch_factor):
-        settings = {"num_workers": workers, "prefetch_factor": prefetch_factor}
-        others = {"in_order": True, "persistent_workers": False, "timeout": 0}
-        engine, reason = rustloader.iterator.fallback.make_engine(types.SimpleNamespace(**settings, **others))
+        loader = DataLoader(range(2), num_workers=workers, prefetch_factor=prefetch_factor)
+        engine, reason = rustloader.iterator.fallback.make_engine(EngineSettings.of(loader))
         assert engine is None
         return reason
 

@@ -74,7 +74,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         core = None
         # The comparison raises torch's TypeError for values of other types.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            core, reason = fallback.make_engine(loader)
+            self._engine_settings = settings.EngineSettings.of(loader)
+            core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)
             self._passthrough = True
@@ -146,7 +147,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     def _restart(self) -> None:
         """Starts new workers for a persistent loader whose workers died or were shut down."""
         self._shutdown_workers()
-        core, reason = fallback.make_engine(self)
+        core, reason = fallback.make_engine(self._engine_settings)
         if core is None:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
         self._workers.clear()

@@ -15,6 +15,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from rustloader._core import Engine
 from rustloader.config import stall_limits
 from rustloader.iterator import interrupts
+from rustloader.iterator.settings import EngineSettings
 from rustloader.metrics import ledger
 from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
@@ -94,19 +95,15 @@ def fall_back(source: Any, reason: str) -> None:
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
-def make_engine(settings: Any) -> tuple[Engine | None, str | None]:
-    """An engine for the settings of a loader or an iterator, or the reason why there is none."""
-
-    def setting(name: str) -> Any:
-        return getattr(settings, name) if hasattr(settings, name) else getattr(settings, "_" + name)
-
+def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
+    """An engine with these settings, or the reason why there is none."""
     try:
         engine = Engine(
-            setting("num_workers"),
-            setting("prefetch_factor"),
-            bool(setting("in_order")),
-            bool(setting("persistent_workers")),
-            float(setting("timeout")),
+            settings.num_workers,
+            settings.prefetch_factor,
+            bool(settings.in_order),
+            bool(settings.persistent_workers),
+            float(settings.timeout),
             stall_limits(),
             loads=serialize.loads,
             dump_index=serialize.dumps_alone,

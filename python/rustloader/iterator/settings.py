@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from rustloader import options
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs of a loader. An iterator keeps it, because torch's iterators keep no loader."""
+
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    persistent_workers: bool
+    timeout: float
+    dispatch: str
+    reorder_window: int | str | None
+
+    @classmethod
+    def of(cls, loader: Any) -> EngineSettings:
+        """The settings of a loader as ``applied`` returns it."""
+        return cls(
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            in_order=loader.in_order,
+            persistent_workers=loader.persistent_workers,
+            timeout=loader.timeout,
+            dispatch=options.in_force(loader, "dispatch"),
+            reorder_window=options.in_force(loader, "reorder_window"),
+        )
 
 
 class _Loader:
@@ -25,7 +52,7 @@ def applied(loader: Any) -> Any:
     changed = {}
     for name, value in options.current().items():
         option = options.option_of(name)
-        if getattr(loader, name) in option.unset:
+        if (getattr(loader, name, None) if option.keyword else getattr(loader, name)) in option.unset:
             changed[name] = option.effective(value)
     if "persistent_workers" in changed and not isinstance(loader, DataLoader):
         del changed["persistent_workers"]  # loaders of other classes make a new iterator each time
