@@ -275,6 +275,27 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
+def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
+    """multiprocessing's hook would join them without limit."""
+    process, pids = started("""
+    import threading
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600
+    def init_fn(_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loader = DataLoader(Slow(9, {1: 600}), num_workers=1, batch_size=None, worker_init_fn=init_fn)
+    iterator = told(iter(loader))
+    next(iterator)
+    assert workers_say(iterator, state="fetch")
+    threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
+    while not iterator._core.closing:
+        time.sleep(0.01)
+    """)
+    with within(60):
+        status, _, err = finish(process, 90)
+    assert (status, err) == (0, "")
+    assert len(pids) == 1 and wait_until(lambda: all(map(gone, pids)))
+
+
 def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
     status, out, err = run_script("""
         import threading
@@ -371,7 +392,17 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
             time.sleep(0.01)
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        threading.Timer(2, (folder / "go").touch).start()
+        def let_go():
+            # Until the main process has sent its own SIGTERM and waits for the worker to end.
+            seconds = None
+            while seconds != group.KILL_AFTER:
+                time.sleep(0.01)
+                frame = sys._current_frames()[threading.main_thread().ident]
+                while frame is not None and frame.f_code is not group._gone.__code__:
+                    frame = frame.f_back
+                seconds = frame and frame.f_locals["seconds"]
+            (folder / "go").touch()
+        threading.Thread(target=let_go).start()
         iterator._shutdown_workers()
         print(worker.exitcode)
         """
