@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from support import finish, gone, run_script, start_script, wait_until, within
@@ -12,7 +11,7 @@ pytestmark = pytest.mark.ours
 START = """
     import rustloader
     from sample_data import Held, Images, Numbers, Slow
-    from support import waits_in_next, while_next_waits, workers_say
+    from support import waits_in_next, while_main_is_in, while_next_waits, workers_say
     def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
@@ -90,11 +89,9 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
 
 def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     process, pids = started("""
-    import atexit
     from rustloader.workers import group
     group.EXIT_GRACE = 60
-    # Runs just before the hook that waits for the stuck worker.
-    atexit.register(print, "ending", flush=True)
+    while_main_is_in(group._gone, lambda _: print("ending", flush=True))
     iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
     assert workers_say(iterator, state="fetch")
@@ -104,7 +101,6 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     assert process.stdout.readline() == "ready\n"
     os.kill(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "ending\n"
-    time.sleep(0.5)
     os.kill(process.pid, signal.SIGINT)
     ends_with_one_traceback(process, pids, seconds=30)
 
@@ -369,8 +365,9 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
     """Two that are pending at a time are one, with the sender of the first."""
     status, out, err = run_script(
         f"""
-        import pathlib, subprocess, threading
+        import pathlib, subprocess
         from sample_data import Numbers
+        from support import while_main_is_in
         from rustloader.workers import group
         folder = pathlib.Path({str(tmp_path)!r})
         class Busy(Numbers):
@@ -392,17 +389,12 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
             time.sleep(0.01)
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        def let_go():
-            # Until the main process has sent its own SIGTERM and waits for the worker to end.
-            seconds = None
-            while seconds != group.KILL_AFTER:
-                time.sleep(0.01)
-                frame = sys._current_frames()[threading.main_thread().ident]
-                while frame is not None and frame.f_code is not group._gone.__code__:
-                    frame = frame.f_back
-                seconds = frame and frame.f_locals["seconds"]
+        # The worker goes on once the main process has sent its own SIGTERM and waits for the worker to end.
+        def go_on(frame):
+            if frame.f_locals["seconds"] != group.KILL_AFTER:
+                return False
             (folder / "go").touch()
-        threading.Thread(target=let_go).start()
+        while_main_is_in(group._gone, go_on)
         iterator._shutdown_workers()
         print(worker.exitcode)
         """
