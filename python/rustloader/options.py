@@ -343,7 +343,7 @@ def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]]
     """
 
     def decorate(function: Callable[[dict[str, Any]], _R]) -> Any:
-        own = inspect.signature(function)
+        own = inspect.signature(function, eval_str=True)
         signature = inspect.signature(options).replace(return_annotation=own.return_annotation)
 
         @functools.wraps(function)

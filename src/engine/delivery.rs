@@ -213,6 +213,16 @@ impl<T, B, E> Delivery<T, B, E> {
         std::mem::replace(&mut self.call, Call::Answers) == Call::Waits
     }
 
+    /// The deferred errors of the sampler.
+    pub fn errors(&self) -> &VecDeque<E> {
+        &self.errors
+    }
+
+    /// Takes the deferred errors of the sampler.
+    pub fn take_errors(&mut self) -> VecDeque<E> {
+        std::mem::take(&mut self.errors)
+    }
+
     /// Takes the index batch to send before the sampler is asked again.
     #[inline]
     pub fn take_unsent(&mut self) -> Option<T> {

@@ -25,7 +25,7 @@ impl<'py> Call<'_, 'py> {
         let (event, answer) = match (interrupt, drawn) {
             (Ok(()), Ok(())) => (Event::IndexDrawn, Ok(())),
             (Ok(()), Err(error)) if error.is_instance_of::<PyException>(self.py) => {
-                (Event::DrawFailed(error), Ok(()))
+                (Event::DrawFailed(error.into_value(self.py)), Ok(()))
             }
             (Err(error), _) | (_, Err(error)) => (Event::DrawInterrupted, Err(error)),
         };
