@@ -113,8 +113,9 @@ class Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
         ``is_interrupt`` returns whether a signal handler raised an error."""
 
-    def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
-        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Lock-free."""
+    def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
+        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
+        (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker."""
@@ -329,7 +330,7 @@ class Port:
         cls,
         memfd: int,
         doorbell: int,
-        geometry: tuple[int, int, int],
+        geometry: tuple[int, int, int, bool],
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:

@@ -42,6 +42,7 @@ use crate::scheduler::{Action, Death, Event, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
+use crate::shm::layout::Needs;
 use crate::shm::pool;
 use crate::shm::ring::Producer;
 use crate::sys;
@@ -83,8 +84,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-        let arena = pool::take(limit(settings.workers), limit(outstanding))?;
-        Self::over(arena, settings)
+        let needs =
+            Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue: false };
+        Self::over(pool::take(needs)?, settings)
     }
 
     /// An engine over a given arena.

@@ -19,6 +19,7 @@ use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
+use super::port::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
@@ -111,13 +112,13 @@ impl PyEngine {
         })
     }
 
-    fn shipment(&self) -> (i32, i32, (u64, u32, u32), (i32, u64)) {
+    fn shipment(&self) -> (i32, i32, Sizes, (i32, u64)) {
         let geometry = self.handle.arena.geometry();
         let parent = Parent::this_process();
         (
             self.handle.arena.raw_fd(),
             self.handle.doorbell.as_fd().as_raw_fd(),
-            (geometry.total, geometry.workers, geometry.ring_slots),
+            (geometry.total, geometry.workers, geometry.ring_slots, geometry.shared_queue),
             (parent.pid, parent.start_time),
         )
     }
