@@ -320,7 +320,7 @@ impl Driver {
         self.delivery.on_event(Event::NextBegan);
         loop {
             // The bindings keep no tag; here an equivalent type stands for it.
-            let decide = || match decide(world) {
+            let decide = |_| match decide(world) {
                 Decision::Deliver { task, worker, result, .. } => {
                     Decision::Deliver { task, worker, tag: 0, result }
                 }
@@ -368,7 +368,7 @@ impl Driver {
 
 fn run(script: &Script) {
     let (mut world, mut mirror) = (World::new(script), World::new(script));
-    let mut driver = Driver { delivery: Delivery::default(), closed: false };
+    let mut driver = Driver { delivery: Delivery::new(false), closed: false };
     let mut reference = Reference::default();
     let mut batches = Vec::new();
     for &before in &script.before {
@@ -435,7 +435,7 @@ proptest! {
 /// The rows of the table in the module's documentation, each above all that come after it.
 #[test]
 fn the_answers_have_the_precedence_of_the_table() {
-    let mut delivery = Delivery::<u64, u64, u64>::default();
+    let mut delivery = Delivery::<u64, u64, u64>::new(false);
     // All at once: an error and a draw that it owes, an unread result, damage, a tied result, an end.
     delivery.on_event(Event::DrawFailed(1));
     delivery.on_event(Event::DecodeInterrupted(2));
@@ -444,7 +444,7 @@ fn the_answers_have_the_precedence_of_the_table() {
     delivery.on_event(Event::NextBegan);
     let mut said = Vec::new();
     let mut ask = |delivery: &mut Delivery<u64, u64, u64>, closed, decision| {
-        said.push(match delivery.answer(closed, || decision) {
+        said.push(match delivery.answer(closed, |_| decision) {
             Err(_) => "broken",
             Ok(Step::Raise(1)) => "error",
             Ok(Step::Closed) => "closed",

@@ -38,7 +38,7 @@ use self::watch::Watch;
 use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
-use crate::scheduler::{Action, Death, Event, Scheduler, Settings};
+use crate::scheduler::{Action, Death, Dispatch, Event, Placement, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
@@ -82,7 +82,7 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
-        let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
+        let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
         let needs =
             Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue: false };
@@ -91,6 +91,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// An engine over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
+        if settings.dispatch == Dispatch::SharedQueue {
+            return Err(Error::usage("the engine has no shared queue yet"));
+        }
         let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
         page::open(&arena, &settings);
@@ -98,8 +101,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
             handle,
+            delivery: Delivery::new(settings.fills()),
             scheduler: Scheduler::new(settings)?,
-            delivery: Delivery::default(),
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
             intake: Some(Intake::Rings(Completions::new(&arena))),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
@@ -125,9 +128,19 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         &self.handle.arena
     }
 
-    /// Limit of outstanding tasks, and number of submissions that start an epoch.
+    /// Limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
+    }
+
+    /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    pub fn primes(&self, asked: usize) -> bool {
+        self.scheduler.primes(asked)
+    }
+
+    /// Reports that the sampler has ended.
+    pub fn sampler_ended(&mut self) -> Result<()> {
+        self.event(Event::SamplerEnded)
     }
 
     /// Starts the pin thread, after all workers. `around` runs the thread's body.
@@ -166,7 +179,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             undelivered: scheduler
                 .undelivered()
                 .into_iter()
-                .map(|(task, worker)| (task.0 - first, worker.0))
+                .map(|(task, worker)| (task.0 - first, worker.map(|worker| worker.0)))
                 .collect(),
         }
     }
@@ -216,14 +229,17 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 TaskEntry::in_block(0, kind, block, len)
             }
         };
-        let Ok((task, worker)) = self.scheduler.submit(tag) else {
+        let Ok((task, placement)) = self.scheduler.submit(tag) else {
             if let Some(block) = entry.block {
                 self.arena().release(self.allocator.region(), block, CONSUMER);
             }
             return Ok(None);
         };
         entry.task = task.0;
-        let pushed = self.push(worker.0, &entry);
+        let pushed = match placement {
+            Placement::Worker(worker) => self.push(worker.0, &entry),
+            Placement::Queue => unreachable!("no engine has a shared queue"),
+        };
         self.sticky(pushed)?;
         Ok(Some(task))
     }
@@ -290,7 +306,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.look()?;
         }
         let scheduler = &mut self.scheduler;
-        let step = self.delivery.answer(closed, || scheduler.next())?;
+        let step = self.delivery.answer(closed, |may_ask| scheduler.next(may_ask))?;
         if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
             self.event(Event::WaitBegan)?;
             return Ok(Step::Wait(self.scheduler.deadline()));
@@ -324,6 +340,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             match action {
                 Action::Retire(worker) => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume(worker) => self.control(worker.0, TaskKind::Resume)?,
+                Action::Withdraw(_) => unreachable!("no engine has a shared queue"),
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }

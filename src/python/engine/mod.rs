@@ -33,7 +33,7 @@ use crate::sys::clock;
 use crate::worker::watchdog::Parent;
 
 /// The result of `progress`.
-type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, Option<u32>)>);
 
 /// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
 /// be called at any time.
