@@ -12,6 +12,7 @@ mod intake;
 mod page;
 pub mod pin;
 mod process;
+mod queue;
 mod restart;
 mod shutdown;
 pub mod stall;
@@ -30,6 +31,7 @@ use self::delivery::Delivery;
 pub use self::handle::Handle;
 use self::intake::Intake;
 use self::process::Process;
+use self::queue::SharedQueue;
 pub use self::shutdown::Ending;
 use self::stall::Stalls;
 pub use self::status::Status;
@@ -58,7 +60,10 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
     delivery: Delivery<T, B, E>,
+    /// The workers' rings: tasks, or control messages alone if there is a queue.
     tasks: Vec<Producer<ArenaRing>>,
+    /// The queue that the workers share, if they do.
+    queue: Option<SharedQueue>,
     /// `None` only while it changes, and in a forked child.
     intake: Option<Intake<B>>,
     /// The main process's region, for index batches.
@@ -84,15 +89,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn new(settings: Settings) -> Result<Self> {
         let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-        let needs =
-            Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue: false };
+        let shared_queue = settings.dispatch == Dispatch::SharedQueue;
+        let needs = Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue };
         Self::over(pool::take(needs)?, settings)
     }
 
     /// An engine over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
-        if settings.dispatch == Dispatch::SharedQueue {
-            return Err(Error::usage("the engine has no shared queue yet"));
+        if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
+            return Err(Error::usage("a shared queue needs an arena with one, and no other dispatch does"));
         }
         let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
@@ -100,6 +105,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let mut poll = sys::poll::PollSet::new();
         poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
+            queue: SharedQueue::of(&handle),
             handle,
             delivery: Delivery::new(settings.fills()),
             scheduler: Scheduler::new(settings)?,
@@ -170,17 +176,21 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn progress(&self) -> Progress {
         let scheduler = &self.scheduler;
         let first = scheduler.first_task().0;
+        let holder = |task| self.queue.as_ref().and_then(|queue| queue.holder(task));
+        let undelivered: Vec<(u64, Option<u32>)> = scheduler
+            .undelivered()
+            .into_iter()
+            .map(|(task, worker)| (task.0 - first, worker.map(|worker| worker.0).or_else(|| holder(task))))
+            .collect();
+        let load = |worker| match &self.queue {
+            Some(_) => undelivered.iter().filter(|(_, by)| *by == Some(worker)).count(),
+            None => scheduler.load_of(WorkerId(worker)),
+        };
         Progress {
             sent: scheduler.dispatched(),
             outstanding: scheduler.outstanding(),
-            loads: (0..self.arena().geometry().workers)
-                .map(|worker| scheduler.load_of(WorkerId(worker)))
-                .collect(),
-            undelivered: scheduler
-                .undelivered()
-                .into_iter()
-                .map(|(task, worker)| (task.0 - first, worker.map(|worker| worker.0)))
-                .collect(),
+            loads: (0..self.arena().geometry().workers).map(load).collect(),
+            undelivered,
         }
     }
 
@@ -191,9 +201,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             .collect()
     }
 
-    /// A worker's first unanswered task.
+    /// A worker's first unanswered task. Of a shared queue, the task that it holds, or else the oldest that waits.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
-        self.scheduler.oldest_task_of(WorkerId(worker))
+        let Some(queue) = &self.queue else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
+        let task = queue.awaited_of(worker)?;
+        self.scheduler.tag_of(task).map(|tag| (task, tag))
     }
 
     /// Registers a newly started worker.
@@ -238,10 +250,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         entry.task = task.0;
         let pushed = match placement {
             Placement::Worker(worker) => self.push(worker.0, &entry),
-            Placement::Queue => unreachable!("no engine has a shared queue"),
+            Placement::Queue => self.push_shared(&entry),
         };
         self.sticky(pushed)?;
         Ok(Some(task))
+    }
+
+    fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
+        match &mut self.queue {
+            Some(queue) => queue.push(entry)?,
+            None => unreachable!("the scheduler and the arena have a shared queue, or neither"),
+        }
+        self.handle.wake_one()
     }
 
     fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
@@ -340,7 +360,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             match action {
                 Action::Retire(worker) => self.control(worker.0, TaskKind::Leave)?,
                 Action::Resume(worker) => self.control(worker.0, TaskKind::Resume)?,
-                Action::Withdraw(_) => unreachable!("no engine has a shared queue"),
+                Action::Withdraw(task) => self.withdraw(task)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
