@@ -28,7 +28,7 @@ use crate::engine::{Engine, Handle};
 use crate::interop::detached::{DetachedObject, attached};
 use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
-use crate::scheduler::Settings;
+use crate::scheduler::{Dispatch, Settings, Window};
 use crate::sys::clock;
 use crate::worker::watchdog::Parent;
 
@@ -85,6 +85,8 @@ struct StallLimits {
 impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
+    #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None))]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -97,9 +99,15 @@ impl PyEngine {
         dump_index: Py<PyAny>,
         is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
+        shared_queue: bool,
+        window_batches: Option<usize>,
+        window_bytes: Option<u64>,
     ) -> PyResult<Self> {
-        let settings = Settings::torch(workers, prefetch_factor, in_order);
-        let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
+        let torch = Settings::torch(workers, prefetch_factor, in_order);
+        let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
+        let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
+        let window = window.or(window_batches.map(Window::of_batches));
+        let settings = Settings { persistent, timeout: seconds(timeout), dispatch, window, ..torch };
         let mut engine = py.detach(|| Engine::new(settings))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
@@ -140,7 +148,7 @@ impl PyEngine {
         Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does. The next call raises the sampler's error, because
+    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the sampler's error, because
     /// the batch is sound. The result is in `answer` before this returns: an exception of a signal handler cannot lose it.
     fn next<'py>(
         &self,
