@@ -140,9 +140,11 @@ fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
     let (table_len, region_len) = (word(&header.table_len), header.region_len.load(Ordering::Relaxed));
-    let found = Geometry { workers, ring_slots, table_len, region_len, total: len };
-    match Geometry::of_file(len, workers, ring_slots) {
-        Ok(geometry) if geometry == found => Ok(geometry),
+    let queue = word(&header.shared_queue);
+    let shared_queue = queue != 0;
+    let found = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
+    match Geometry::of_file(len, workers, ring_slots, shared_queue) {
+        Ok(geometry) if geometry == found && queue <= 1 => Ok(geometry),
         _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
     }
 }

@@ -125,7 +125,7 @@ impl Timings {
     }
 }
 
-/// The size of a result, for statistics alone: nothing is read or allocated by it.
+/// The size of a result, for statistics and the byte limit of a window: nothing is read or allocated by it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Bytes of the message and of its leaves.

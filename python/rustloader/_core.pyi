@@ -109,12 +109,17 @@ class Engine:
         dump_index: Callable[[Any], bytes],
         is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
+        shared_queue: bool = False,
+        window_batches: int | None = None,
+        window_bytes: int | None = None,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns whether a signal handler raised an error."""
+        ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
+        A window limits the batches that are under way or ready, or their bytes; without one, as torch."""
 
-    def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
-        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Lock-free."""
+    def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
+        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
+        (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker."""
@@ -133,9 +138,9 @@ class Engine:
     def active(self) -> list[bool] | None:
         """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Lock-free."""
 
-    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int]]] | None:
+    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int | None]]] | None:
         """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
-        undelivered task. None while another thread is in ``next``. Lock-free."""
+        undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
 
     def start_pinning(
         self,
@@ -329,7 +334,7 @@ class Port:
         cls,
         memfd: int,
         doorbell: int,
-        geometry: tuple[int, int, int],
+        geometry: tuple[int, int, int, bool],
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:

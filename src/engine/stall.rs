@@ -100,10 +100,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn stall_of(&mut self, worker: u32, now: Duration) -> Option<Stall> {
-        if !self.scheduler.is_waited_for(WorkerId(worker)) {
+        let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
+        if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
             return None;
         }
-        let oldest = self.scheduler.oldest_task_of(WorkerId(worker)).map(|(task, _)| task);
         let watched = &mut self.stalls.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);

@@ -25,6 +25,9 @@ use crate::worker::stopwatch::Stopwatch;
 use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
 
+/// What a worker computes an arena's geometry from: bytes, workers, slots of a ring, whether the workers share a queue.
+pub type Sizes = (u64, u32, u32, bool);
+
 /// A worker's connection to the main process. `_core.pyi` documents the methods.
 #[pyclass(frozen, name = "Port", module = "rustloader._core")]
 pub struct PyPort {
@@ -107,17 +110,11 @@ impl PyPort {
 #[pymethods]
 impl PyPort {
     #[new]
-    fn new(
-        memfd: i32,
-        doorbell: i32,
-        geometry: (u64, u32, u32),
-        worker: u32,
-        load_index: Py<PyAny>,
-    ) -> PyResult<Self> {
+    fn new(memfd: i32, doorbell: i32, geometry: Sizes, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
         // SAFETY: the caller passes ownership of both descriptors, which are open.
         let (memfd, doorbell) = unsafe { (OwnedFd::from_raw_fd(memfd), OwnedFd::from_raw_fd(doorbell)) };
-        let (total, workers, ring_slots) = geometry;
-        let geometry = Geometry::of_file(total, workers, ring_slots)?;
+        let (total, workers, ring_slots, shared_queue) = geometry;
+        let geometry = Geometry::of_file(total, workers, ring_slots, shared_queue)?;
         if worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }

@@ -151,6 +151,9 @@ TABLE = [
     R("proc", "ENOENT", "worker", calls="1+"),
     R("proc", "ENOENT", program="doomed", also="pidfd_open:1+:ENOSYS", calls="1+"),
     R("proc", "ENOENT", program="stubborn", also="pidfd_open:1+:ENOSYS", calls="1+"),
+    # No system calls: they have no errno, and the ends of a worker at them come below.
+    R("task_taken", "EPERM", "worker", calls="1+"),
+    R("task_done", "EPERM", "worker", calls="1+"),
 ]
 
 

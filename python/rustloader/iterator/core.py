@@ -74,7 +74,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         core = None
         # The comparison raises torch's TypeError for values of other types.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            self._engine_settings = settings.EngineSettings.of(loader)
+            self._engine_settings = fallback.settings_for(self, loader)
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)

@@ -42,6 +42,7 @@ class Ledger:
         self.iterators = 0
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
+        self._told: set[str] = set()
         self._ended = Meter()
         self._meters: list[Meter] = []
         # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
@@ -100,6 +101,14 @@ class Ledger:
         is_new = known not in self.fallbacks
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
+
+    def is_news(self, text: str) -> bool:
+        """Returns True the first time that it is called with this text for the loader, so that it is logged once."""
+        if self._loaders is not None:
+            return self._loaders.is_news(text)
+        is_news = text not in self._told
+        self._told.add(text)
+        return is_news
 
     def figures(self) -> Totals:
         return figures_of([self._ended, *self._meters])

@@ -60,9 +60,11 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
-        for _ in 0..self.state.engine.max_tasks() {
+        let mut asked = 0;
+        while self.state.engine.primes(asked) {
             self.py.check_signals()?;
             self.draw()?;
+            asked += 1;
         }
         self.give(code::END, self.py.None())
     }

@@ -20,6 +20,7 @@ use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
+use super::port::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
@@ -28,12 +29,12 @@ use crate::engine::{Engine, Handle};
 use crate::interop::detached::{DetachedObject, attached};
 use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
-use crate::scheduler::Settings;
+use crate::scheduler::{Dispatch, Settings, Window};
 use crate::sys::clock;
 use crate::worker::watchdog::Parent;
 
 /// The result of `progress`.
-type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, Option<u32>)>);
 
 /// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
 /// be called at any time.
@@ -85,6 +86,8 @@ struct StallLimits {
 impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
+    #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None))]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -97,9 +100,15 @@ impl PyEngine {
         dump_index: Py<PyAny>,
         is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
+        shared_queue: bool,
+        window_batches: Option<usize>,
+        window_bytes: Option<u64>,
     ) -> PyResult<Self> {
-        let settings = Settings::torch(workers, prefetch_factor, in_order);
-        let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
+        let torch = Settings::torch(workers, prefetch_factor, in_order);
+        let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
+        let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
+        let window = window.or(window_batches.map(Window::of_batches));
+        let settings = Settings { persistent, timeout: seconds(timeout), dispatch, window, ..torch };
         let mut engine = py.detach(|| Engine::new(settings))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
@@ -112,13 +121,13 @@ impl PyEngine {
         })
     }
 
-    fn shipment(&self) -> (i32, i32, (u64, u32, u32), (i32, u64)) {
+    fn shipment(&self) -> (i32, i32, Sizes, (i32, u64)) {
         let geometry = self.handle.arena.geometry();
         let parent = Parent::this_process();
         (
             self.handle.arena.raw_fd(),
             self.handle.doorbell.as_fd().as_raw_fd(),
-            (geometry.total, geometry.workers, geometry.ring_slots),
+            (geometry.total, geometry.workers, geometry.ring_slots, geometry.shared_queue),
             (parent.pid, parent.start_time),
         )
     }
@@ -140,7 +149,7 @@ impl PyEngine {
         Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does. The next call raises the sampler's error, because
+    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the sampler's error, because
     /// the batch is sound. The result is in `answer` before this returns: an exception of a signal handler cannot lose it.
     fn next<'py>(
         &self,

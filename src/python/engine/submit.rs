@@ -40,7 +40,10 @@ impl<'py> Call<'_, 'py> {
             Some(index) => Some(index.into_bound(self.py)),
             None => next_item(self.next_index)?,
         };
-        index.map_or(Ok(()), |index| self.submit(index))
+        match index {
+            Some(index) => self.submit(index),
+            None => Ok(self.state.engine.sampler_ended()?),
+        }
     }
 
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
