@@ -31,7 +31,7 @@ pub(super) struct Call<'a, 'py> {
 }
 
 impl<'py> Call<'_, 'py> {
-    pub(super) fn begin(&mut self, is_first: bool) -> PyResult<()> {
+    pub(super) fn begin(&mut self, is_first: bool, message: &[u8]) -> PyResult<()> {
         self.state.engine.delivery().on_event(Event::EpochBegan);
         self.state.engine.epoch_begins();
         if self.engine.handle.closing() {
@@ -42,7 +42,7 @@ impl<'py> Call<'_, 'py> {
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(death);
             }
-            self.state.engine.reset()?;
+            self.state.engine.reset(message)?;
             while self.state.engine.resuming() {
                 let step = self.state.engine.step()?;
                 let ignored = matches!(step, Step::Deliver { .. } | Step::Submit | Step::End);
