@@ -107,15 +107,18 @@ class Seeds:
 
     def __init__(self, seeding: Seeding, worker: int) -> None:
         self._by_sample, self._base_seed, self._worker = seeding.by_sample, seeding.base_seed, worker
-        self.begin_epoch(seeding.epoch, 0)
+        self._epoch, self._first_task = seeding.epoch, 0
+        # Counted in a worker of an iterable dataset.
+        self._batches = self._samples = 0
+        # The number of the batch that is being made.
+        self._ordinal = 0
+        self._collating_apart = False
 
     def begin_epoch(self, epoch: int, first_task: int) -> None:
         """Begins an epoch, whose batches are the tasks from ``first_task``."""
         self._epoch, self._first_task = epoch, first_task
         self._batches = self._samples = 0
-        self._ordinal = 0
-        self._collating_apart = False
-        _current.seed = None
+        set_current(None)
 
     def begin_batch(self, task: int, index: Any, apart: Apart) -> Any:
         """Seeds for a batch. Returns the index batch; where samples are apart, iterating over it seeds for each."""
