@@ -62,6 +62,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     _rescued: list[Any] | None = None
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
+    _threads = 1
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -74,6 +75,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         settings.keep(loader, seen, self)
 
     def _set_up(self, loader: Any) -> None:
+        fetching.check(loader)
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
         # The comparison raises torch's TypeError for values of other types.
@@ -103,6 +105,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         seeding = fetching.seeding(loader, int(self._base_seed))
         if seeding is not None:
             self._seeding = seeding
+        threads = fetching.threads(loader)
+        if threads > 1:
+            self._threads = threads
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -139,6 +144,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 init_fn=self._worker_init_fn,
                 num_workers=self._num_workers,
                 seeding=self._seeding,
+                threads=self._threads,
             )
             group.start(self._context, self._dataset, job)
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)

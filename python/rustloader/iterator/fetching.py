@@ -6,6 +6,8 @@ import dataclasses
 import logging
 from typing import Any
 
+from torch.utils.data import _DatasetKind
+
 from rustloader import options
 from rustloader.fetch import torchs
 from rustloader.fetch.seeds import Seeding
@@ -17,6 +19,26 @@ logger = logging.getLogger("rustloader")
 # Attribute of a loader: the base seed of its first epoch, and the number of epochs that have begun. It travels with
 # copies and pickles of the loader. Only loaders with ``seed_by`` have it.
 _EPOCHS = "_rustloader_epochs"
+
+
+def check(loader: Any) -> None:
+    """Raises ValueError if the loader's own options do not go with its dataset."""
+    count = options.in_force(settings.original(loader), "worker_threads")
+    if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
+        raise ValueError(
+            f"worker_threads needs a map-style dataset, got {count} for an iterable one, whose samples come one after "
+            "the other; leave worker_threads at 1 and set a larger num_workers"
+        )
+
+
+def threads(loader: Any) -> int:
+    """The number of threads that make the samples of a batch in each worker."""
+    count: int = options.in_force(loader, "worker_threads")
+    reason = _why_one_after_the_other(loader) if count > 1 else None
+    if reason is None:
+        return count
+    _tell(loader, f"worker_threads={count} has no effect: {reason}")
+    return 1
 
 
 def seeding(loader: Any, drawn: int) -> Seeding | None:
@@ -50,6 +72,15 @@ def _not_apart(loader: Any) -> str | None:
     if not torchs.is_own(loader._dataset_kind):
         return "torch's fetcher was replaced"
     return None
+
+
+def _why_one_after_the_other(loader: Any) -> str | None:
+    """Why threads cannot make the samples of a batch at the same time, or None."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return "the samples of an iterable dataset come one after the other"
+    if not loader._auto_collation:
+        return "with batch_size=None a batch is one sample"
+    return _not_apart(loader)
 
 
 def _tell(loader: Any, text: str) -> None:

@@ -67,6 +67,8 @@ class Job:
     num_workers: int
     # None: torch's seeds of workers.
     seeding: Seeding | None = None
+    # Threads that make the samples of a batch, for a map-style dataset.
+    threads: int = 1
     # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
     # that no other worker has received after this many seconds ends the worker.
     sigterm_seconds: float | None = None

@@ -19,6 +19,7 @@ from torch.utils.data import _DatasetKind, _utils
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
 from rustloader.fetch import torchs
 from rustloader.fetch.seeds import Apart, Seeds
+from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
 from rustloader.workers import serialize
 from rustloader.workers.bootstrap import Job, Payload
@@ -61,6 +62,8 @@ class _Worker:
         self.torchs_fetch: Any = None
         # Seeds batches or samples, if an option asks for it.
         self.seeds: Seeds | None = None
+        # Makes the samples of a batch at the same time, if an option asks for it.
+        self.pool: Pool | None = None
         # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
         # shared with the main process until one side writes to them.
         gc.freeze()
@@ -98,9 +101,23 @@ class _Worker:
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
+            if job.threads > 1 and is_torchs_own and not getattr(self.dataset, "__getitems__", None):
+                self.use_threads()
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
+
+    def use_threads(self) -> None:
+        """Lets threads make the samples, by way of ``__getitems__``, which torch's fetcher prefers."""
+        if self.pool is None:
+            self.pool = Pool(self.job.threads, self.check_stop)
+        before = None if self.seeds is None else self.seeds.mark_sample
+        self.fetcher.dataset = ThreadedDataset(self.dataset, self.pool, before)
+
+    def check_stop(self) -> None:
+        """Raises WorkerStopped when the loader shuts down."""
+        for _ in self.port.stoppable(()):
+            pass
 
     def loop(self) -> None:
         """Answers tasks until the main process ends the worker or is gone."""
@@ -151,7 +168,7 @@ class _Worker:
             if job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
                 apart = Apart.NO
             else:
-                apart = Apart.EACH
+                apart = Apart.EACH if self.pool is None else Apart.ONE
                 index = self.port.stoppable(index)
         return index if self.seeds is None else self.seeds.begin_batch(task, index, apart)
 
