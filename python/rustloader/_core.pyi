@@ -49,6 +49,7 @@ __all__ = [
     "is_plain_leaf",
     "memory_limits",
     "observed",
+    "seed_words",
     "set_reporting",
 ]
 
@@ -124,8 +125,11 @@ class Engine:
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker."""
 
-    def begin(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool) -> None:
-        """Begins an epoch; all but the first wait until the workers have answered."""
+    def begin(
+        self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool, message: bytes
+    ) -> None:
+        """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
+        worker that has not answered for the epoch before gets no second message."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
         """Puts a code and its value into ``answer``. Waits without the GIL.
@@ -356,7 +360,8 @@ class Port:
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
-        Returns that code, the task's number, and the index or the exception that unpickling it raised."""
+        Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
+        the number of the epoch's first task, and the message of ``Engine.begin``."""
 
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch. Returns False, and sends nothing, if it must be pickled: always unless
@@ -457,6 +462,9 @@ def memory_limits() -> list[tuple[bool, int, int]]:
 
 def cpu_quota() -> float | None:
     """The CPU quota of this process's cgroups, in cores; None without a quota."""
+
+def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int) -> list[int]:
+    """Four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other arguments."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Whether the codec can describe an object, a tensor or an array. It may still share memory in a way it cannot."""

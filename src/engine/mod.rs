@@ -48,7 +48,7 @@ use crate::shm::layout::Needs;
 use crate::shm::pool;
 use crate::shm::ring::Producer;
 use crate::sys;
-use crate::wire::{TaskEntry, TaskKind};
+use crate::wire::{self, TaskEntry, TaskKind};
 
 /// The doorbell's token in the poll set; those of the workers are made by [`Handle::started`].
 const DOORBELL: u64 = u64::MAX;
@@ -81,6 +81,8 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     /// Time of the last check for dead workers.
     looked: Duration,
     stalls: Stalls,
+    /// Payload of the message that begins the epoch in the workers.
+    epoch: Vec<u8>,
     finished: bool,
 }
 
@@ -120,6 +122,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             watch: Watch::default(),
             looked: Duration::ZERO,
             stalls: Stalls::new(workers),
+            epoch: Vec::new(),
             finished: false,
         })
     }
@@ -227,20 +230,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Err(Error::usage("an iterator that has ended takes no tasks"));
         }
         // The block first: nothing may fail after the scheduler has counted the task.
-        let mut entry = match TaskEntry::inline(0, kind, payload) {
-            Some(entry) => entry,
-            None => {
-                let len = payload.len() as u64;
-                if len <= SMALL_MESSAGE {
-                    self.allocator.trust(SMALL_MESSAGE);
-                }
-                let block = self.allocator.allocate(len, CONSUMER)?;
-                let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
-                // SAFETY: the block has `len` bytes and belongs to this process until it is published.
-                unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
-                TaskEntry::in_block(0, kind, block, len)
-            }
-        };
+        let mut entry = self.entry(kind, payload)?;
         let Ok((task, placement)) = self.scheduler.submit(tag) else {
             if let Some(block) = entry.block {
                 self.arena().release(self.allocator.region(), block, CONSUMER);
@@ -264,16 +254,35 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.wake_one()
     }
 
+    /// An entry with its payload, inline or in a block. Does not wait for memory.
+    fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
+        if let Some(entry) = TaskEntry::inline(0, kind, payload) {
+            return Ok(entry);
+        }
+        let len = payload.len() as u64;
+        if len <= SMALL_MESSAGE {
+            self.allocator.trust(SMALL_MESSAGE);
+        }
+        let block = self.allocator.allocate(len, CONSUMER)?;
+        let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
+        // SAFETY: the block has `len` bytes and belongs to this process until it is published.
+        unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
+        Ok(TaskEntry::in_block(0, kind, block, len))
+    }
+
     fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
         let pushed = self.tasks[worker as usize].push(&entry.to_words());
         pushed.map_err(|_| Error::corrupt("a submission ring is full although it has room for all tasks"))?;
         self.handle.wake(worker)
     }
 
-    /// Begins another epoch of persistent workers. Call [`Engine::step`] until [`Engine::resuming`] is false.
-    pub fn reset(&mut self) -> Result<()> {
+    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until [`Engine::resuming`] is
+    /// false. A worker that has not answered the last reset gets no second message, so an epoch that replaces one which has
+    /// not begun repeats its message.
+    pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
+        self.epoch = wire::epoch_payload(self.scheduler.first_task().0, message);
         self.show_epoch();
         let result = self.effects();
         self.sticky(result)
@@ -358,8 +367,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     fn effects(&mut self) -> Result<()> {
         while let Some(action) = self.scheduler.poll() {
             match action {
-                Action::Retire(worker) => self.control(worker.0, TaskKind::Leave)?,
-                Action::Resume(worker) => self.control(worker.0, TaskKind::Resume)?,
+                Action::Retire(worker) => self.control(worker.0, TaskKind::Leave, &[])?,
+                Action::Resume(worker) => {
+                    let payload = std::mem::take(&mut self.epoch);
+                    let sent = self.control(worker.0, TaskKind::Resume, &payload);
+                    self.epoch = payload;
+                    sent?;
+                }
                 Action::Withdraw(task) => self.withdraw(task)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
@@ -370,7 +384,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    fn control(&mut self, worker: u32, kind: TaskKind) -> Result<()> {
-        TaskEntry::inline(0, kind, &[]).map_or(Ok(()), |entry| self.push(worker, &entry))
+    fn control(&mut self, worker: u32, kind: TaskKind, payload: &[u8]) -> Result<()> {
+        let entry = self.entry(kind, payload)?;
+        self.push(worker, &entry)
     }
 }

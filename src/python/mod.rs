@@ -22,7 +22,7 @@ mod _core {
         },
         functions::{
             _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
-            set_reporting,
+            seed_words, set_reporting,
         },
         port::PyPort,
         signals::DeferredSignals,

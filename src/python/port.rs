@@ -18,7 +18,7 @@ use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys::signal::{self, stack_signal};
-use crate::wire::{ResultKind, TaskEntry, TaskKind};
+use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
 use crate::worker::stopwatch::Stopwatch;
@@ -171,7 +171,8 @@ impl PyPort {
             },
             TaskKind::Resume => {
                 self.port.enter(WorkerState::Starting);
-                return Ok((code::RESUME, 0, None));
+                let (first_task, message) = wire::read_epoch(bytes)?;
+                return Ok((code::RESUME, first_task, Some(PyBytes::new(py, message).into_any().unbind())));
             }
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
-from rustloader.iterator import compat, fallback, settings
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import compat, fallback, fetching, settings
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
@@ -58,6 +60,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     _last: Callable[[], BaseException] | None = None
     # An answer that a signal handler kept from the caller. The next call returns it.
     _rescued: list[Any] | None = None
+    # The seeds of the epoch, unless they are torch's.
+    _seeding: Seeding | None = None
+    _threads = 1
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -70,6 +75,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         settings.keep(loader, seen, self)
 
     def _set_up(self, loader: Any) -> None:
+        fetching.check(loader)
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
         # The comparison raises torch's TypeError for values of other types.
@@ -96,6 +102,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         ledger.of(self).serve()
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
+        seeding = fetching.seeding(loader, int(self._base_seed))
+        if seeding is not None:
+            self._seeding = seeding
+        threads = fetching.threads(loader)
+        if threads > 1:
+            self._threads = threads
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -131,6 +143,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 base_seed=int(self._base_seed),
                 init_fn=self._worker_init_fn,
                 num_workers=self._num_workers,
+                seeding=self._seeding,
+                threads=self._threads,
             )
             group.start(self._context, self._dataset, job)
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
@@ -179,16 +193,22 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         _BaseDataLoaderIter._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
+        message = b""
+        if self._seeding is not None and not first_iter:
+            self._seeding = fetching.next_epoch(loader, self._seeding)
+            message = pickle.dumps({"epoch": self._seeding.epoch})
         if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
         self._rescued = None
         answer: list[Any] = [None, None]
-        core.begin(answer, self._draw(), first_iter)
+        core.begin(answer, self._draw(), first_iter, message)
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
+        if self._seeding is not None:
+            fetching.note_begun(loader, self._seeding)
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:

@@ -105,7 +105,7 @@ def settings_for(iterator: Any, loader: Any) -> EngineSettings:
     settings = EngineSettings.of(loader)
     if settings.dispatch == "round_robin" or loader._dataset_kind != _DatasetKind.Iterable:
         return settings
-    if ledger.of(iterator).is_news(_NO_QUEUE):
+    if ledger.of(iterator).is_new(_NO_QUEUE):
         logger.info(_NO_QUEUE)
     return dataclasses.replace(settings, dispatch="round_robin")
 

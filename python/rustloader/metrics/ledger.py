@@ -42,6 +42,7 @@ class Ledger:
         self.iterators = 0
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
+        # Texts that were logged once.
         self._told: set[str] = set()
         self._ended = Meter()
         self._meters: list[Meter] = []
@@ -102,13 +103,13 @@ class Ledger:
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
-    def is_news(self, text: str) -> bool:
-        """Returns True the first time that it is called with this text for the loader, so that it is logged once."""
+    def is_new(self, text: str) -> bool:
+        """Whether a text was not yet logged for the loader."""
         if self._loaders is not None:
-            return self._loaders.is_news(text)
-        is_news = text not in self._told
+            return self._loaders.is_new(text)
+        known = text in self._told
         self._told.add(text)
-        return is_news
+        return not known
 
     def figures(self) -> Totals:
         return figures_of([self._ended, *self._meters])

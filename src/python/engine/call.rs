@@ -33,7 +33,7 @@ pub(super) struct Call<'a, 'py> {
 }
 
 impl<'py> Call<'_, 'py> {
-    pub(super) fn begin(&mut self, is_first: bool) -> PyResult<()> {
+    pub(super) fn begin(&mut self, is_first: bool, message: &[u8]) -> PyResult<()> {
         self.state.engine.delivery().on_event(Event::EpochBegan);
         self.state.engine.epoch_begins();
         if self.engine.handle.closing() {
@@ -44,7 +44,7 @@ impl<'py> Call<'_, 'py> {
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(death);
             }
-            self.state.engine.reset()?;
+            self.state.engine.reset(message)?;
             while self.state.engine.resuming() {
                 match self.state.engine.step()? {
                     // The last worker has resumed, and the new epoch has no task yet.

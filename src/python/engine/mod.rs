@@ -136,7 +136,7 @@ impl PyEngine {
         Ok(self.enter(py)?.state().engine.started(worker, pid)?)
     }
 
-    /// Begins an epoch: all but the first wait for the workers' answers. Then sends an index for each task that may be
+    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each task that may be
     /// outstanding. The answer is `END`, or what arrived instead.
     fn begin<'py>(
         &self,
@@ -144,9 +144,10 @@ impl PyEngine {
         answer: &Bound<'py, PyList>,
         next_index: &Bound<'py, PyAny>,
         is_first: bool,
+        message: &[u8],
     ) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first)
+        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first, message)
     }
 
     /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the sampler's error, because
