@@ -153,7 +153,8 @@ impl IndexStream {
         if let Some(size) = state.full {
             return Ok(size);
         }
-        let size = batches.bind(py).getattr(intern!(py, "batch_size"))?;
+        let size = batches.bind(py).getattr(intern!(py, "batch_size"));
+        let size = size.map_err(|error| self.failed(py, error, state))?;
         match size.cast_exact::<PyInt>().ok().and_then(|size| size.extract::<u32>().ok()) {
             Some(size) => Ok(size as usize),
             None => {
@@ -198,29 +199,30 @@ impl IndexStream {
         self.ask_with(function, PyTuple::empty(function.py()), state)
     }
 
-    /// Calls Python. An error ends the stream, as it ends a generator; but not an error of a signal handler.
     fn ask_with<'py>(
         &self,
         function: &Bound<'py, PyAny>,
         args: Bound<'py, PyTuple>,
         state: &mut State,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = function.py();
-        call(function, args).map_err(|error| {
-            // Not `value`, which has no traceback.
-            let value = error.clone_ref(py).into_value(py);
-            let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));
-            if asked.and_then(|answer| answer.is_truthy()).unwrap_or(true) {
-                return error;
-            }
-            state.end();
-            if !error.is_instance_of::<PyStopIteration>(py) {
-                return error;
-            }
-            let raised = PyRuntimeError::new_err("generator raised StopIteration");
-            raised.set_cause(py, Some(error));
-            raised
-        })
+        call(function, args).map_err(|error| self.failed(function.py(), error, state))
+    }
+
+    /// Ends the stream, as an error ends a generator; but not for an error that a signal handler raised.
+    fn failed(&self, py: Python<'_>, error: PyErr, state: &mut State) -> PyErr {
+        // Not `value`, which has no traceback.
+        let value = error.clone_ref(py).into_value(py);
+        let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));
+        if asked.and_then(|answer| answer.is_truthy()).unwrap_or(true) {
+            return error;
+        }
+        state.end();
+        if !error.is_instance_of::<PyStopIteration>(py) {
+            return error;
+        }
+        let raised = PyRuntimeError::new_err("generator raised StopIteration");
+        raised.set_cause(py, Some(error));
+        raised
     }
 }
 
