@@ -1,9 +1,11 @@
 """The Rust extension. Only ``engine_batches`` is public; the rest is for the modules of this package."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, final, type_check_only
+from typing import Any, Final, Protocol, Self, final, type_check_only
 
+import numpy as np
 import torch
+from torch.utils.data.sampler import BatchSampler
 
 from rustloader.config import StallLimits
 
@@ -23,6 +25,7 @@ __all__ = [
     "Death",
     "DeferredSignals",
     "Engine",
+    "IndexStream",
     "LeaseBuffer",
     "Meter",
     "Observed",
@@ -397,6 +400,28 @@ class Port:
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
         """default_collate of floats (float64) or ints (int64); None: left to torch's function."""
+
+@final
+class IndexStream:
+    """The index batches of an epoch, cut from int64 arrays. Survives an error that a signal handler raises."""
+
+    def __new__(
+        cls,
+        torchs: Iterator[Any],
+        batches: BatchSampler | None,
+        begin: Callable[[], tuple[Callable[[], np.ndarray | None], int | None] | None],
+        size_of: Callable[[Any], int],
+        is_interrupt: Callable[[BaseException], bool],
+    ) -> IndexStream:
+        """``batches`` has the size of each batch; None yields single indices.
+
+        ``begin`` is called at the first ``next``. It returns a function that returns the next array, or None at the
+        end, and the size of all batches if an incomplete last one is dropped. None: ``torchs`` takes over.
+        ``size_of`` returns the size for an unusual ``batch_size``, or raises.
+        """
+
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
 
 @final
 class StoppableIndices:

@@ -33,6 +33,7 @@ mod _core {
     use crate::interop::{
         dlpack::buffer::{LeaseBuffer, heap_storage},
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
+        index_stream::IndexStream,
         tensor::is_plain_leaf,
     };
 

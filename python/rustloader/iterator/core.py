@@ -21,7 +21,7 @@ from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import compat, fallback, fetching, settings
+from rustloader.iterator import compat, fallback, fetching, indices, settings
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
@@ -43,7 +43,15 @@ _LENGTH_WARNING = (
 _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
-class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
+class _Streams(_BaseDataLoaderIter):
+    """Comes after torch's iterator in the order of bases, so that its ``_reset`` gets an index stream as well."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._sampler_iter = indices.stream(self._index_sampler, self._sampler_iter)
+
+
+class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     """Iterates over a loader with worker processes.
 
     ``__init__`` first chooses one of two modes. Normally the engine does the work: workers, order and transport. Where
@@ -190,7 +198,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             super()._reset(loader, first_iter)
             return
         core = self._engine()
-        _BaseDataLoaderIter._reset(self, loader, first_iter)
+        _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
         message = b""
