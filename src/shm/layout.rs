@@ -14,7 +14,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout, stored last, so that an incomplete arena is never used.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Bytes of a page: blocks begin on pages, and pages are reserved and released.
 pub const PAGE: u64 = 4096;
 /// Counters of the main process: see `metrics.rs`.
@@ -209,6 +209,10 @@ pub struct StatusPage {
     pub start_cpu_ns: AtomicU64,
     /// Nanoseconds that its main thread had waited for a core by then; 0 if unknown. Stored first.
     pub start_queued_ns: AtomicU64,
+    /// CPU nanoseconds of the process during the measured fetches.
+    pub(crate) fetch_cpu_ns: AtomicU64,
+    /// Nanoseconds of wall time of these fetches. Stored first.
+    pub(crate) fetch_measured_ns: AtomicU64,
 }
 
 impl StatusPage {
@@ -228,6 +232,8 @@ impl StatusPage {
             &self.index_task,
             &self.start_cpu_ns,
             &self.start_queued_ns,
+            &self.fetch_cpu_ns,
+            &self.fetch_measured_ns,
         ];
         words.into_iter().chain(&self.spent_ns).for_each(|word| word.store(0, Ordering::Relaxed));
     }

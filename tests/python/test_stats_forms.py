@@ -158,7 +158,17 @@ def test_tables_of_no_figures():
 # Classes
 
 
-CLASSES = ["Stats", "WorkerStats", "SlowBatch", "ArenaStats", "CopyStats", "PinningStats", "Fallback", "Verdict"]
+CLASSES = [
+    "Stats",
+    "WorkerStats",
+    "SlowBatch",
+    "SchedulingStats",
+    "ArenaStats",
+    "CopyStats",
+    "PinningStats",
+    "Fallback",
+]
+CLASSES += ["Verdict"]
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -93,7 +93,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
         self._workers = []
         self._own(core)
-        ledger.of(self).serve()
+        ledger.of(self).serve(settings.scheduling(loader))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         self._start_workers()
