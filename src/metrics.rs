@@ -4,11 +4,11 @@
 //! Slow tasks, the end of an iterator and readers take the lock. In a forked child a lost thread may hold it: a child only
 //! tries to lock, and otherwise treats the data as empty.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use crate::config::SLOWEST;
+use crate::config::{RECENT_WORK, SLOWEST};
 use crate::shm::arena::{Arena, Usage};
 use crate::shm::layout::{COUNTS, MainPage, StatusPage, WorkerState};
 use crate::sys;
@@ -85,6 +85,10 @@ pub struct WorkerTotals {
     pub start_cpu_ns: u64,
     /// Nanoseconds of waiting for a core before the first task.
     pub start_queued_ns: u64,
+    /// Nanoseconds of CPU time of the measured fetches.
+    pub fetch_cpu_ns: u64,
+    /// Nanoseconds of wall time of these fetches.
+    pub fetch_measured_ns: u64,
 }
 
 impl WorkerTotals {
@@ -107,6 +111,9 @@ impl WorkerTotals {
             // SYNC: start-time (pairs with the Release in `StatusPage::change`).
             start_cpu_ns: page.start_cpu_ns.load(Ordering::Acquire),
             start_queued_ns: page.start_queued_ns.load(Ordering::Relaxed),
+            // SYNC: fetch-measured (pairs with the Release in `StatusPage::add_fetch`).
+            fetch_cpu_ns: page.fetch_cpu_ns.load(Ordering::Acquire),
+            fetch_measured_ns: page.fetch_measured_ns.load(Ordering::Relaxed),
         }
     }
 
@@ -118,21 +125,46 @@ impl WorkerTotals {
         }
         self.start_cpu_ns = self.start_cpu_ns.wrapping_add(later.start_cpu_ns);
         self.start_queued_ns = self.start_queued_ns.wrapping_add(later.start_queued_ns);
+        self.fetch_cpu_ns = self.fetch_cpu_ns.wrapping_add(later.fetch_cpu_ns);
+        self.fetch_measured_ns = self.fetch_measured_ns.wrapping_add(later.fetch_measured_ns);
         if later.pid != 0 {
             (self.pid, self.alive) = (later.pid, later.alive);
         }
     }
 }
 
-/// One of the slowest tasks.
+/// One of the slowest tasks, or of those that blocked later ones for longest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlowTask {
     /// The worker.
     pub worker: u32,
     /// Times of its parts.
     pub timings: Timings,
+    /// Microseconds for which `next` waited for it with later batches ready.
+    pub blocked_us: u64,
     /// Its index batch as text.
     pub index: String,
+}
+
+/// The order of a list of tasks: the largest number first.
+type Size = fn(&SlowTask) -> u64;
+
+const WORK: Size = |task| task.timings.total_us();
+const BLOCKED: Size = |task| task.blocked_us;
+
+/// Inserts a task into an ordered list. Returns the number above which the next task finds a place.
+fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
+    let place = list.partition_point(|other| size(other) >= size(&task));
+    list.insert(place, task);
+    list.truncate(SLOWEST);
+    list.get(SLOWEST - 1).map_or(0, size)
+}
+
+/// Adds an ordered list to another one.
+fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
+    list.extend_from_slice(more);
+    list.sort_by_key(|task| std::cmp::Reverse(size(task)));
+    list.truncate(SLOWEST);
 }
 
 /// A snapshot of all counters.
@@ -144,6 +176,10 @@ pub struct Totals {
     pub workers: Vec<WorkerTotals>,
     /// The slowest first.
     pub slowest: Vec<SlowTask>,
+    /// Those that blocked later ones for longest first.
+    pub blocking: Vec<SlowTask>,
+    /// Microseconds of work on recent batches, the latest last.
+    pub recent_us: Vec<u32>,
     /// Memory of the arenas in use.
     pub usage: Usage,
     /// Largest size of an arena's pages, in bytes.
@@ -159,9 +195,10 @@ impl Totals {
             *sum = sum.wrapping_add(more);
         }
         self.add_workers(&later.workers);
-        self.slowest.extend_from_slice(&later.slowest);
-        self.slowest.sort_by_key(|task| std::cmp::Reverse(task.timings.total_us()));
-        self.slowest.truncate(SLOWEST);
+        merge(&mut self.slowest, &later.slowest, WORK);
+        merge(&mut self.blocking, &later.blocking, BLOCKED);
+        self.recent_us.extend_from_slice(&later.recent_us);
+        self.recent_us.drain(..self.recent_us.len().saturating_sub(RECENT_WORK));
         self.usage = self.usage + later.usage;
         self.high_water = self.high_water.max(later.high_water);
         self.pin_threads += later.pin_threads;
@@ -194,8 +231,13 @@ pub struct Meter {
     /// Fork generation of the process that created it.
     generation: u64,
     counts: [AtomicU64; Count::LEN],
-    /// Microseconds above which a task is among the slowest.
+    /// Microseconds above which a task is among the slowest, and among those that blocked later ones for longest.
     slow_from: AtomicU64,
+    blocking_from: AtomicU64,
+    /// Microseconds of work on recent batches: of batch `n` at `n % RECENT_WORK`.
+    recent_us: [AtomicU32; RECENT_WORK],
+    /// Batches noted there so far.
+    noted: AtomicU64,
     /// Totals of ended workers and iterators, and the slowest tasks. Its `counts` are not used.
     rest: Mutex<Totals>,
 }
@@ -206,6 +248,9 @@ impl Default for Meter {
             generation: sys::fork::generation(),
             counts: Default::default(),
             slow_from: AtomicU64::default(),
+            blocking_from: AtomicU64::default(),
+            recent_us: [const { AtomicU32::new(0) }; RECENT_WORK],
+            noted: AtomicU64::default(),
             rest: Mutex::default(),
         }
     }
@@ -251,21 +296,42 @@ impl Meter {
         }
     }
 
-    /// Whether a task with these times belongs to the slowest, see [`Meter::note_slow`].
+    /// Notes the work on a batch; only for the counters' writer. Returns whether the batch, for which `next` waited
+    /// `blocked_us` microseconds with later ones ready, belongs into a list: see [`Meter::note_slow`].
     #[inline]
-    pub fn is_slow(&self, timings: &Timings) -> bool {
-        timings.total_us() > self.slow_from.load(Ordering::Relaxed)
+    pub fn note_work(&self, timings: &Timings, blocked_us: u64) -> bool {
+        let (noted, work) = (self.noted.load(Ordering::Relaxed), timings.total_us());
+        let word = &self.recent_us[noted as usize % RECENT_WORK];
+        word.store(u32::try_from(work).unwrap_or(u32::MAX), Ordering::Relaxed);
+        self.noted.store(noted + 1, Ordering::Relaxed);
+        self.is_slow(work) || self.is_blocking(blocked_us)
     }
 
-    /// Adds a task to the slowest.
+    fn is_slow(&self, work_us: u64) -> bool {
+        work_us > self.slow_from.load(Ordering::Relaxed)
+    }
+
+    fn is_blocking(&self, blocked_us: u64) -> bool {
+        blocked_us > self.blocking_from.load(Ordering::Relaxed)
+    }
+
+    /// Adds a task to the slowest, and to those that blocked later ones for longest, if it belongs there.
     pub fn note_slow(&self, task: SlowTask) {
         let Some(mut rest) = self.rest() else { return };
-        let place = rest.slowest.partition_point(|other| other.timings.total_us() >= task.timings.total_us());
-        rest.slowest.insert(place, task);
-        rest.slowest.truncate(SLOWEST);
-        if let Some(last) = rest.slowest.get(SLOWEST - 1) {
-            self.slow_from.store(last.timings.total_us(), Ordering::Relaxed);
+        if self.is_blocking(BLOCKED(&task)) {
+            let from = insert(&mut rest.blocking, task.clone(), BLOCKED);
+            self.blocking_from.store(from, Ordering::Relaxed);
         }
+        if self.is_slow(WORK(&task)) {
+            self.slow_from.store(insert(&mut rest.slowest, task, WORK), Ordering::Relaxed);
+        }
+    }
+
+    /// The work on recent batches, the latest last. A batch that is noted meanwhile may be in the place of the oldest.
+    fn recent_us(&self) -> Vec<u32> {
+        let noted = self.noted.load(Ordering::Relaxed);
+        let first = noted.saturating_sub(RECENT_WORK as u64);
+        (first..noted).map(|n| self.recent_us[n as usize % RECENT_WORK].load(Ordering::Relaxed)).collect()
     }
 
     /// Keeps the totals of an arena's workers, which have ended, before another iterator uses the arena.
@@ -292,8 +358,10 @@ impl Meter {
 
     /// The totals without the arena; only the counters if a forked child cannot lock the rest.
     pub fn totals(&self) -> Totals {
-        let rest = self.rest().map(|rest| rest.clone()).unwrap_or_default();
-        Totals { counts: std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed)), ..rest }
+        let mut totals = self.rest().map(|rest| rest.clone()).unwrap_or_default();
+        let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));
+        totals.add(&Totals { counts, recent_us: self.recent_us(), ..Totals::default() });
+        totals
     }
 }
 
@@ -305,7 +373,15 @@ mod tests {
         SlowTask {
             worker: 0,
             timings: Timings { fetch_us: us, collate_us: 1, pack_us: 1 },
+            blocked_us: 0,
             index: us.to_string(),
+        }
+    }
+
+    /// Counts a task as a delivery does.
+    fn deliver(meter: &Meter, task: SlowTask) {
+        if meter.note_work(&task.timings, task.blocked_us) {
+            meter.note_slow(task);
         }
     }
 
@@ -324,12 +400,56 @@ mod tests {
     fn the_slowest_tasks_are_kept() {
         let meter = Meter::default();
         for us in [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15] {
-            if meter.is_slow(&task(us).timings) {
-                meter.note_slow(task(us));
-            }
+            deliver(&meter, task(us));
         }
-        assert_eq!(indices(&meter.totals()), ["90", "80", "70", "60", "50", "40", "30", "20"]);
-        assert!(!meter.is_slow(&task(20).timings) && meter.is_slow(&task(21).timings));
+        let totals = meter.totals();
+        assert_eq!(indices(&totals), ["90", "80", "70", "60", "50", "40", "30", "20"]);
+        assert!(totals.blocking.is_empty(), "none of them blocked others");
+        assert!(!meter.note_work(&task(20).timings, 0) && meter.note_work(&task(21).timings, 0));
+        assert_eq!(
+            totals.recent_us,
+            [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15].map(|us| us + 2),
+            "fetch, collate and pack"
+        );
+    }
+
+    #[test]
+    fn the_tasks_that_blocked_others_for_longest_are_kept() {
+        let meter = Meter::default();
+        (0..8).for_each(|_| deliver(&meter, task(1000)));
+        for blocked_us in [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15] {
+            deliver(&meter, SlowTask { blocked_us, ..task(blocked_us as u32) });
+        }
+        let totals = meter.totals();
+        let waits: Vec<u64> = totals.blocking.iter().map(|task| task.blocked_us).collect();
+        assert_eq!(waits, [90, 80, 70, 60, 50, 40, 30, 20]);
+        assert_eq!(totals.blocking[0].index, "90");
+        assert_eq!(indices(&totals), ["1000"; 8], "they are not among the slowest");
+        assert!(!meter.note_work(&task(1).timings, 20) && meter.note_work(&task(1).timings, 21));
+    }
+
+    #[test]
+    fn the_work_on_the_last_batches_is_kept() {
+        let (first, second, all) = (Meter::default(), Meter::default(), Meter::default());
+        let note = |meter: &Meter, works: std::ops::Range<u32>| {
+            for fetch_us in works {
+                meter.note_work(&Timings { fetch_us, ..Timings::default() }, 0);
+            }
+        };
+        note(&first, 0..300);
+        assert_eq!(first.totals().recent_us, Vec::from_iter(44..300));
+        note(&second, 300..400);
+        assert_eq!(second.totals().recent_us, Vec::from_iter(300..400));
+        // Those of a later iterator come last.
+        all.absorb(&first.totals());
+        all.absorb(&second.totals());
+        assert_eq!(all.totals().recent_us, Vec::from_iter(144..400));
+        let mut together = first.totals();
+        together.add(&second.totals());
+        assert_eq!(together.recent_us, Vec::from_iter(144..400));
+        let long = Timings { fetch_us: u32::MAX, collate_us: 1, pack_us: 0 };
+        second.note_work(&long, 0);
+        assert_eq!(second.totals().recent_us.last(), Some(&u32::MAX));
     }
 
     #[test]
@@ -370,11 +490,18 @@ mod tests {
         for (meter, batches, us) in [(&first, 3, 10), (&second, 4, 20)] {
             meter.add(Count::Batches, batches);
             meter.add_time(Count::Waited, Duration::from_micros(u64::from(us)));
-            meter.note_slow(task(us));
+            meter.note_slow(SlowTask { blocked_us: u64::from(us), ..task(us) });
         }
-        let spent_ns = [1; WorkerState::COUNT];
-        let worker =
-            WorkerTotals { pid: 7, alive: true, tasks: 2, spent_ns, start_cpu_ns: 3, start_queued_ns: 4 };
+        let worker = WorkerTotals {
+            pid: 7,
+            alive: true,
+            tasks: 2,
+            spent_ns: [1; WorkerState::COUNT],
+            start_cpu_ns: 3,
+            start_queued_ns: 4,
+            fetch_cpu_ns: 5,
+            fetch_measured_ns: 6,
+        };
         let mut ended = first.totals();
         (ended.workers, ended.high_water) = (vec![worker], 9);
         all.absorb(&ended);
@@ -386,9 +513,17 @@ mod tests {
         assert_eq!(totals.counts[Count::Waited as usize], 30_000);
         assert_eq!(totals.high_water, 9);
         assert_eq!(indices(&totals), ["20", "10"]);
-        let spent_ns = [2; WorkerState::COUNT];
-        let both =
-            WorkerTotals { pid: 8, alive: false, tasks: 4, spent_ns, start_cpu_ns: 6, start_queued_ns: 8 };
+        assert_eq!(totals.blocking, totals.slowest);
+        let both = WorkerTotals {
+            pid: 8,
+            alive: false,
+            tasks: 4,
+            spent_ns: [2; WorkerState::COUNT],
+            start_cpu_ns: 6,
+            start_queued_ns: 8,
+            fetch_cpu_ns: 10,
+            fetch_measured_ns: 12,
+        };
         assert_eq!(totals.workers, [both, WorkerTotals { alive: false, ..worker }]);
     }
 }

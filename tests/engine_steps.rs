@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustloader::engine::completions::Message;
 use rustloader::engine::{Engine, Step};
+use rustloader::metrics::Count;
 use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
 use rustloader::sys::pidfd::ExitStatus;
@@ -151,6 +152,48 @@ fn the_report_of_a_death_says_how_the_worker_ended_and_what_it_was_at() {
     let report = rig.engine.report(death);
     assert_eq!((report.worker, report.status), (1, Some(ExitStatus::Signal(9))));
     assert_eq!(report.index, Some(&1));
+}
+
+/// One wait of `next`; `meanwhile` runs between its begin and its end.
+fn wait(rig: &mut Rig, meanwhile: impl FnOnce(&Rig)) {
+    assert!(matches!(rig.step(), Step::Wait(_)));
+    rig.engine.wait(Some(Duration::ZERO)).unwrap();
+    std::thread::sleep(Duration::from_millis(2));
+    meanwhile(rig);
+    rig.engine.after_wait().unwrap();
+}
+
+#[test]
+fn a_next_knows_how_long_its_batch_blocked_later_ones() {
+    let mut rig = Rig::new(SETTINGS);
+    let counted = |rig: &Rig| rig.engine.handle().meter.get(Count::Blocked) / 1000;
+    rig.engine.epoch_begins();
+    // The first batch of an epoch waits for the start of its worker.
+    rig.engine.next_begins();
+    rig.answer(1);
+    wait(&mut rig, |rig| rig.answer(0));
+    assert_eq!((rig.batch(), rig.engine.blocked_us()), (0, 0));
+    rig.engine.next_ends();
+    rig.engine.next_begins();
+    assert_eq!((rig.batch(), rig.engine.blocked_us()), (1, 0));
+    rig.engine.next_ends();
+    // While nothing is ready, nothing is blocked; then batch 2 blocks batch 3, for two waits.
+    rig.engine.next_begins();
+    wait(&mut rig, |rig| rig.answer(1));
+    assert_eq!(rig.engine.blocked_us(), 0);
+    wait(&mut rig, |_| ());
+    let once = rig.engine.blocked_us();
+    wait(&mut rig, |rig| rig.answer(0));
+    assert_eq!(rig.batch(), 2);
+    let blocked = rig.engine.blocked_us();
+    assert!(once >= 2000 && blocked >= once + 2000, "{once}, {blocked}");
+    assert_eq!(blocked, counted(&rig));
+    rig.engine.next_ends();
+    // What one batch did is not counted for the next one.
+    rig.engine.next_begins();
+    assert_eq!((rig.batch(), rig.engine.blocked_us()), (3, 0));
+    rig.engine.next_ends();
+    assert_eq!(counted(&rig), blocked);
 }
 
 #[test]

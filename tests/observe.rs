@@ -92,6 +92,10 @@ fn a_worker_shows_its_batch_and_its_index() {
     assert!(seen.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the state that lasts counts");
     let started = seen.totals.start_cpu_ns;
     assert!(started > 0, "its start is behind it");
+    assert_eq!(seen.totals.fetch_measured_ns, 0, "the fetch has not ended");
+    worker.enter(WorkerState::Pack);
+    let measured = look(&arena).unwrap().workers.remove(0).totals;
+    assert!(measured.fetch_measured_ns >= 2_000_000 && measured.fetch_cpu_ns > 0);
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
     let seen = look(&arena).unwrap();
     assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));

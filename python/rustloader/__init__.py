@@ -20,7 +20,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind:
+    The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import CopyStats as CopyStats
     from rustloader.metrics.parts import Fallback as Fallback
     from rustloader.metrics.parts import PinningStats as PinningStats
+    from rustloader.metrics.parts import SchedulingStats as SchedulingStats
     from rustloader.metrics.parts import SlowBatch as SlowBatch
     from rustloader.metrics.parts import WorkerStats as WorkerStats
     from rustloader.metrics.report import report as report
@@ -76,7 +78,15 @@ _HOMES = {
     "fetch.seeds": ("sample_seed",),
     "errors": ("LoaderTimeoutError", "WorkerDiedError"),
     "metrics.figures": ("Stats",),
-    "metrics.parts": ("ArenaStats", "CopyStats", "Fallback", "PinningStats", "SlowBatch", "WorkerStats"),
+    "metrics.parts": (
+        "ArenaStats",
+        "CopyStats",
+        "Fallback",
+        "PinningStats",
+        "SchedulingStats",
+        "SlowBatch",
+        "WorkerStats",
+    ),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "options": ("Options",),
 }

@@ -231,7 +231,7 @@ class Counts:
 
 @final
 class WorkerTotals:
-    """Counters of a worker. Times are in seconds; the last seven are those of its states."""
+    """Counters of a worker. Times are in seconds; ``starting`` to ``left`` are those of its states."""
 
     pid: Final[int]
     alive: Final[bool]
@@ -245,18 +245,23 @@ class WorkerTotals:
     pack: Final[float]
     publish: Final[float]
     left: Final[float]
+    # CPU time and wall time of the fetches whose CPU time is measured.
+    fetch_cpu: Final[float]
+    fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """The difference from an earlier moment, in tasks and the times of its states."""
+        """The difference from an earlier moment, in tasks, the times of its states and those of measured fetches."""
 
 @final
 class SlowTask:
-    """One of the slowest tasks. Times are in seconds."""
+    """One of the slowest tasks, or of those that blocked later ones for longest. Times are in seconds."""
 
     index: Final[str]
     worker: Final[int]
     fetch: Final[float]
     collate: Final[float]
     pack: Final[float]
+    # Wait of `next` for this task with later ones ready.
+    blocked: Final[float]
 
 @final
 class Totals:
@@ -265,6 +270,9 @@ class Totals:
     counts: Final[Counts]
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
+    blocking: Final[list[SlowTask]]
+    # Seconds of work on recent batches, the latest last.
+    recent: Final[list[float]]
     leased: Final[int]
     warm: Final[int]
     blocks: Final[int]

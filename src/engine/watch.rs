@@ -28,6 +28,8 @@ pub(super) struct Watch {
     blocked: bool,
     /// Time that this `next` has waited.
     waited: Duration,
+    /// Part of it that counts as [`Count::Blocked`].
+    blocked_for: Duration,
     /// The last `next` worked for long.
     was_long: bool,
 }
@@ -58,6 +60,7 @@ impl Watch {
             (true, false) => {
                 meter.add_time(Count::Waited, time);
                 if self.blocked {
+                    self.blocked_for += time;
                     meter.add_time(Count::Blocked, time);
                 }
             }
@@ -83,7 +86,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn next_begins(&mut self) {
         self.tick();
         (self.watch.fresh, self.watch.in_next) = (true, true);
-        (self.watch.entered, self.watch.waited) = (self.now, Duration::ZERO);
+        self.watch.entered = self.now;
+        (self.watch.waited, self.watch.blocked_for) = (Duration::ZERO, Duration::ZERO);
         if !self.watch.left.is_zero() {
             self.handle.meter.add_time(Count::Step, self.now - self.watch.left);
         }
@@ -98,6 +102,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.tick();
             self.handle.meter.add_time(Count::Sampler, self.now - asked);
         }
+    }
+
+    /// Microseconds that this `next` has waited with later batches ready.
+    #[inline]
+    pub fn blocked_us(&self) -> u64 {
+        self.watch.blocked_for.as_micros() as u64
     }
 
     /// A `next` ends, with an answer or an error.

@@ -83,7 +83,7 @@ figures! {
     }
 }
 
-// A worker's table: the times of its states, then its tasks.
+// A worker's table: the times of its states, its tasks, its measured fetches.
 figures! {
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
     numbers { tasks = WorkerState::COUNT, }
@@ -95,12 +95,16 @@ figures! {
         pack = WorkerState::Pack,
         publish = WorkerState::Publish,
         left = WorkerState::Left,
+        fetch_cpu = WorkerState::COUNT + 1,
+        fetch_measured = WorkerState::COUNT + 2,
     }
 }
 
 fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<WorkerTotals>> {
-    let mut table = [totals.tasks; WorkerState::COUNT + 1];
+    let mut table = [0; WorkerState::COUNT + 3];
     table[..WorkerState::COUNT].copy_from_slice(&totals.spent_ns);
+    let measured = [totals.tasks, totals.fetch_cpu_ns, totals.fetch_measured_ns];
+    table[WorkerState::COUNT..].copy_from_slice(&measured);
     let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
     Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
 }
@@ -112,6 +116,7 @@ record! {
         fetch: f64 = f64::from(task.timings.fetch_us) / 1e6,
         collate: f64 = f64::from(task.timings.collate_us) / 1e6,
         pack: f64 = f64::from(task.timings.pack_us) / 1e6,
+        blocked: f64 = task.blocked_us as f64 / 1e6,
     }
 }
 
@@ -122,6 +127,9 @@ record! {
             totals.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
         slowest: Vec<Py<SlowTask>> =
             totals.slowest.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
+        blocking: Vec<Py<SlowTask>> =
+            totals.blocking.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
+        recent: Vec<f64> = totals.recent_us.iter().map(|&us| f64::from(us) / 1e6).collect(),
         leased: u64 = totals.usage.leased,
         warm: u64 = totals.usage.warm,
         blocks: u64 = totals.usage.blocks,

@@ -235,6 +235,10 @@ pub struct StatusPage {
     pub start_cpu_ns: AtomicU64,
     /// Nanoseconds that its main thread had waited for a core by then; 0 if unknown. Stored first.
     pub start_queued_ns: AtomicU64,
+    /// CPU nanoseconds of the process during the measured fetches.
+    pub(crate) fetch_cpu_ns: AtomicU64,
+    /// Nanoseconds of wall time of these fetches. Stored first.
+    pub(crate) fetch_measured_ns: AtomicU64,
 }
 
 impl StatusPage {
@@ -254,6 +258,8 @@ impl StatusPage {
             &self.index_task,
             &self.start_cpu_ns,
             &self.start_queued_ns,
+            &self.fetch_cpu_ns,
+            &self.fetch_measured_ns,
         ];
         words.into_iter().chain(&self.spent_ns).for_each(|word| word.store(0, Ordering::Relaxed));
     }

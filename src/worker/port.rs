@@ -17,7 +17,7 @@ use crate::shm::ring::{Consumer, Entry, Producer};
 use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
-use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, Timings};
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 
 /// The result of [`Port::receive`].
 #[derive(Debug)]
@@ -58,6 +58,8 @@ pub struct Port {
     /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
     largest: [AtomicU64; 2],
     stack: StackOffer,
+    /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
+    fetch_began: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -112,6 +114,7 @@ impl Port {
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
             stack: StackOffer::default(),
+            fetch_began: AtomicU64::new(0),
             arena,
         })
     }
@@ -144,10 +147,27 @@ impl Port {
         }
         let now = sys::clock::monotonic_ns();
         let spent = self.status().change(state, now);
+        self.fetch_ends(spent);
         if state == WorkerState::Idle {
             self.stack.check_handler(self.status(), now);
         }
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// Begins to measure the CPU time of a fetch.
+    fn fetch_begins(&self) {
+        let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };
+        self.fetch_began.store(began, Ordering::Relaxed);
+    }
+
+    /// Ends the measurement of a fetch that took `wall` nanoseconds, if there is one.
+    #[inline]
+    fn fetch_ends(&self, wall: u64) {
+        let began = self.fetch_began.load(Ordering::Relaxed);
+        if began != 0 {
+            self.fetch_began.store(0, Ordering::Relaxed);
+            self.status().add_fetch(sys::clock::process_cpu_ns().saturating_sub(began), wall);
+        }
     }
 
     /// Creates the file for stack dumps; see [`StackOffer::make_file`].
@@ -237,6 +257,9 @@ impl Port {
             status.show_index(&entry, &payload);
         } else {
             status.show_index(&entry, &entry.inline[..entry.len as usize]);
+        }
+        if matches!(entry.kind, TaskKind::Plain | TaskKind::Pickle) {
+            self.fetch_begins();
         }
         Ok(Some(entry))
     }
@@ -431,6 +454,43 @@ mod tests {
         held.into_iter().for_each(|block| port.release(block));
         port.send(2, ResultKind::Error, &[], b"some", Timings::default()).unwrap();
         assert!(lock(&port.reserve).is_some());
+    }
+
+    /// Takes a task of the ring, whose fetch sleeps, or computes for as long.
+    fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
+        let entry = TaskEntry::inline(0, kind, &[]).unwrap();
+        let tasks = &mut crate::shm::ring::Producer::new(port.arena.task_ring(0));
+        tasks.push(&entry.to_words()).unwrap();
+        let totals = || crate::metrics::WorkerTotals::of(port.status(), (1, false), 0);
+        let before = totals();
+        assert!(port.take_up().unwrap().is_some());
+        work();
+        port.enter(WorkerState::Collate);
+        let after = totals();
+        // Neither time after the fetch counts, nor a second interval in the dataset.
+        std::thread::sleep(Duration::from_millis(2));
+        port.enter(WorkerState::Fetch);
+        port.enter(WorkerState::Pack);
+        assert_eq!(totals().fetch_measured_ns, after.fetch_measured_ns);
+        let difference =
+            (after.fetch_cpu_ns - before.fetch_cpu_ns, after.fetch_measured_ns - before.fetch_measured_ns);
+        assert_eq!(totals().fetch_cpu_ns, after.fetch_cpu_ns);
+        difference
+    }
+
+    #[test]
+    fn a_fetch_that_waits_takes_wall_time_and_one_that_computes_takes_cpu_time() {
+        const LONG: Duration = Duration::from_millis(30);
+        let port = port(64 << 20);
+        let computes = || {
+            let begin = sys::clock::process_cpu_ns();
+            while sys::clock::process_cpu_ns() - begin < LONG.as_nanos() as u64 {}
+        };
+        let (cpu, wall) = fetch(&port, TaskKind::Pickle, computes);
+        assert!(u128::from(cpu) >= LONG.as_nanos() && wall > 0, "{cpu} of {wall}");
+        let (_, wall) = fetch(&port, TaskKind::Plain, || std::thread::sleep(LONG));
+        assert!(u128::from(wall) >= LONG.as_nanos(), "{wall}");
+        assert_eq!(fetch(&port, TaskKind::Resume, || ()), (0, 0), "a control message is no fetch");
     }
 
     #[test]

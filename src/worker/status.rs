@@ -1,7 +1,8 @@
 //! The worker's writes to its status page.
 
+use crate::config::{FETCH_MEASURED_FROM_NS, FETCH_SAMPLE};
 use crate::shm::layout::{INDEX_BYTES, StatusPage, WorkerState};
-use crate::sync::Ordering;
+use crate::sync::{AtomicU64, Ordering};
 use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
@@ -33,6 +34,24 @@ impl StatusPage {
         spent
     }
 
+    /// Whether to measure the CPU time of the next fetch: of every fetch if the mean one is long, otherwise of a sample.
+    pub(super) fn measures_fetch(&self) -> bool {
+        let fetched = self.spent_ns[WorkerState::Fetch as usize].load(Ordering::Relaxed);
+        let sent = self.sent.load(Ordering::Relaxed);
+        sent.is_multiple_of(FETCH_SAMPLE) || fetched >= sent.saturating_mul(FETCH_MEASURED_FROM_NS)
+    }
+
+    /// Adds a measured fetch: its CPU time and its wall time, in nanoseconds.
+    pub(super) fn add_fetch(&self, cpu: u64, wall: u64) {
+        let add = |word: &AtomicU64, more, order| {
+            word.store(word.load(Ordering::Relaxed).wrapping_add(more), order)
+        };
+        // The wall time first: a reader between the two sees too little CPU time, never too much.
+        add(&self.fetch_measured_ns, wall, Ordering::Relaxed);
+        // SYNC: fetch-measured (pairs with the Acquire in `WorkerTotals::of`).
+        add(&self.fetch_cpu_ns, cpu, Ordering::Release);
+    }
+
     /// Shows the beginning of an index batch, for `rustloader top`, which opens no pickles.
     pub(super) fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
         let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
@@ -45,5 +64,37 @@ impl StatusPage {
         self.index_len.store(payload.len() as u64, Ordering::Relaxed);
         // Readers compare it to `task`: the two differ while the words are written.
         self.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_fetches_are_all_measured_and_short_ones_now_and_then() {
+        let page = StatusPage::default();
+        let measured = |sent, mean| {
+            page.sent.store(sent, Ordering::Relaxed);
+            page.spent_ns[WorkerState::Fetch as usize].store(sent * mean, Ordering::Relaxed);
+            page.measures_fetch()
+        };
+        assert!((0..100).all(|sent| measured(sent, FETCH_MEASURED_FROM_NS)));
+        let short: Vec<u64> = (0..33).filter(|&sent| measured(sent, FETCH_MEASURED_FROM_NS - 1)).collect();
+        assert_eq!(short, [0, 8, 16, 24, 32]);
+        assert_eq!(FETCH_SAMPLE, 8);
+    }
+
+    #[test]
+    fn measured_fetches_add_up() {
+        let page = StatusPage::default();
+        page.add_fetch(2, 10);
+        page.add_fetch(3, 20);
+        let both = [&page.fetch_cpu_ns, &page.fetch_measured_ns].map(|word| word.load(Ordering::Relaxed));
+        assert_eq!(both, [5, 30]);
+        page.reset();
+        let both = [&page.fetch_cpu_ns, &page.fetch_measured_ns].map(|word| word.load(Ordering::Relaxed));
+        assert_eq!(both, [0, 0]);
     }
 }

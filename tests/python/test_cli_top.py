@@ -701,7 +701,9 @@ def figures(workers, stuck=()):
     def worker(number):
         states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
         return SimpleNamespace(
-            totals=Growing(pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, **states),
+            totals=Growing(
+                pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, fetch_cpu=0.25, fetch_measured=1.0, **states
+            ),
             state="fetch" if number in stuck else "idle",
             seconds_in_state=99.0 if number in stuck else 0.1,
             batch=number,
@@ -752,6 +754,21 @@ def test_the_view_fits_its_terminal_and_shows_what_stands_out(width, height, cou
     if height >= 24:
         assert sum(line.startswith("   !31 ") for line in lines) == count, "\n".join(lines)
         assert any("more workers: make the window taller" in line for line in lines)
+
+
+@pytest.mark.parametrize("width, wide", [(95, []), (96, ["25%"])])
+def test_the_processor_time_in_the_dataset_where_there_is_room(width, wide):
+    lines = view.plain(view.frame(1, "python", [made_up(1)], width)).splitlines()
+    row = dict(zip(lines[-2].split(), lines[-1].split(), strict=False))
+    assert [row[name] for name in ("cpu",) if name in row] == wide, lines
+    assert ("pid" in row) == bool(wide)
+
+
+def test_no_fetch_has_no_processor_time():
+    look = made_up(1)._now
+    loader = model.Loader(os.getpid(), look, look)
+    assert loader.workers[0].fetch_cpu_share is None and loader.as_dict()["workers"][0]["fetch_cpu_share"] is None
+    assert made_up(1).workers[0].fetch_cpu_share == 0.25
 
 
 def test_two_loaders_of_few_workers_fit_a_small_terminal():

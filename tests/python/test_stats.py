@@ -1,12 +1,16 @@
 """Statistics of loaders and iterators, and their verdicts on loaders that are built to have each."""
 
 import copy
+import dataclasses
 import gc
 import json
 import math
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import threading
 import time
 import weakref
 
@@ -381,8 +385,6 @@ def test_many_epochs_leave_one_counter():
 
 
 def test_stats_can_be_asked_for_while_next_waits(tmp_path):
-    import threading
-
     loader = DataLoader(Held(4, 1, tmp_path / "go"), num_workers=1)
     seen = []
     stop = threading.Event()
@@ -511,6 +513,123 @@ def test_the_start_of_a_process_is_not_work():
     assert 0 < live.cpu_seconds <= done.cpu_seconds < later.cpu_seconds < 5 * LONG, later
 
 
+def test_the_processor_time_of_fetches():
+    loader = DataLoader(Computing(12), batch_size=2, num_workers=2)
+    for _ in range(2):
+        trained(loader)
+    for worker in rustloader.stats(loader).workers:
+        # Each fetch is measured, of both epochs and without the collating.
+        assert worker.fetch_measured_seconds == pytest.approx(worker.fetch_seconds, rel=0.05), worker
+        assert 12 * LONG / 2 <= worker.fetch_cpu_seconds <= worker.cpu_seconds, worker
+        # On a busy machine they wait for a core as well.
+        assert worker.fetch_cpu_seconds + worker.queued_seconds > worker.fetch_seconds / 2, worker
+    sleeping = DataLoader(Slow(8, long), batch_size=2, num_workers=1, collate_fn=computing_collate)
+    (worker,) = rustloader.stats(trained(sleeping)).workers
+    assert worker.fetch_measured_seconds >= 8 * LONG and worker.fetch_cpu_share < 0.2, worker
+    assert worker.cpu_seconds >= 4 * LONG / 2
+
+
+def computing_collate(samples):
+    Computing(1)[0]
+    return samples
+
+
+def test_the_processor_time_of_children_and_threads_in_a_fetch_counts():
+    class Indirect(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            if i == 0:
+                subprocess.run([sys.executable, "-c", f"{BUSY}: pass"], check=True)
+            else:
+                thread = threading.Thread(target=Computing(1).__getitem__, args=(0,))
+                thread.start()
+                thread.join()
+            return i
+
+    for i in range(2):
+        loader = DataLoader(Indirect(), batch_size=None, sampler=[i], num_workers=1)
+        (worker,) = rustloader.stats(trained(loader)).workers
+        assert worker.fetch_cpu_seconds >= LONG / 2, (i, worker)
+
+
+BUSY = f"import time\nwhile time.process_time() < {LONG / 2}"
+
+
+def test_a_killed_worker_keeps_the_processor_time_of_its_fetches():
+    loader = DataLoader(Computing(8), batch_size=None, num_workers=1)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="killed"):
+        list(iterator)
+    (worker,) = rustloader.stats(loader).workers
+    assert worker.fetch_cpu_seconds >= 2 * LONG / 2
+
+
+def test_no_fetch_no_share():
+    assert rustloader.WorkerStats(0).fetch_cpu_share is None
+    assert rustloader.WorkerStats(0, fetch_cpu_seconds=1.0, fetch_measured_seconds=4.0).fetch_cpu_share == 0.25
+
+
+# Head-of-line waits
+
+
+def test_batches_that_others_waited_for_are_named():
+    loader = DataLoader(Slow(26, long_now_and_then), num_workers=2)
+    for epochs in (1, 2):
+        stats = rustloader.stats(trained(loader))
+        # Batches 5 and 18, of worker 1 and worker 0; the others come while one of them is under way.
+        named = [task for task in stats.blocking if task.blocked_seconds > LONG]
+        assert sorted((task.index, task.worker) for task in named) == sorted([("[5]", 1), ("[18]", 0)] * epochs)
+        assert all(LONG < task.blocked_seconds <= task.seconds + LONG for task in named), named
+        assert stats.blocking[0] == named[0] == max(stats.blocking, key=lambda task: task.blocked_seconds)
+        assert sum(task.blocked_seconds for task in named) <= stats.blocked_seconds <= stats.waited_seconds
+    assert len(stats.recent_seconds) == 52 and sum(seconds > 5 * LONG for seconds in stats.recent_seconds) == 4
+    assert [n for n, seconds in enumerate(stats.recent_seconds) if seconds > 5 * LONG] == [5, 18, 31, 44]
+
+
+def test_no_batch_is_blocked_in_the_order_of_completion():
+    stats = rustloader.stats(trained(DataLoader(Slow(14, long_now_and_then), num_workers=2, in_order=False)))
+    assert stats.blocking == () and stats.blocked_seconds == 0 and len(stats.recent_seconds) == 14
+
+
+def test_the_settings_of_the_last_iterator():
+    assert rustloader.stats(DataLoader(Numbers(4), num_workers=1)).scheduling is None
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1)
+    settings = rustloader.SchedulingStats(batch_size=2)
+    assert rustloader.stats(trained(loader)).scheduling == settings
+    loader.prefetch_factor = 3
+    with rustloader.installed(in_order=False, reorder_window=16):
+        iterator = iter(loader)
+    changed = dataclasses.replace(settings, prefetch_factor=3, in_order=False, reorder_window=16)
+    assert rustloader.stats(iterator).scheduling == rustloader.stats(loader).scheduling == changed
+    assert json.loads(json.dumps(rustloader.stats(loader).as_dict()))["scheduling"]["reorder_window"] == 16
+    iterator._shutdown_workers()
+
+
+def test_what_worker_threads_have_no_effect_on():
+    class Whole(Numbers):
+        def __getitems__(self, indices):
+            return [self[i] for i in indices]
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    def scheduling(dataset, **options):
+        return rustloader.stats(trained(DataLoader(dataset, num_workers=1, **options))).scheduling
+
+    assert not scheduling(Whole(4), batch_size=2).per_sample
+    assert not scheduling(Numbers(4), batch_size=None).per_sample
+    stream = scheduling(Stream(), batch_size=2, dispatch="shared_queue", worker_threads=4)
+    assert not stream.per_sample and not stream.map_style
+    assert (stream.dispatch, stream.worker_threads) == ("round_robin", 1)
+    batches = scheduling(Numbers(4), batch_sampler=[[0, 1], [2]])
+    assert batches.per_sample and batches.batch_size is None
+
+
 # Verdicts
 
 
@@ -592,6 +711,7 @@ def test_one_slow_worker_limits():
 def test_a_few_slow_batches_limit():
     found = verdict(DataLoader(Slow(52, long_now_and_then), num_workers=2))
     assert found.kind == "head_of_line", found
+    assert 'dispatch="shared_queue" and reorder_window=' in found.sentence and found.predicted_gain > 1.3, found
     assert any(f"[{i}] took" in found.sentence for i in (5, 18, 31, 44)), found
 
 

@@ -15,7 +15,16 @@ pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import ArenaStats, CopyStats, Fallback, PinningStats, SlowBatch, Stats, WorkerStats
+    from rustloader import (
+        ArenaStats,
+        CopyStats,
+        Fallback,
+        PinningStats,
+        SchedulingStats,
+        SlowBatch,
+        Stats,
+        WorkerStats,
+    )
     from rustloader.metrics import cpu_time as processor
     from rustloader.texts import count_of, duration, short_index, size
 
@@ -39,10 +48,13 @@ def full(**more):
             "sampler_seconds": 0.25,
             "step_seconds": 2.0,
             "workers": (
-                WorkerStats(0, 4711, True, 120_000_000, 100, 0.5, 0.25, 5.0, 0.75, 0.125, 5.5, 0.0625),
+                WorkerStats(0, 4711, True, 120_000_000, 100, 0.5, 0.25, 5.0, 0.75, 0.125, 5.5, 0.0625, 0.0, 0.5, 2.5),
                 WorkerStats(1, 4712, False, 0, 100, fetch_seconds=4.0),
             ),
             "slowest": (SlowBatch(MANY, 1, 0.5, 0.1, 0.1), SlowBatch("<&>", 0, 0.3)),
+            "blocking": (SlowBatch("[8, 9]", 0, 0.25, 0.05, 0.0, 0.2),),
+            "recent_seconds": (0.3, 0.7),
+            "scheduling": SchedulingStats(reorder_window="64MiB"),
             "arena": ArenaStats(1_000, 2_000_000, 3_000_000, 1),
             "copies": CopyStats(1, 5_000, 2),
             "pinning": PinningStats(True, 200, 0.5),
@@ -66,11 +78,12 @@ def test_all_that_is_not_zero_is_printed():
         "  waited        4 s, 500 ms of it while later batches were ready",
         "  first         1 s, waiting for the first batch of 2 epochs",
         "  own work      1 s, 250 ms of it in the sampler",
-        "  worker 0      100 batches: fetch 5 s, collate 750 ms, pack 125 ms, idle 250 ms, start 500 ms, "
-        "processor 5.5 s (pid 4711, 120 MB)",
+        "  worker 0      100 batches: fetch 5 s, fetch CPU 1 s, collate 750 ms, pack 125 ms, idle 250 ms, "
+        "start 500 ms, processor 5.5 s (pid 4711, 120 MB)",
         "  worker 1      100 batches: fetch 4 s (ended)",
         "  slow batch    700 ms on worker 1: [1000, 1001, 1002, 1003, 1004, 1005, ... 256 in all]",
         "  slow batch    300 ms on worker 0: <&>",
+        "  blocking      200 ms of waiting for [8, 9], 300 ms on worker 0",
         "  arena         1.0 kB leased, 2.0 MB warm, 3.0 MB at the peak, 1 block",
         "  copies        1 copy (5.0 kB)",
         "  pickled       2 batches",
@@ -134,9 +147,11 @@ def test_the_table_of_a_notebook():
         ["own work", "1 s", "12%"],
     ]
     head, *rows = workers
-    assert head == ["worker", "batches", "fetch", "collate", "pack", "idle", "start", "processor", "process"]
+    assert head == [
+        *("worker", "batches", "fetch", "fetch CPU", "collate", "pack", "idle", "start", "processor", "process")
+    ]
     assert all(len(row) == len(head) for row in rows)
-    assert rows[1] == ["1", "100", "4 s", "", "", "", "", "", "ended"]
+    assert rows[1] == ["1", "100", "4 s", "", "", "", "", "", "", "ended"]
     assert ["slow batch", "300 ms on worker 0: <&>"] in rest
     assert full().verdict().sentence in html.unescape(text)
 
@@ -158,7 +173,17 @@ def test_tables_of_no_figures():
 # Classes
 
 
-CLASSES = ["Stats", "WorkerStats", "SlowBatch", "ArenaStats", "CopyStats", "PinningStats", "Fallback", "Verdict"]
+CLASSES = [
+    "Stats",
+    "WorkerStats",
+    "SlowBatch",
+    "SchedulingStats",
+    "ArenaStats",
+    "CopyStats",
+    "PinningStats",
+    "Fallback",
+]
+CLASSES += ["Verdict"]
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -13,18 +13,28 @@ from support import TORCH_MODE
 pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
-    from rustloader import CopyStats, Fallback, PinningStats, SlowBatch, Stats, VerdictKind, WorkerStats
+    from rustloader import (
+        CopyStats,
+        Fallback,
+        PinningStats,
+        SchedulingStats,
+        SlowBatch,
+        Stats,
+        VerdictKind,
+        WorkerStats,
+    )
 
 MS = 1e-3
 
 
 def given(batches=100, step=0.0, waited=0.0, own=0.0, fetch=1.0, collate=0.0, workers=2, **more):
     """A loader's statistics; times are milliseconds per batch. `fetch` may be a list, by worker. `cpu` and `queued` are
-    shares of the workers' time at work."""
+    shares of the workers' time at work, and `fetch_cpu` of their time in the dataset (default: as `cpu`)."""
     of_worker = fetch if isinstance(fetch, list) else [fetch] * workers
     tasks = batches // workers
     pack, start = more.pop("pack", 0.0), more.pop("start", 0.0)
     cpu, queued = more.pop("cpu", None), more.pop("queued", None)
+    fetch_cpu = more.pop("fetch_cpu", cpu)
     more.setdefault("epochs", 1)
     more.setdefault("cores", 64)
     return Stats(
@@ -45,6 +55,8 @@ def given(batches=100, step=0.0, waited=0.0, own=0.0, fetch=1.0, collate=0.0, wo
                 pack_seconds=pack * tasks * MS,
                 cpu_seconds=None if cpu is None else cpu * (ms + collate + pack) * tasks * MS,
                 queued_seconds=None if queued is None else queued * (ms + collate + pack) * tasks * MS,
+                fetch_cpu_seconds=0.0 if fetch_cpu is None else fetch_cpu * ms * tasks * MS,
+                fetch_measured_seconds=0.0 if fetch_cpu is None else ms * tasks * MS,
             )
             for n, ms in enumerate(of_worker)
         ),
@@ -64,6 +76,16 @@ def partly_known(stats):
     half = second.busy_seconds / 2
     second = dataclasses.replace(second, cpu_seconds=cpu, queued_seconds=queued, unmeasured_seconds=half)
     return dataclasses.replace(stats, workers=(first, second))
+
+
+def blocked_by_some(**more):
+    """A loader on four workers, whose every tenth batch takes 60 ms and the others 4.5 ms."""
+    scheduling = more.pop("scheduling", {})
+    recent = tuple((60 if n % 10 == 5 else 4.5) * MS for n in range(200))
+    values = {"workers": 4, "fetch": 10.05, "waited": 5, "own": 0.01, "blocked_seconds": 0.45, "recent_seconds": recent}
+    blocking = (SlowBatch("[15]", 3, 60 * MS, blocked_seconds=0.055), SlowBatch("[25]", 1, 61 * MS))
+    values |= {"blocking": blocking, "slowest": (slow("[95]", 62),), "scheduling": SchedulingStats(**scheduling)}
+    return given(**values | more)
 
 
 STORAGE = {"cpu": 0.04, "queued": 0.01}
@@ -190,6 +212,60 @@ TABLE = {
         ["for something else for 95%"],
         8,
     ),
+    "storage, and batches whose samples can be fetched at a time": (
+        lambda: given(
+            step=9, own=1, waited=40, fetch=100, cores=4, scheduling=SchedulingStats(batch_size=64), **STORAGE
+        ),
+        "storage",
+        ["use worker_threads=5 or num_workers=8 and measure again, or faster storage"],
+        8,
+    ),
+    "storage, with as many workers as can help, and threads": (
+        lambda: given(
+            workers=16, step=1, waited=40, fetch=640, cores=4, scheduling=SchedulingStats(worker_threads=2), **STORAGE
+        ),
+        "storage",
+        ["use worker_threads=50 or faster storage", "more workers will hardly help"],
+        None,
+    ),
+    "storage, with threads that share a core": (
+        # They compute for a fifth of the time, so five would keep a core busy.
+        lambda: given(workers=2, step=1, waited=40, fetch=400, cpu=0.2, queued=0, scheduling=SchedulingStats()),
+        "storage",
+        ["use worker_threads=5 or num_workers=8 and measure again"],
+        8,
+    ),
+    "storage, and batches of two samples": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, scheduling=SchedulingStats(batch_size=2), **STORAGE),
+        "storage",
+        ["use worker_threads=2 or num_workers=8 and measure again"],
+        8,
+    ),
+    "storage, and batches that are fetched as a whole": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, scheduling=SchedulingStats(per_sample=False), **STORAGE),
+        "storage",
+        ["most of their time: use num_workers=8 and measure again, or faster storage (a local disk, larger files"],
+        8,
+    ),
+    "storage, without a step, and threads": (
+        lambda: given(waited=40, fetch=80, cores=1, scheduling=SchedulingStats(), **STORAGE),
+        "storage",
+        ["use worker_threads=16, more workers, even more than cores, or faster storage"],
+        None,
+    ),
+    "storage behind a busy collate_fn": (
+        # The process computes for half of the time, but the dataset hardly does.
+        lambda: given(step=9, own=1, waited=40, fetch=60, collate=40, cpu=0.45, fetch_cpu=0.05, queued=0.01, cores=4),
+        "storage",
+        ["for something else for 94%"],
+        8,
+    ),
+    "a dataset that computes beside a collate_fn that waits": (
+        lambda: given(step=9, own=1, waited=40, fetch=60, collate=40, cpu=0.4, fetch_cpu=0.95, queued=0.01),
+        "workers",
+        ["the workers compute for 95%"],
+        10,
+    ),
     "cores that other work takes": (
         lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7),
         "cores",
@@ -251,6 +327,60 @@ TABLE = {
         lambda: given(fetch=[12, 1], waited=12, blocked_seconds=1.1, slowest=(slow("[7]", 300), slow("[17]", 290))),
         "head_of_line",
         ["[7] took 300 ms", "a few slow batches"],
+        None,
+    ),
+    "slow batches that a shared queue would pass": (
+        blocked_by_some,
+        "head_of_line",
+        [
+            'Use dispatch="shared_queue" and reorder_window=32 (predicted to be 2.3 times as fast), in_order=False or',
+            "the slowest: [15] took 60 ms on worker 3; [25] took 61 ms on worker 1.",
+        ],
+        None,
+    ),
+    "slow batches, with a shared queue": (
+        lambda: blocked_by_some(scheduling={"dispatch": "shared_queue"}),
+        "head_of_line",
+        ["Use reorder_window=32 (predicted to be"],
+        None,
+    ),
+    "slow batches, with a shared queue and a window of bytes": (
+        # A batch has 1,000 bytes.
+        lambda: blocked_by_some(scheduling={"dispatch": "shared_queue", "reorder_window": "12kB"}, bytes=100_000),
+        "head_of_line",
+        ["Use reorder_window=32 (predicted to be"],
+        None,
+    ),
+    "slow batches, with a shared queue and a wide window": (
+        lambda: blocked_by_some(scheduling={"dispatch": "shared_queue", "reorder_window": 64}),
+        "head_of_line",
+        ["all later ones wait for them. Use in_order=False or faster samples"],
+        None,
+    ),
+    "slow batches of an iterable dataset": (
+        lambda: blocked_by_some(scheduling={"map_style": False}),
+        "head_of_line",
+        ["Use in_order=False, a larger prefetch_factor or faster samples"],
+        None,
+    ),
+    "slow batches that keep all cores busy": (
+        # They compute all the time: with one core no order of the work is faster.
+        lambda: blocked_by_some(cores=1, cpu=1.0, queued=0.0, waited=8),
+        "head_of_line",
+        ["Use in_order=False, a larger prefetch_factor or faster samples"],
+        None,
+    ),
+    "one slow worker that a shared queue would relieve": (
+        lambda: given(
+            fetch=[50, 1],
+            waited=25,
+            blocked_seconds=2.4,
+            slowest=(slow("[7]", 55), slow("[9]", 52)),
+            recent_seconds=(0.05, 0.001) * 50,
+            scheduling=SchedulingStats(),
+        ),
+        "head_of_line",
+        ["worker 0 (pid 100)", 'or set dispatch="shared_queue"', "or in_order=False."],
         None,
     ),
     "a large slow batch": (
@@ -391,6 +521,14 @@ REMEDIES = {
     "storage, with as many workers as can help": "use faster storage",
     "storage, without a step": "use more workers, even more than cores, or faster storage",
     "storage, and one worker killed": "use num_workers=8 and measure again, or faster storage",
+    "storage, and batches whose samples can be fetched at a time": "use worker_threads=5 or num_workers=8",
+    "storage, with as many workers as can help, and threads": "use worker_threads=50",
+    "storage, with threads that share a core": "use worker_threads=5",
+    "storage, and batches of two samples": "use worker_threads=2",
+    "storage, and batches that are fetched as a whole": "use num_workers=8 and measure again",
+    "storage, without a step, and threads": "use worker_threads=16",
+    "storage behind a busy collate_fn": "use num_workers=8 and measure again",
+    "a dataset that computes beside a collate_fn that waits": "Use num_workers=10.",
     "cores that other work takes": "End other programs, use fewer threads in the training process",
     "collate": "let default_collate build the batches. Use num_workers=10.",
     "collate on all cores": "Make it faster, use smaller samples, or let default_collate build the batches.",
@@ -402,6 +540,13 @@ REMEDIES = {
     "one slow worker of four": "look at what it alone reads, or set in_order=False",
     "a few slow batches": "Use in_order=False, a larger prefetch_factor or faster samples",
     "a few slow batches, all one worker's by chance": "Use in_order=False, a larger prefetch_factor or faster samples",
+    "slow batches that a shared queue would pass": 'Use dispatch="shared_queue" and reorder_window=32',
+    "slow batches, with a shared queue": "Use reorder_window=32",
+    "slow batches, with a shared queue and a window of bytes": "Use reorder_window=32",
+    "slow batches, with a shared queue and a wide window": "Use in_order=False or faster samples",
+    "slow batches of an iterable dataset": "Use in_order=False, a larger prefetch_factor or faster samples",
+    "slow batches that keep all cores busy": "Use in_order=False, a larger prefetch_factor or faster samples",
+    "one slow worker that a shared queue would relieve": 'set dispatch="shared_queue"',
     "a large slow batch": "Use in_order=False, a larger prefetch_factor or faster samples",
     "waiting for a worker that is still starting": "Ask again after a longer run",
     "waiting for a worker that is still starting, in each epoch": "set persistent_workers=True",

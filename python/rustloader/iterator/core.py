@@ -107,7 +107,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
         self._workers = []
         self._own(core)
-        ledger.of(self).serve()
+        ledger.of(self).serve(settings.scheduling(loader))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         seeding = fetching.seeding(loader, int(self._base_seed))

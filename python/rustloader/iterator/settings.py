@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader import options
+from rustloader.metrics.parts import SchedulingStats
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ class EngineSettings:
             dispatch=options.in_force(loader, "dispatch"),
             reorder_window=options.in_force(loader, "reorder_window"),
         )
+
+
+def scheduling(loader: Any) -> SchedulingStats:
+    """The settings that statistics show, of a loader as ``applied`` returns it."""
+    map_style = loader._dataset_kind == _DatasetKind.Map
+    batch_size = getattr(loader, "batch_size", None)
+    return SchedulingStats(
+        prefetch_factor=loader.prefetch_factor,
+        in_order=bool(loader.in_order),
+        # An iterable dataset keeps round robin, and one thread.
+        dispatch=options.in_force(loader, "dispatch") if map_style else "round_robin",
+        reorder_window=options.in_force(loader, "reorder_window"),
+        worker_threads=options.in_force(loader, "worker_threads") if map_style else 1,
+        map_style=map_style,
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        # Of the class: an attribute of the dataset itself may be code of the program.
+        per_sample=map_style and loader._auto_collation and not hasattr(type(loader.dataset), "__getitems__"),
+    )
 
 
 class _Loader:

@@ -39,6 +39,11 @@ class Stats(Figures):
         step_seconds: Between two calls of ``next`` in one epoch: the training step.
         workers: One entry for each worker, by its number.
         slowest: The slowest batches so far, the slowest first.
+        blocking: The batches that later, finished ones waited for, the longest wait first. All such waits together are
+            ``blocked_seconds``.
+        recent_seconds: Seconds of work on each of the last batches, up to 256, the latest last. `verdict` predicts from
+            them the gain of other settings.
+        scheduling: Settings of the last iterator; None if the engine has served none, or if they are unknown.
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
@@ -158,4 +163,6 @@ def worker_stats(
         cpu_seconds=time.cpu,
         queued_seconds=time.queued,
         unmeasured_seconds=time.unmeasured,
+        fetch_cpu_seconds=totals.fetch_cpu,
+        fetch_measured_seconds=totals.fetch_measured,
     )

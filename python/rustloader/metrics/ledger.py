@@ -16,6 +16,7 @@ from typing import Any
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
+from rustloader.metrics.parts import SchedulingStats
 
 _NUMBER = re.compile(r"\d+")
 
@@ -40,6 +41,8 @@ class Ledger:
         self._loaders = loaders
         # Iterators that the engine has served.
         self.iterators = 0
+        # Settings of the last of them.
+        self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
         # Texts that were logged once.
@@ -49,11 +52,12 @@ class Ledger:
         # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
-    def serve(self) -> None:
-        """Counts an iterator that the engine serves."""
+    def serve(self, scheduling: SchedulingStats) -> None:
+        """Counts an iterator that the engine serves with these settings."""
         self.iterators += 1
+        self.scheduling = scheduling
         if self._loaders is not None:
-            self._loaders.serve()
+            self._loaders.serve(scheduling)
 
     def add(self, meter: Meter) -> None:
         """Adds the counters of another engine."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from rustloader._core import WorkerTotals
+from rustloader._core import SlowTask, WorkerTotals
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
@@ -86,11 +86,18 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
             _worker(number, totals, times[number] if number < len(times) else NOTHING)
             for number, totals in enumerate(figures.workers)
         ),
-        slowest=tuple(SlowBatch(it.index, it.worker, it.fetch, it.collate, it.pack) for it in figures.slowest),
+        slowest=tuple(map(_slow, figures.slowest)),
+        blocking=tuple(map(_slow, figures.blocking)),
+        recent_seconds=tuple(figures.recent),
+        scheduling=ledger.scheduling,
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         fallbacks=fallbacks,
     )
+
+
+def _slow(task: SlowTask) -> SlowBatch:
+    return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
 
 
 def _worker(number: int, totals: WorkerTotals, time: WorkTime) -> WorkerStats:

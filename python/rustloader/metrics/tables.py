@@ -38,6 +38,8 @@ def _times(stats: Figures) -> list[tuple[str, float, str]]:
 def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
     times = [
         ("fetch", worker.fetch_seconds),
+        # An estimate, as not every fetch may be measured.
+        ("fetch CPU", worker.fetch_seconds * (worker.fetch_cpu_share or 0.0)),
         ("collate", worker.collate_seconds),
         ("pack", worker.pack_seconds),
         ("idle", worker.idle_seconds),
@@ -62,6 +64,9 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
     """The other nonzero figures: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
+    for task in stats.blocking[:_SLOW_SHOWN]:
+        waited, took = duration(task.blocked_seconds), duration(task.seconds)
+        yield "blocking", f"{waited} of waiting for {short_index(task.index)}, {took} on worker {task.worker}"
     if memory := _memory(stats):
         yield "arena", memory
     if stats.copies.count:

@@ -2,11 +2,11 @@
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import math
-import statistics
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rustloader.metrics.parts import Figures, WorkerStats
+from rustloader.metrics import advice, work
+from rustloader.metrics.parts import Figures
 from rustloader.texts import count_of, duration, short_index
 
 VerdictKind = Literal[
@@ -31,14 +31,10 @@ _FEW = 20
 _WAITS = 0.1
 # Workers that are busy for less than this share of the time are not the bottleneck.
 _BUSY, _HARDLY_BUSY = 0.7, 0.3
-# A worker or a task that takes this many times as long as the others is slow.
-_SLOW = 2.0
 _NAMED = 3
 # Seconds per batch, and share of the loop's time, below which a step is no training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 _MOST = 0.5
-# Workers that keep this share of the cores busy do not wait for storage.
-_SATURATED = 0.5
 # Limits of the advice if workers wait for storage: workers per core, and multiple of the current number.
 _PER_CORE, _STEP_UP = 4, 4
 
@@ -62,6 +58,8 @@ class Verdict:
         reason: The figures behind it.
         workers_needed: The ``num_workers`` to try next. None if more workers do not help, or the loop had no training
             step. It exceeds the number of cores only if workers wait for storage.
+        predicted_gain: How many times as fast the loader is predicted to be with the ``dispatch`` and
+            ``reorder_window`` of the sentence; None if it names none of the two with a prediction.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -77,6 +75,7 @@ class Verdict:
     sentence: str
     reason: str
     workers_needed: int | None = None
+    predicted_gain: float | None = None
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.reason})"
@@ -181,38 +180,13 @@ def _waiting(stats: Figures, loop: float) -> Verdict:
     return _workers(stats, loop, per_task)
 
 
-class _Shares(NamedTuple):
-    """What workers did while they were busy, as shares of that time."""
-
-    cpu: float
-    queued: float
-
-    @property
-    def waiting(self) -> float:
-        return 1 - self.cpu - self.queued
-
-
-def _shares(stats: Figures) -> _Shares | None:
-    """The shares of processes with known processor time, or None if there are none."""
-    cpu = queued = busy = 0.0
-    for worker in stats.workers:
-        if worker.cpu_seconds is not None and worker.queued_seconds is not None:
-            cpu, queued = cpu + worker.cpu_seconds, queued + worker.queued_seconds
-            busy += worker.busy_seconds - worker.unmeasured_seconds
-    if busy <= 0:
-        return None
-    # Both include starts of later epochs and wake-ups. Rather too much than too little, which would look like waiting.
-    share = min(1.0, cpu / busy)
-    return _Shares(share, min(1 - share, queued / busy))
-
-
 def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
     """The verdict if all workers are busy and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
     pack = sum(worker.pack_seconds for worker in stats.workers) / tasks
-    count, shares = _count(stats), _shares(stats)
+    count, shares, queued = _count(stats), work.in_dataset(stats), work.queued_share(stats)
     # Seconds per batch of the main process itself; None without a training step.
     pace = (loop - stats.waited_seconds) / stats.batches if _has_step(stats, loop) else None
     reason = f"{_waits(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
@@ -222,20 +196,20 @@ def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
     if shares is None:
         reason += "whether the workers wait for storage is unknown"
     else:
-        reason += f"of their time at work the workers compute for {shares.cpu:.0%}, "
+        reason += f"of their time in the dataset the workers compute for {shares.cpu:.0%}, "
         reason += f"wait for a core for {shares.queued:.0%} and for something else for {shares.waiting:.0%}"
     needed = None if pace is None else max(math.ceil(round(per_task / pace, 3)), count + 1)
     if pack > _MOST * per_task:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Verdict("transport", sentence, reason)
-    if shares is not None and shares.queued > _MOST and count <= stats.cores:
+    if queued is not None and queued > _MOST and count <= stats.cores:
         sentence = "The cores are the bottleneck: other work takes them while the workers are ready to run. End other "
         sentence += "programs, use fewer threads in the training process (torch.set_num_threads), or add cores."
         return Verdict("cores", sentence, reason)
     if collate > _MOST * per_task:
         return _computing(stats, needed, "collate", reason)
-    if shares is not None and shares.waiting > _MOST and not _saturated(stats, loop):
+    if shares is not None and shares.waiting * fetch > _MOST * per_task and not work.saturated(stats, loop):
         return _storage(stats, needed, shares, reason)
     return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
 
@@ -244,26 +218,26 @@ def _has_step(stats: Figures, loop: float) -> bool:
     return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
 
 
-def _saturated(stats: Figures, loop: float) -> bool:
-    """Whether the workers alone keep the cores busy."""
-    cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
-    # Neither side includes the start of the processes.
-    since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
-    return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
-
-
-def _storage(stats: Figures, needed: int | None, shares: _Shares, reason: str) -> Verdict:
+def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str) -> Verdict:
     """The verdict on workers that wait. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
-    if needed is None:
-        return Verdict("storage", f"{waits}: use more workers, even more than cores, or {faster}. {_NO_NUMBER}", reason)
     count = _count(stats)
+    threads = advice.worker_threads(stats, count, needed, shares)
+    more = [f"worker_threads={threads}"] if threads else []
+    unknown = " With a map-style dataset, worker_threads does the same with fewer processes."
+    hint = unknown if stats.scheduling is None else ""
+    if needed is None:
+        first = "".join(f"{option}, " for option in more)
+        sentence = f"{waits}: use {first}more workers, even more than cores, or {faster}. {_NO_NUMBER}{hint}"
+        return Verdict("storage", sentence, reason)
     limit = min(_PER_CORE * stats.cores, _STEP_UP * count, int(stats.cores / max(shares.cpu, 1e-3)))
     number = min(needed, limit)
     if number <= count:
-        return Verdict("storage", f"{waits}: use {faster}; more workers will hardly help.", reason)
-    sentence = f"{waits}: use num_workers={number}{' and measure again' if number < needed else ''}, or {faster}."
+        sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers will hardly help.{hint}"
+        return Verdict("storage", sentence, reason)
+    more.append(f"num_workers={number}{' and measure again' if number < needed else ''}")
+    sentence = f"{waits}: use {' or '.join(more)}, or {faster}.{hint}"
     return Verdict("storage", sentence, reason, number)
 
 
@@ -295,34 +269,33 @@ def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "colla
 def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
     reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
-    slow = _slow_worker(stats)
+    found = advice.shared_queue(stats, _count(stats))
+    remedies = ["in_order=False"]
+    if found is not None:
+        remedies.insert(0, advice.shared_queue_text(stats, found))
+    gain = None if found is None else found.gain
+    slow = work.slow_worker(stats)
     if slow is not None:
         worker, usual = slow
         its = duration(worker.busy_seconds / worker.tasks)
         reason += f"; worker {worker.id} takes {its} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
-        sentence += "their turn: look at what it alone reads, or set in_order=False."
-        return Verdict("head_of_line", sentence, reason)
-    tasks = [task for task in stats.slowest if task.seconds > _SLOW * per_task] or list(stats.slowest)
-    named = "; ".join(f"{short_index(task.index)} took {duration(task.seconds)}" for task in tasks[:_NAMED])
+        sentence += f"their turn: look at what it alone reads, or set {' or '.join(remedies)}."
+        return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
     reason += f"; a batch takes {duration(per_task)} on average"
-    sentence = "A few slow batches are the bottleneck: all later ones wait for them. Use in_order=False, a larger "
-    sentence += "prefetch_factor or faster samples"
-    return Verdict("head_of_line", f"{sentence}{f'; the slowest: {named}' if named else ''}.", reason)
+    tasks = stats.blocking or [task for task in stats.slowest if task.seconds > work.SLOW * per_task] or stats.slowest
+    named = "; ".join(
+        f"{short_index(task.index)} took {duration(task.seconds)} on worker {task.worker}" for task in tasks[:_NAMED]
+    )
+    if found is None and not _has_shared_queue(stats):
+        remedies.append("a larger prefetch_factor")
+    sentence = f"A few slow batches are the bottleneck: all later ones wait for them. Use {', '.join(remedies)} or "
+    sentence += f"faster samples{f'; the slowest: {named}' if named else ''}."
+    return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
 
 
-def _slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
-    """The worker that is much slower than the others, and the others' seconds per batch."""
-    workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
-    if len(workers) < 2:
-        return None
-    usual = statistics.median(worker.busy_seconds / worker.tasks for worker in workers[:-1])
-    slowest = workers[-1]
-    # A few slow batches may all be one worker's by chance, but then its other batches are not slow.
-    typical = [task for task in stats.slowest if task.worker == slowest.id]
-    if slowest.busy_seconds / slowest.tasks < _SLOW * usual or not typical:
-        return None
-    return (slowest, usual) if typical[0].seconds < _SLOW * 2 * slowest.busy_seconds / slowest.tasks else None
+def _has_shared_queue(stats: Figures) -> bool:
+    return stats.scheduling is not None and stats.scheduling.dispatch == "shared_queue"
 
 
 def _count(stats: Figures) -> int:

@@ -68,7 +68,9 @@ def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A sample of a worker. ``pid`` is in this PID namespace, if known; shares cover the last interval."""
+    """A sample of a worker. ``pid`` is in this PID namespace, if known; shares cover the last interval.
+    ``fetch_cpu_share`` is the processor time of the fetches that ended in it, as a share of their time; None if there
+    is none."""
 
     id: int
     pid: int | None
@@ -77,6 +79,7 @@ class WorkerView:
     seconds: float
     index: str | None
     shares: dict[str, float]
+    fetch_cpu_share: float | None
     queued: int
     ready: int
     memory_bytes: int | None
@@ -202,6 +205,7 @@ class Loader:
             seconds=now.seconds_at_batch if at_batch else now.seconds_in_state,
             index=now.index if at_batch else None,
             shares={name: seconds / whole for name, seconds in states.items()},
+            fetch_cpu_share=spent.fetch_cpu / spent.fetch_measured if spent.fetch_measured else None,
             queued=now.queued,
             ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,

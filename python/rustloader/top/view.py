@@ -25,9 +25,9 @@ _COLOURS = {
 _ALARM = "bold red"
 # Columns of the table: heading, alignment and width. The index column takes the rest.
 _COLUMNS = {"worker": ">6", "pid": ">7", "state": "<9", "batch": ">6", "for": ">6"}
-_COLUMNS |= {"fetch": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
-# Minimum width, in columns, of a terminal with room for process ids beside the indices.
-_WITH_PIDS = 96
+_COLUMNS |= {"fetch": ">5", "cpu": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
+# Columns that a terminal with fewer columns than this has no room for.
+_WIDE, _WIDE_FROM = {"pid", "cpu"}, 96
 # Column of the text in a loader's lines.
 _INDENT = 14
 
@@ -161,7 +161,7 @@ def _alarm(worker: WorkerView) -> str:
 
 
 def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
-    columns = {name: form for name, form in _COLUMNS.items() if name != "pid" or width >= _WITH_PIDS}
+    columns = {name: form for name, form in _COLUMNS.items() if name not in _WIDE or width >= _WIDE_FROM}
     rss = _shows_rss(loader)
     heads = {name: name for name in columns} | ({"memory": "RSS"} if rss else {})
     yield [(_row(columns, heads, "indices", width), "dim")]
@@ -192,6 +192,7 @@ def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
         "batch": "-" if worker.batch is None else str(worker.batch),
         "for": _time(worker.seconds),
         "fetch": _percent(shares["fetch"]),
+        "cpu": "-" if worker.fetch_cpu_share is None else _percent(worker.fetch_cpu_share),
         "coll": _percent(shares["collate"]),
         "pack": _percent(shares["pack"]),
         "idle": _percent(shares["idle"]),

@@ -125,10 +125,11 @@ impl<'py> Call<'_, 'py> {
     #[inline]
     fn count(&self, index: &Py<PyAny>, incoming: &Incoming) {
         let (meter, timings) = (&self.engine.handle.meter, incoming.entry.timings);
+        let blocked_us = self.state.engine.blocked_us();
         incoming.count(meter);
-        if meter.is_slow(&timings) {
+        if meter.note_work(&timings, blocked_us) {
             let index = short_text(index.bind(self.py));
-            meter.note_slow(SlowTask { worker: incoming.worker, timings, index });
+            meter.note_slow(SlowTask { worker: incoming.worker, timings, blocked_us, index });
         }
     }
 

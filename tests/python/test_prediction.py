@@ -1,0 +1,177 @@
+"""Predictions of the time with another dispatch policy or reorder window, against cases that can be worked out."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+from support import TORCH_MODE
+
+pytestmark = pytest.mark.ours
+
+if not TORCH_MODE:
+    from rustloader.metrics.prediction import Prediction, Scheduler, makespan, predict
+
+
+def time(durations, workers=2, outstanding=4, window=None, shared=False, step=0.0):
+    return makespan(durations, Scheduler(workers, outstanding, window or outstanding, shared), step)
+
+
+# Cases worked out by hand
+
+
+def test_nothing_takes_no_time():
+    assert time([]) == 0
+
+
+def test_round_robin_gives_each_worker_every_second_batch():
+    # Worker 0 has 3 + 1, worker 1 has 1 + 1.
+    assert time([3, 1, 1, 1]) == 4
+    assert time([3, 1, 1, 1], shared=True) == 3
+
+
+def test_a_window_bounds_what_is_finished_and_waits():
+    # Worker 1 makes batches 1 to 3 while worker 0 is at batch 0. With a window of 4, batches 4 and 5 wait for it.
+    durations = [6, 1, 1, 1, 1, 1]
+    assert time(durations, outstanding=4, shared=True) == 7
+    assert time(durations, outstanding=4, window=5, shared=True) == 7
+    assert time(durations, outstanding=4, window=6, shared=True) == 6
+
+
+def test_a_window_below_the_number_of_workers_leaves_some_idle():
+    assert time([1] * 4, workers=4, outstanding=8, window=1, shared=True) == 4
+    assert time([1] * 4, workers=4, outstanding=8, window=2, shared=True) == 2
+
+
+def test_batches_without_a_result_are_bounded_as_well():
+    # One batch under way at a time, although the window has room.
+    assert time([2, 1, 1], outstanding=1, window=8, shared=True) == 4
+    assert time([2, 1, 1], outstanding=2, window=8, shared=True) == 2
+
+
+def test_the_loop_takes_its_time_between_two_batches():
+    # The last batch needs no step after it.
+    assert time([1] * 5, step=10) == 1 + 4 * 10
+    # The workers have 2 batches per 3 seconds, the loop takes 1 in 1 second.
+    assert time([3] * 6, step=1) == 9 + 1
+
+
+def test_nothing_is_submitted_during_a_step():
+    # Batch 2 begins when batch 0 is delivered, at 1; batch 3 when batch 1 is, at 11 and not at 2.
+    assert time([1, 1, 1, 30], workers=2, outstanding=2, step=10) == 11 + 30
+
+
+def test_the_replacement_of_a_batch_is_submitted_before_the_step():
+    assert time([1, 9], workers=1, outstanding=1, step=10) == 1 + 10
+
+
+# The schedules that the design was chosen by
+
+
+def one_in_ten(n=400):
+    rng = random.Random(3)
+    return [0.060 if rng.random() < 0.1 else 0.0045 for _ in range(n)]
+
+
+def log_normal(sigma, n=400):
+    rng = random.Random(7)
+    return [0.020 * math.exp(rng.gauss(0, sigma) - sigma * sigma / 2) for _ in range(n)]
+
+
+def relative(durations, **settings):
+    """The time as a multiple of the ideal one."""
+    return time(durations, workers=4, outstanding=8, **settings) / (sum(durations) / 4)
+
+
+def test_one_slow_batch_in_ten():
+    durations = one_in_ten()
+    assert 1.7 < relative(durations) < 2.1
+    assert 1.15 < relative(durations, window=16, shared=True) < 1.4
+    assert relative(durations, window=32, shared=True) < 1.08
+
+
+def test_log_normal_batches():
+    durations = log_normal(1.0)
+    assert 1.4 < relative(durations) < 1.8
+    several = [relative(durations, window=window, shared=True) for window in (8, 16, 32, 64)]
+    assert several == sorted(several, reverse=True) and several[-1] < 1.06
+
+
+def test_a_queue_alone_gains_little_without_a_window():
+    assert relative(one_in_ten(), shared=True) > 1.5
+
+
+@settings(deadline=None, max_examples=300)
+@for_all(
+    durations=st.lists(st.floats(0, 10), max_size=60),
+    workers=st.integers(1, 6),
+    factor=st.integers(1, 4),
+    window=st.integers(1, 40),
+    shared=st.booleans(),
+    step=st.floats(0, 5),
+)
+def test_what_holds_for_every_schedule(durations, workers, factor, window, shared, step):
+    settings = {"workers": workers, "outstanding": factor * workers, "window": window, "shared": shared, "step": step}
+    took = time(durations, **settings)
+    n, slack = len(durations), 1e-9 * (1 + sum(durations))
+    alone = sum(durations) + step * max(0, n - 1)
+    assert max([0, sum(durations) / workers, step * max(0, n - 1), *durations]) - slack <= took <= alone + slack
+
+
+# Predictions
+
+NOW = {"workers": 4, "outstanding": 8, "window": 8, "shared": False}
+
+
+def predicted(durations, step=0.0, least=0.0, **more):
+    return predict(durations, Scheduler(**NOW | more), step, least)
+
+
+def test_the_smallest_window_that_does_as_well_is_recommended():
+    found = predicted(one_in_ten())
+    assert found.window == 32 and 1.6 < found.gain < 2.1
+
+
+def test_equal_batches_gain_nothing():
+    assert predicted([0.01] * 64) == Prediction(None, 1.0)
+
+
+def test_a_step_that_hides_the_slow_batches_leaves_nothing_to_gain():
+    assert predicted(one_in_ten(), step=0.1).gain == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_loop_of_the_goal():
+    """One sample in 40 takes 200 ms, the others 2 ms; 4 samples per batch; 10 ms per step."""
+    rng = random.Random(1)
+    durations = [sum(0.2 if rng.random() < 1 / 40 else 0.002 for _ in range(4)) for _ in range(400)]
+    assert 1.8 < predicted(durations, step=0.010).gain < 2.6
+
+
+def test_a_queue_that_is_there_already_is_no_gain():
+    there = predicted(one_in_ten(), shared=True)
+    assert there.window == 32 and there.gain == pytest.approx(
+        relative(one_in_ten(), shared=True) / relative(one_in_ten(), shared=True, window=32)
+    )
+    assert predicted(one_in_ten(), shared=True, window=32) == Prediction(None, 1.0)
+
+
+def test_a_smaller_window_than_the_present_one_is_never_recommended():
+    found = predicted(one_in_ten(), window=48)
+    assert found.window is None and found.gain > 1
+
+
+def test_no_gain_goes_below_the_work_of_the_cores():
+    durations = one_in_ten()
+    whole = time(durations, **NOW)
+    assert predicted(durations, least=whole).gain == 1.0
+    assert predicted(durations, least=whole / 1.25).gain == pytest.approx(1.25)
+
+
+def test_too_few_batches_predict_nothing():
+    assert predicted([0.01] * 15) is None and predicted([0.01] * 16) is not None
+
+
+def test_batches_that_take_no_time():
+    assert predicted([0.0] * 64) == Prediction(None, 1.0)
