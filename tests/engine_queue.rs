@@ -242,7 +242,7 @@ fn tasks_of_an_abandoned_epoch_are_taken_back_unless_a_worker_holds_them() {
     let mut rig = Rig::new(true);
     assert_eq!((rig.claim(0).task, rig.claim(1).task), (0, 1));
     rig.send(1, 1);
-    rig.engine.reset().unwrap();
+    rig.engine.reset(&[]).unwrap();
     assert_eq!(rig.payloads(), 0, "the index batches of tasks 2 to 5 are released");
     for worker in [1, 2] {
         assert_eq!(rig.claim(worker).kind, TaskKind::Resume);
