@@ -224,11 +224,6 @@ impl<T, B, E> Delivery<T, B, E> {
         &self.errors
     }
 
-    /// Takes the deferred errors of the sampler.
-    pub fn take_errors(&mut self) -> VecDeque<E> {
-        std::mem::take(&mut self.errors)
-    }
-
     /// Takes the index batch to send before the sampler is asked again.
     #[inline]
     pub fn take_unsent(&mut self) -> Option<T> {

@@ -284,18 +284,13 @@ impl PyEngine {
     /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to this engine.
     ///
     /// The collector and all who take the lock hold the GIL. A call in progress may keep the lock while it waits without the GIL;
-    /// then the engine is in use, and nothing needs to be visited.
+    /// then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each cycle has a traceback, which the
+    /// collector clears.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.state.try_lock() {
             Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),
             Err(_) => Ok(()),
         }
-    }
-
-    /// Drops the errors after the lock is released: that may run Python code.
-    fn __clear__(&self) {
-        let errors = self.state.try_lock().map(|mut state| state.engine.delivery().take_errors());
-        drop(errors);
     }
 
     fn memory(&self) -> (u64, u64) {
