@@ -27,6 +27,7 @@ from torch.utils.data import Sampler
 
 if not TORCH_MODE:
     import rustloader
+    from rustloader import options
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -177,6 +178,15 @@ def test_a_window_set_by_install_applies_to_torchs_class(tmp_path):
 @pytest.mark.parametrize("window", [10**12, 2**63])
 def test_a_window_of_any_size_is_taken(window):
     assert values(epoch(DataLoader(Numbers(9), num_workers=2, batch_size=None, reorder_window=window))) == [*range(9)]
+
+
+def test_a_window_is_a_number_or_a_size():
+    assert [options.window(value) for value in (None, 7, "7", "1.5 kB")] == [
+        {},
+        {"window_batches": 7},
+        {"window_batches": 7},
+        {"window_bytes": 1500},
+    ]
 
 
 # How far ahead
