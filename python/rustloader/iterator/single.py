@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from rustloader._core import gather
+from rustloader.fetch import tables
 from rustloader.iterator import indices
 
 
@@ -13,3 +16,6 @@ def prepare(iterator: Any, loader: Any) -> None:
     """Prepares a new iterator of a loader; leaves iterators of other classes than torch's alone."""
     if type(iterator) is _SingleProcessDataLoaderIter:
         iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
+        # In a worker of another loader default_collate makes shared tensors.
+        if _utils.worker.get_worker_info() is None:
+            tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)

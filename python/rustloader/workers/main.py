@@ -17,6 +17,7 @@ from torch.utils.data import _DatasetKind, _utils
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
+from rustloader.fetch import tables
 from rustloader.texts import type_name
 from rustloader.torch_side import is_torchs
 from rustloader.workers import serialize
@@ -91,6 +92,7 @@ class _Worker:
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
+            tables.use(self.fetcher, job.collate_fn, self.port.gather)
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
