@@ -47,6 +47,7 @@ __all__ = [
     "end_forks",
     "engine_batches",
     "figures",
+    "gather",
     "heap_storage",
     "inspect_arena",
     "is_plain_leaf",
@@ -409,6 +410,9 @@ class Port:
     def numbers(self, batch: Any) -> torch.Tensor | None:
         """default_collate of floats (float64) or ints (int64); None: left to torch's function."""
 
+    def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
+        """As the function ``gather``, into the arena."""
+
 @final
 class IndexStream:
     """The index batches of an epoch, cut from int64 arrays. Survives an error that a signal handler raises."""
@@ -501,6 +505,13 @@ def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int
 
 def is_plain_leaf(obj: Any) -> bool:
     """Whether the codec can describe an object, a tensor or an array. It may still share memory in a way it cannot."""
+
+def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
+    """What default_collate makes of the samples ``index`` of a TensorDataset with these tensors.
+
+    None: left to torch. The tensors are no tuple of plain tensors with contiguous rows, the index is no list of ints in
+    range, or a mode of torch is active.
+    """
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""

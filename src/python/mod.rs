@@ -33,6 +33,7 @@ mod _core {
     use crate::interop::{
         dlpack::buffer::{LeaseBuffer, heap_storage},
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
+        gather::gather_in_torch,
         index_stream::IndexStream,
         tensor::is_plain_leaf,
     };

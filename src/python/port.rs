@@ -14,6 +14,7 @@ use crate::config::INLINE_LIMIT;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::fetcher::{StoppableIndices, TimedCollate};
+use crate::interop::gather;
 use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
@@ -239,6 +240,18 @@ impl PyPort {
 
     fn stack(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         collate::stack(py, Bridge::get(py)?, &batch, &mut |len| self.lease(py, len))
+    }
+
+    fn gather<'py>(
+        &self,
+        tensors: Bound<'py, PyAny>,
+        index: Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let py = index.py();
+        let bridge = Bridge::get(py)?;
+        gather::gather(bridge, &tensors, &index, &mut |_, plan| {
+            collate::tensor_for(py, bridge, plan, &mut |len| self.lease(py, len)).map(Some)
+        })
     }
 
     fn numbers(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {

@@ -728,12 +728,15 @@ def test_the_names_are_those_of_the_installed_torch():
 
 def test_unknown_code_keeps_torchs_iterator(monkeypatch):
     from rustloader.iterator import indices
+    from rustloader.torch_side import known_code
 
     def other(self):
-        return iter(self.surprise)
+        return iter([self.surprise for _ in self.other])
 
-    assert indices._known(other, sys.modules[__name__], ("iter",)) is None
-    assert indices._known(other, sys.modules[__name__], ("iter surprise",)) is other.__code__
-    assert indices._known(other, torch_sampler, ("iter surprise",)) is None
+    here = sys.modules[__name__]
+    assert known_code(other, here, "iter other") is None
+    assert known_code(other, here, "iter", "iter other surprise") is other.__code__
+    assert known_code(other, torch_sampler, "iter other surprise") is None
+    assert known_code(len, here, "") is None
     monkeypatch.setattr(indices, "_RANDOM", None)
     assert type(indices_of(DataLoader(DATA, shuffle=True))) is types.GeneratorType

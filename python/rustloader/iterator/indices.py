@@ -25,33 +25,26 @@ from torch.utils.data.sampler import BatchSampler, RandomSampler
 
 from rustloader._core import IndexStream
 from rustloader.iterator.interrupts import is_interrupt
-from rustloader.torch_side import is_torchs
+from rustloader.torch_side import known_code
 
 _More = Callable[[], "np.ndarray | None"]
 
-# The names that `__iter__` of each class uses, in order, in the versions of torch that the streams imitate.
-_BATCH_NAMES = ("iter sampler drop_last batch_size zip itertools islice",)
-_RANDOM_NAMES = (
+_BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
+_RANDOM = known_code(
+    RandomSampler.__iter__,
+    sampler,
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
 )
-_SHARD_BEGIN = "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last"
-_SHARD_NAMES = (
-    # with `assert`, and with errors raised by name
-    f"{_SHARD_BEGIN} total_size math ceil rank num_replicas num_samples iter",
-    f"{_SHARD_BEGIN} total_size math ceil AssertionError rank num_replicas num_samples iter",
+_SHARD = known_code(
+    DistributedSampler.__iter__,
+    distributed,
+    # Older versions assert, newer ones raise an AssertionError with a text.
+    "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
+    "ceil rank num_replicas num_samples iter",
+    "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
+    "ceil AssertionError rank num_replicas num_samples iter",
 )
-
-
-def _known(function: Any, module: Any, names: tuple[str, ...]) -> CodeType | None:
-    """The code of a sampler's ``__iter__``, or None if it is not the one that the streams imitate."""
-    code: CodeType | None = getattr(function, "__code__", None)
-    return code if code and is_torchs(function, module) and " ".join(code.co_names) in names else None
-
-
-_BATCHES = _known(BatchSampler.__iter__, sampler, _BATCH_NAMES)
-_RANDOM = _known(RandomSampler.__iter__, sampler, _RANDOM_NAMES)
-_SHARD = _known(DistributedSampler.__iter__, distributed, _SHARD_NAMES)
 
 
 def stream(index_sampler: Any, torchs: Any) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from rustloader._core import gather
+from rustloader.fetch import tables
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.iterator import fetching, indices, settings
 
@@ -19,3 +22,6 @@ def prepare(iterator: Any, loader: Any) -> None:
     if seeding is not None:
         iterator._dataset_fetcher = SeededFetcher(iterator._dataset_fetcher, iterator._dataset_kind, seeding)
         fetching.note_begun(loader, seeding)
+    # In a worker of another loader default_collate makes shared tensors.
+    elif _utils.worker.get_worker_info() is None:
+        tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
-from rustloader.fetch import torchs
+from rustloader.fetch import tables, torchs
 from rustloader.fetch.seeds import Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
@@ -103,6 +103,8 @@ class _Worker:
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             if job.threads > 1 and is_torchs_own and not getattr(self.dataset, "__getitems__", None):
                 self.use_threads()
+            elif self.seeds is None:
+                tables.use(self.fetcher, job.collate_fn, self.port.gather)
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
