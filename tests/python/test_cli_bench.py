@@ -248,6 +248,25 @@ def test_a_sweep_as_json(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("factory", ["torchs", "ours"])
+def test_a_sweep_of_options(factory, folder, capsys):
+    arguments = ("--dispatch", "round_robin,shared_queue", "--reorder-window", "16", "--epochs", "1", "--json")
+    status, out, err = run(f"loaders.py:{factory}", *arguments, capsys=capsys)
+    assert status == 0, err
+    said = json.loads(out)
+    swept = [{"dispatch": dispatch, "reorder_window": 16} for dispatch in ("round_robin", "shared_queue")]
+    assert [point["options"] for point in said["results"]] == swept
+    for point, options in zip(said["results"], swept, strict=True):
+        # The engine had them, and delivered each batch.
+        stats = point["verdict"]["stats"]
+        assert stats["scheduling"].items() >= options.items()
+        assert point["workers"] == 2 and stats["batches"] % 24 == 0 < stats["batches"]
+        assert [side["epochs"][0]["batches"] for side in (point["torch"], point["rustloader"])] == [24, 24]
+    assert said["recommendation"]["rustloader"] is None and "torch" not in said["recommendation"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG)
 def test_a_plot(folder):
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     # In a process of its own, because matplotlib keeps files open.

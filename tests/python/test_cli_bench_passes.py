@@ -237,6 +237,23 @@ def test_the_picture(step):
     assert "Too few epochs to recommend" in rates.get_title("left")
 
 
+def test_a_curve_for_each_combination_of_options():
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    from rustloader.bench.picture import draw
+    from rustloader.bench.recommendation import Choice
+
+    queue, robin = ((("dispatch", name),) for name in ("shared_queue", "round_robin"))
+    alone = a_point(0, (5, 6), ())
+    alone.rustloader = alone.torch
+    points = [alone, *(a_point(n, (10, 10), (20 * n, 20 * n), options=of) for n in (1, 2) for of in (queue, robin))]
+    (rates,) = draw("x", points, {"rustloader": Choice(2, "", queue)}, {}, 0.0).axes
+    lines = {line.get_label(): list(line.get_xdata()) for line in rates.get_lines() if line.get_label()[0] != "_"}
+    ours = {f"rustloader, dispatch={name}": [0, 1, 2] for name in ("shared_queue", "round_robin")}
+    assert lines == {"torch": [0, 1, 2]} | ours
+    assert rates.get_title("left").startswith("Recommended with rustloader: 2 workers, dispatch=shared_queue (")
+    assert list(rates.get_xticks()) == [0, 1, 2]
+
+
 def test_one_timeline_can_be_drawn_alone():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     from matplotlib.figure import Figure

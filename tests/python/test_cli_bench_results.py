@@ -14,6 +14,7 @@ if rustloader is not None:
     from rustloader import cli
     from rustloader.bench import command, comparison, plan, recommendation, results
     from rustloader.bench import layout as text
+    from rustloader.bench.settings import Setting
     from rustloader.bench.summary import Summary
     from rustloader.cli import parser
     from rustloader.probe.factory import Unusable
@@ -224,6 +225,45 @@ def test_a_killed_worker_does_not_hide_that_the_others_wait():
     assert recommended(points, cores=2).workers == 4
 
 
+def with_options(rates, workers=2):
+    """A point for each combination of options, on rustloader; torch is equally fast with all."""
+    points = []
+    for options, some in zip(OPTIONS, rates, strict=True):
+        points.append(a_point(workers, (10.0, 11, 12), some, options=options))
+    return points
+
+
+def test_the_fastest_options_are_recommended():
+    points = with_options([(30.0, 31, 32), (60.0, 61, 62)])
+    assert recommended(points) == recommendation.Choice(2, "", OPTIONS[1])
+    assert recommended(points[::-1]) == recommendation.Choice(2, "", OPTIONS[1])
+
+
+def test_of_options_that_are_as_good_the_first_ones_are_recommended():
+    choice = recommended(with_options([(30.0, 31, 32), (30.0, 31, 33)]))
+    assert choice.options == OPTIONS[0]
+    assert choice.reason == (
+        "no measurable difference between (2 workers, dispatch=round_robin, worker_threads=4) and "
+        "(2 workers, dispatch=shared_queue, worker_threads=4)"
+    )
+    # Fewer workers come first.
+    more = [*with_options([(29.9, 31, 32), (30.0, 31, 33)], workers=4), *with_options([(30.0, 31, 33)] * 2)]
+    assert (recommended(more).workers, recommended(more).options) == (2, OPTIONS[0])
+
+
+def test_torch_has_one_measurement_for_each_number_of_workers():
+    points = [*with_options([(1.0, 1, 1)] * 2), *with_options([(2.0, 2, 2)] * 2, workers=4)]
+    points[1].torch.passes = points[1].torch.passes[:2]
+    assert recommendation.recommend(points, "torch", 8).setting == Setting(2)
+    assert [(point.workers, len(point.torch.passes), point.options) for point in results.merged(points)] == [
+        (2, 5, ()),
+        (4, 6, ()),
+    ]
+    assert [len(point.torch.passes) for point in points] == [3, 2, 3, 3]
+    short = [point for point in points if point.workers == 4] + points[1:2]
+    assert "too few epochs or batches with 2 workers" in recommendation.recommend(short, "torch", 8).reason
+
+
 # Texts
 
 
@@ -249,11 +289,39 @@ def test_the_table_of_a_sweep_fits_a_terminal():
     rates = (123456.0, 123999.0, 124999.0)
     points = [a_point(count, rates, rates) for count in (2, 128)]
     alone = results.Point(0, points[0].torch, points[0].torch)
-    lines = results.sweep_table([alone, *points], 2).splitlines()
+    lines = results.sweep_table([alone, *points], Setting(2)).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[1].split()[:3] == ["0", "torch's", "loop"]
     assert [line.split()[0] for line in lines[2:]] == ["2", "rustloader", "128", "rustloader"]
     assert [line.endswith("<-") for line in lines] == [False, False, False, True, False, False]
+
+
+OPTIONS = [(("dispatch", dispatch), ("worker_threads", 4)) for dispatch in ("round_robin", "shared_queue")]
+
+
+def test_swept_options_have_columns_in_the_table():
+    points = [a_point(2, (10.0, 11, 12), (30.0, 33, 36), options=options) for options in OPTIONS]
+    alone = results.Point(0, points[0].torch, points[0].torch)
+    lines = results.sweep_table([alone, *points], points[1].setting).splitlines()
+    assert lines[0].split()[:5] == ["workers", "engine", "dispatch", "threads", "batches/s"]
+    assert "window" not in lines[0] and max(map(len, lines)) <= 100
+    assert [line.split()[:3] for line in lines[3::2]] == [
+        ["rustloader", "round_robin", "4"],
+        ["rustloader", "shared_queue", "4"],
+    ]
+    assert [line.split()[:2] for line in lines[2::2]] == [["2", "torch"]] * 2
+    assert [line.endswith("<-") for line in lines] == [False] * 5 + [True]
+
+
+def test_a_table_with_many_columns_leaves_out_the_least():
+    rates = (123456.0, 123999.0, 124999.0)
+    options = (("dispatch", "shared_queue"), ("reorder_window", "512MiB"), ("worker_threads", 16))
+    lines = results.sweep_table([a_point(128, rates, rates, options=options)], Setting(None)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].split()[:7] == ["workers", "engine", "dispatch", "window", "threads", "batches/s", "ratio"]
+    assert lines[0].endswith("memory") and "lowest" not in lines[0]
+    without = results.sweep_table([a_point(128, rates, rates)], Setting(None))
+    assert "lowest to highest" in without and "first batch" in without
 
 
 @pytest.mark.parametrize(
@@ -347,6 +415,39 @@ def test_the_summary_of_a_sweep():
     assert said["settings"]["budget"] == 180.0 and said["settings"]["epochs"] is None
 
 
+def test_the_summary_of_swept_options():
+    points = with_options([(30.0, 31, 32), (60.0, 61, 62)])
+    for point in points:
+        point.verdict = VERDICT
+    choices = {"rustloader": recommendation.recommend(points, "rustloader", 2)}
+    arguments = ("--dispatch", "round_robin,shared_queue", "--worker-threads", "4")
+    found = summary(points, *arguments, choices=choices)
+    lines = found.text().splitlines()
+    recommended = "Recommended with rustloader: num_workers=2, dispatch='shared_queue', worker_threads=4."
+    assert recommended in lines and not any("with torch" in line for line in lines)
+    assert "With 2 workers, dispatch=shared_queue, worker_threads=4:" in lines and max(map(len, lines)) <= 100
+    assert "among settings with as many workers the first one as given." in " ".join(found.text().split())
+    said = json.loads(json.dumps(found.as_dict()))
+    options = [{"dispatch": name, "worker_threads": 4} for name in ("round_robin", "shared_queue")]
+    assert [one["options"] for one in said["results"]] == options
+    assert said["recommendation"]["options"] == {"rustloader": options[1]} and said["recommendation"]["rustloader"] == 2
+    assert "torch" not in said["recommendation"]
+
+
+def test_without_swept_options_nothing_names_them():
+    points = [a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2)]
+    choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
+    found = summary(points, "--workers", "1,2", choices=choices)
+    assert "as given" not in found.text() and "options" not in found.as_dict()["recommendation"]
+    assert all("options" not in one for one in found.as_dict()["results"])
+
+
+def test_one_setting_is_named_without_a_sweep():
+    point = a_point(2, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT, options=(("reorder_window", "64MiB"),))
+    lines = summary([point], "--reorder-window", "64MiB").text().splitlines()
+    assert lines[0] == "2 workers, reorder_window=64MiB (fork, started for each epoch), prefetch_factor=2"
+
+
 def test_a_sweep_without_figures_recommends_nothing():
     points = [a_point(count, (10.0,), (30.0,), verdict=VERDICT) for count in (1, 2)]
     choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
@@ -366,6 +467,13 @@ def test_a_sweep_without_figures_recommends_nothing():
         (("--workers", "1,2", "--budget", "16"), "each at most 500 ms; up to 16 s", 16, 0.5),
         (("--seconds", "10"), "each at most 10 s; up to 3 min", 160, 10),
         (("--epochs", "1", "--batches", "1"), "1 epoch of torch and of rustloader in turn", None, 3),
+        (
+            ("--dispatch", "round_robin,shared_queue", "--worker-threads", "1,8"),
+            "with dispatch=round_robin and shared_queue, worker_threads=1 and 8: epochs of",
+            240,
+            3,
+        ),
+        (("--workers", "2", "--reorder-window", "16"), "with reorder_window=16: epochs of", 60, 3),
     ],
 )
 def test_plans(arguments, text, budget, seconds):
@@ -376,6 +484,26 @@ def test_plans(arguments, text, budget, seconds):
 def test_a_sweep_divides_the_budget():
     found = plan.Plan(options("--workers", "1,2,4", "--budget", "60"))
     assert found.share(0.0, 3) == 20 and found.share(10.0, 2) == 25 and found.share(70.0, 1) == 0
+
+
+def test_every_combination_is_a_setting():
+    arguments = ("--workers", "0,2,4", "--dispatch", "shared_queue,round_robin", "--reorder-window", "8,64MiB,8")
+    found = plan.Plan(options(*arguments)).settings
+    combined = [
+        Setting(workers, (("dispatch", dispatch), ("reorder_window", window)))
+        for workers in (2, 4)
+        for dispatch in ("shared_queue", "round_robin")
+        for window in (8, "64MiB")
+    ]
+    # Without workers the options have no effect.
+    assert found == [Setting(0), *combined]
+    assert plan.Plan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
+    assert plan.Plan(options()).settings == [Setting(None)]
+    assert [str(setting) for setting in (Setting(None), Setting(1), combined[1])] == [
+        "",
+        "1 worker",
+        "2 workers, dispatch=shared_queue, reorder_window=64MiB",
+    ]
 
 
 def test_steps_of_a_fixed_number_of_epochs():
@@ -461,6 +589,9 @@ def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
         ),
         (["x:y", "--timeout", "0"], "argument --timeout: must be a positive number of seconds, up to a year, got 0"),
         (["x:y", "--step=-1"], "argument --step: must be a number of seconds from 0 to a year, got -1"),
+        (["x:y", "--dispatch", "round_robin,queue"], "argument --dispatch: must be round_robin or shared_queue, got"),
+        (["x:y", "--reorder-window", "8,,16"], "argument --reorder-window: must be a positive integer (batches), or a"),
+        (["x:y", "--worker-threads", "0"], "argument --worker-threads: must be a positive integer, got 0"),
         (["x:y", "--epochs", "0"], "argument --epochs: must be a positive integer, got 0"),
         (["x:y", "--batches", "0"], "argument --batches: must be a positive integer, got 0"),
         (["x:y", "--epochs", "3", "--budget", "9"], "argument --budget: not allowed with argument --epochs"),

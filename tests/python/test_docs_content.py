@@ -115,7 +115,7 @@ def test_house_words_are_found(text):
 def test_the_page_of_the_command_line_has_every_option_and_no_other(command):
     text = re.search(rf"^## `{command}`\n(.*?)(?=^## |\Z)", PAGES["docs/cli.md"].read_text(), re.M | re.S)[1]
     tables = "\n".join("|".join(cells) for cells in table_rows(text) if cells[0].startswith("`--"))
-    shown = set(re.findall(r"^`(--[a-z]+)", tables, re.M)) or set(re.findall(r"`(--[a-z]+)`", text))
+    shown = set(re.findall(r"^`(--[a-z-]+)", tables, re.M)) or set(re.findall(r"`(--[a-z-]+)`", text))
     there = {option for option in known_options("rustloader", command) if option.startswith("--")} - {"--help"}
     assert shown == there
 

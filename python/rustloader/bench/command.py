@@ -16,6 +16,7 @@ from rustloader.bench.plan import Plan, check_plot
 from rustloader.bench.progress import Progress
 from rustloader.bench.recommendation import Choice, recommend
 from rustloader.bench.results import Point, Side, settle, starting
+from rustloader.bench.settings import Setting
 from rustloader.bench.side import BenchSide
 from rustloader.bench.summary import Summary
 from rustloader.bench.timeline import Timeline
@@ -23,7 +24,6 @@ from rustloader.cores import usable_cores
 from rustloader.options import PREFETCH_FACTOR
 from rustloader.probe.factory import Unusable, check_target
 from rustloader.probe.process import Probe
-from rustloader.texts import count_of
 
 # Samples of the memory that suffice, and maximum number of passes to take them.
 _LOOKS, _WARM_UPS = 10, 5
@@ -59,14 +59,16 @@ class _Bench:
     def run(self) -> None:
         if not self._options.json:
             print(f"{self._options.factory}: {self._plan}", flush=True)
-        counts = self._plan.counts
+        settings = self._plan.settings
         with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
-            points = [self._point(count, len(counts) - k, progress) for k, count in enumerate(counts)]
+            points = [self._point(setting, len(settings) - k, progress) for k, setting in enumerate(settings)]
             settle(points)
-            swept = _ENGINES if len(points) > 1 else ()
+            # torch has no setting but the number of workers.
+            varied = {"torch": {point.workers for point in points}, "rustloader": points}
+            swept = [engine for engine in _ENGINES if len(varied[engine]) > 1]
             choices = {engine: recommend(points, engine, usable_cores()) for engine in swept}
             summary = Summary(self._options, self._plan, self._about, points, choices)
-            timelines = self._timelines(summary.shown.workers, progress) if self._options.plot else {}
+            timelines = self._timelines(summary.shown.setting, progress) if self._options.plot else {}
         print(json.dumps(summary.as_dict(), indent=2) if self._options.json else summary.text())
         if self._options.plot:
             self._draw(points, choices, timelines)
@@ -83,13 +85,13 @@ class _Bench:
         if not options.json:
             print(f"\nThe plot is in {path}.")
 
-    def _point(self, count: int | None, left: int, progress: Progress) -> Point:
-        """Measures both engines with one number of workers, the first of ``left`` remaining ones."""
+    def _point(self, setting: Setting, left: int, progress: Progress) -> Point:
+        """Measures both engines with one setting, the first of ``left`` remaining ones."""
         with ExitStack() as stack:
-            names = _ENGINES[:1] if count == 0 else _ENGINES
-            where = "" if count is None else f"{count_of(count, 'worker')}: "
+            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES
+            where = f"{setting}: " if str(setting) else ""
             progress.say(f"{where}making the loaders")
-            probes = [stack.enter_context(self._probe(name, count)) for name in names]
+            probes = [stack.enter_context(self._probe(name, setting)) for name in names]
             self._about, *_ = [probe.answer() for probe in probes]
             sides = {probe.engine: Side() for probe in probes}
             for probe in probes:
@@ -97,7 +99,8 @@ class _Bench:
                 self._warm_up(probe, sides[probe.engine])
                 progress.step(self._at(0.0))
             begin = time.monotonic()
-            point = Point(self._about["num_workers"], sides["torch"], sides.get("rustloader", sides["torch"]))
+            both = sides["torch"], sides.get("rustloader", sides["torch"])
+            point = Point(self._about["num_workers"], *both, options=setting.options)
             self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
             self._spent += time.monotonic() - begin
             if not point.alone:
@@ -137,7 +140,7 @@ class _Bench:
         return seconds > longest and not decided
 
     def _at(self, seconds: float) -> float | None:
-        """The position of the bar after ``seconds`` with this number of workers; None if it counts steps."""
+        """The position of the bar after ``seconds`` with this setting; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: Probe, side: Side) -> None:
@@ -151,9 +154,9 @@ class _Bench:
         if before is not None and peak.bytes is not None:
             side.memory_bytes = max(0, peak.bytes - before)
 
-    def _timelines(self, workers: int, progress: Progress) -> dict[str, Timeline]:
+    def _timelines(self, setting: Setting, progress: Progress) -> dict[str, Timeline]:
         """Records the timeline of each engine, if there are workers."""
-        if workers == 0:
+        if not (workers := setting.workers):
             return {}
         # Twice the batches that are in flight at the start.
         skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
@@ -162,13 +165,13 @@ class _Bench:
         for name in _ENGINES:
             progress.say(f"the plot: {name}")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
-                with self._probe(name, workers, folder) as probe:
+                with self._probe(name, setting, folder) as probe:
                     probe.answer()
                     found[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
         return found
 
-    def _probe(self, engine: str, workers: int | None, records: str | None = None) -> Probe:
-        side = BenchSide(self._options.factory, engine, workers, records, quiet=self._probes > 0)
+    def _probe(self, engine: str, setting: Setting, records: str | None = None) -> Probe:
+        side = BenchSide(self._options.factory, engine, setting, records, quiet=self._probes > 0)
         self._probes += 1
         probe = Probe(side, self._options.timeout + self._options.step)
         probe.request("about")

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 # Maximum width of the output, in columns.
-_WIDTH = 100
+WIDTH = 100
 _OPTION = re.compile(r"(--[a-z]+) ")
 
 
@@ -37,5 +37,5 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: int = 3) -> str:
 def wrapped(text: str, indent: str = "") -> str:
     """Wraps a paragraph; all lines but the first begin with ``indent``."""
     held = _OPTION.sub("\\1\0", text)  # keeps an option and its value in one line
-    lines = textwrap.wrap(held, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(held, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")

@@ -10,7 +10,8 @@ from matplotlib.patches import Patch
 
 from rustloader.bench.layout import listed
 from rustloader.bench.recommendation import Choice
-from rustloader.bench.results import Point
+from rustloader.bench.results import Point, Side, merged
+from rustloader.bench.settings import Setting
 from rustloader.bench.timeline import Timeline
 from rustloader.texts import count_of
 
@@ -24,6 +25,8 @@ _WORDS = {
     "step": "main: training step",
 }
 _ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
+# Of the curves of a sweep: torch, then rustloader with each combination of options.
+_CURVES = [*_ENGINES.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
 # Maximum number of workers with a lane.
 _LANES = 16
 # Maximum share of a timeline for a bar without edges.
@@ -109,13 +112,12 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
 
 
 def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
-    workers = [point.workers for point in points]
-    for name, colour in _ENGINES.items():
-        sides = [getattr(point, name) for point in points]
-        panel.plot(workers, [side.rate for side in sides], marker="o", color=colour, label=name, linewidth=1.8)
-        for count, side in zip(workers, sides, strict=True):
+    for (label, sides), colour in zip(_curves(points), _CURVES * len(points), strict=False):
+        rates = [side.rate for side in sides.values()]
+        panel.plot(list(sides), rates, marker="o", color=colour, label=label, linewidth=1.8)
+        for count, side in sides.items():
             panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
-    panel.set_xticks(workers)
+    panel.set_xticks(sorted({point.workers for point in points}))
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
@@ -124,9 +126,25 @@ def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) ->
     _plain(panel)
 
 
+def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
+    """The rates by number of workers: of torch, and of rustloader with each combination of options."""
+    curves = [("torch", {point.workers: point.torch for point in merged(points)})]
+    for options in dict.fromkeys(point.options for point in points if not (point.alone and len(points) > 1)):
+        # Without workers the options have no effect.
+        sides = {point.workers: point.rustloader for point in points if point.options == options or point.alone}
+        curves.append((f"rustloader{f', {Setting(None, options)}' if options else ''}", sides))
+    return curves
+
+
 def _recommended(choices: dict[str, Choice]) -> str:
-    found = [f"{choice.workers} with {engine}" for engine, choice in choices.items() if choice.workers is not None]
-    return f"Recommended num_workers: {listed(found)}" if found else "Too few epochs to recommend a number of workers"
+    chosen = {engine: choice for engine, choice in choices.items() if choice.workers is not None}
+    if not chosen:
+        return "Too few epochs to recommend a number of workers"
+    if any(choice.options for choice in chosen.values()):
+        return "; ".join(f"Recommended with {engine}: {choice.setting}" for engine, choice in chosen.items())
+    return (
+        f"Recommended num_workers: {listed([f'{choice.workers} with {engine}' for engine, choice in chosen.items()])}"
+    )
 
 
 def _plain(panel: Axes) -> None:

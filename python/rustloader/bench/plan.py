@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from rustloader.bench.layout import listed
+from rustloader.bench.settings import SWEPT, settings_of
 from rustloader.probe.factory import Unusable
 from rustloader.texts import count_of, duration
 
@@ -19,7 +21,7 @@ class Plan:
     """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
 
     Attributes:
-        counts: each num_workers to measure; [None]: as the factory sets it.
+        settings: each setting to measure.
         epochs: epochs of each engine; None: until the result is clear or the budget is spent.
         budget: seconds for all measurements; None with a fixed number of epochs.
         seconds: maximum duration of an epoch.
@@ -31,26 +33,35 @@ class Plan:
                 "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
                 "Measure it beside a loader with workers: --workers 0,2"
             )
-        self.counts: list[int] | list[None] = options.workers or [None]
+        self.settings = list(settings_of(options))
+        self._given = options
         self.epochs: int | None = options.epochs
         self.seconds: float = options.seconds or _SECONDS
         self.budget: float | None = None
         self._batches: int | None = options.batches
         if self.epochs is None and options.budget is None:
-            self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.counts)
+            self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.settings)
         elif self.epochs is None:
             self.budget = float(options.budget)
-            self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.counts) / _EPOCHS)
+            self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.settings) / _EPOCHS)
 
     @property
     def steps(self) -> int:
         """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
-        sides = sum(1 if count == 0 else 2 for count in self.counts)
+        sides = sum(1 if setting.workers == 0 else 2 for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, left: int) -> float:
-        """Seconds for the next of ``left`` remaining numbers of workers, after ``spent`` seconds."""
+        """Seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
         return max(0.0, (self.budget or 0.0) - spent) / left
+
+    def _varied(self) -> Iterator[str]:
+        """What is set or varied. A single number of workers is in the result alone."""
+        if self._given.workers and len(self._given.workers) > 1:
+            yield f"{listed(self._given.workers)} workers"
+        for name in SWEPT:
+            if values := getattr(self._given, name):
+                yield f"{name}={listed(values)}"
 
     def __str__(self) -> str:
         most = f"at most {duration(self.seconds)}"
@@ -59,8 +70,8 @@ class Plan:
         text = f"epochs of torch and rustloader in turn, each {most}"
         if self.epochs is not None:
             text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader in turn, each {most}"
-        if len(self.counts) > 1:
-            text = f"with {listed(self.counts)} workers: {text}"
+        if varied := list(self._varied()):
+            text = f"with {', '.join(varied)}: {text}"
         if self.budget is None:
             return text
         budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"

@@ -1,4 +1,4 @@
-"""Recommends a number of workers after a sweep."""
+"""Recommends a setting after a sweep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rustloader.bench.layout import listed
-from rustloader.bench.results import Point, Side
+from rustloader.bench.results import Point, Side, merged
+from rustloader.bench.settings import Setting
 from rustloader.texts import count_of
 
 # Maximum distance from the best rate for a number of workers that counts as good.
@@ -19,12 +20,20 @@ RULE = (
 )
 
 
+RULE_OF_OPTIONS = "among settings with as many workers the first one as given"
+
+
 class Choice(NamedTuple):
-    """The number of workers for one engine; None if there are too few measurements. ``reason`` explains None, or names
-    numbers of workers that are as good or were not considered; it may be empty."""
+    """The number of workers for one engine, and swept options; None if there are too few measurements. ``reason``
+    explains None, or names settings that are as good or were not considered; it may be empty."""
 
     workers: int | None
     reason: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.workers, self.options)
 
 
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
@@ -34,23 +43,38 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
         >>> recommend(points, "rustloader", cores=4)
         Choice(workers=2, reason='no measurable difference between 2 and 4 workers')
     """
-    sides: dict[int, Side] = {point.workers: getattr(point, engine) for point in points}
-    for workers, side in sides.items():
+    sides = _sides(points, engine)
+    for setting, side in sides.items():
         if side.too_few:
-            return Choice(None, f"too few epochs or batches with {count_of(workers, 'worker')}")
-    beyond = [point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)]
-    allowed = {workers: side for workers, side in sides.items() if workers not in beyond}
+            return Choice(None, f"too few epochs or batches with {setting}")
+    beyond = {point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)}
+    allowed = {setting: side for setting, side in sides.items() if setting.workers not in beyond}
     if not allowed:
         return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
     best = max(allowed.values(), key=lambda side: side.rate)
-    same = [workers for workers, side in allowed.items() if side.interval.overlaps(best.interval)]
-    near = [workers for workers, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
+    same = [setting for setting, side in allowed.items() if side.interval.overlaps(best.interval)]
+    near = [setting for setting, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
     reasons = []
     if len(same) > 1:
-        reasons.append(f"no measurable difference between {listed(same)} workers")
+        reasons.append(f"no measurable difference between {_named(same)}")
     if beyond and max(sides.values(), key=lambda side: side.rate) is not best:
         reasons.append(f"more than {count_of(cores, 'worker')} would compete for {count_of(cores, 'core')}")
-    return Choice(min(same + near), "; ".join(reasons))
+    # The first one of those with the fewest workers.
+    chosen = min((setting for setting in sides if setting in same + near), key=lambda setting: setting.workers or 0)
+    return Choice(chosen.workers, "; ".join(reasons), chosen.options)
+
+
+def _sides(points: Sequence[Point], engine: str) -> dict[Setting, Side]:
+    """The measurements of an engine by setting. torch has no setting but the number of workers."""
+    if engine == "torch":
+        return {Setting(point.workers): point.torch for point in merged(points)}
+    return {point.setting: point.rustloader for point in points}
+
+
+def _named(settings: Sequence[Setting]) -> str:
+    if any(setting.options for setting in settings):
+        return listed([f"({setting})" for setting in settings])
+    return f"{listed([setting.workers for setting in settings])} workers"
 
 
 def _waits_for_storage(point: Point, cores: int) -> bool:

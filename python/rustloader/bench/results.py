@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rustloader.bench.comparison import Comparison, Interval, compare, median_interval, too_few
-from rustloader.bench.layout import aligned, number, times
+from rustloader.bench.layout import WIDTH, aligned, number, times
 from rustloader.bench.passes import Pass
+from rustloader.bench.settings import SWEPT, Setting
 from rustloader.texts import duration, size
 
 
 @dataclass
 class Side:
-    """A loader on one engine, with one number of workers.
+    """A loader on one engine, with one setting.
 
     Attributes:
         batch_bytes: mean bytes of a batch.
@@ -87,12 +88,18 @@ class Side:
 
 @dataclass
 class Point:
-    """The measurements with one number of workers. With 0 workers both sides are one object: torch's own loop."""
+    """The measurements with one setting. With 0 workers both sides are one object: torch's own loop."""
 
     workers: int
     torch: Side = field(default_factory=Side)
     rustloader: Side = field(default_factory=Side)
     verdict: dict[str, Any] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def setting(self) -> Setting:
+        """The number of workers and the swept options."""
+        return Setting(self.workers, self.options)
 
     @property
     def alone(self) -> bool:
@@ -128,6 +135,7 @@ class Point:
         comparison = self.comparison
         return {
             "workers": self.workers,
+            **({"options": dict(self.options)} if self.options else {}),
             "torch": self.torch.as_dict(),
             "rustloader": self.rustloader.as_dict(),
             "ratio": self.ratios,
@@ -155,11 +163,22 @@ def starting(side: Side) -> dict[str, Any]:
         "sentence": "The start of the workers limits; persistent_workers=True keeps them from epoch to epoch.",
         "reason": f"the first batch takes {duration(first)} of an epoch's {duration(whole)}",
         "workers_needed": None,
+        "predicted_gain": None,
     }
 
 
+def merged(points: Iterable[Point]) -> list[Point]:
+    """A point for each number of workers, with all measurements of torch, which has none of the options."""
+    found: dict[int, Point] = {}
+    for point in points:
+        known = found.get(point.workers)
+        torch = point.torch if known is None else replace(known.torch, passes=known.torch.passes + point.torch.passes)
+        found[point.workers] = replace(point, torch=torch, options=())
+    return list(found.values())
+
+
 def table(point: Point) -> str:
-    """The figures for one number of workers."""
+    """The figures for one setting."""
     if point.alone:
         return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
@@ -181,26 +200,50 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
-def sweep_table(points: Iterable[Point], chosen: int | None) -> str:
-    """The main figures for each number of workers, with a line per engine."""
-    rows = [("workers", "engine", "batches/s", "lowest to highest", "ratio", "CPU/batch", "first batch", "memory", "")]
-    for point in points:
-        for name in ("both",) if point.alone else ("torch", "rustloader"):
-            side = point.torch if name == "both" else getattr(point, name)
-            rows.append(
-                (
-                    "" if name == "rustloader" else str(point.workers),
-                    "torch's loop" if name == "both" else name,
-                    number(side.rate),
-                    _between(min(side.rates), max(side.rates)),
-                    times(point.ratios["batches_per_second"]) if name == "rustloader" else "",
-                    duration(side.median("cpu_seconds_per_batch")),
-                    duration(side.median("first_batch_seconds")),
-                    _memory(side),
-                    "<-" if point.workers == chosen and name != "torch" else "",
-                )
-            )
-    return aligned(rows, left=2, gap=2)
+# Columns of a sweep's table that are left out, one after the other, while it is too wide.
+_LEAST = ("lowest to highest", "first batch")
+
+
+def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
+    """The main figures for each setting, with a line per engine. Swept options have columns of their own."""
+    points = list(points)
+    swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
+    rows = [
+        _sweep_row(point, name, swept, point.setting == chosen)
+        for point in points
+        for name in (("both",) if point.alone else ("torch", "rustloader"))
+    ]
+    columns = list(rows[0])
+    table = _aligned(rows, columns, swept)
+    for left_out in _LEAST:
+        if max(map(len, table.splitlines())) <= WIDTH:
+            break
+        columns.remove(left_out)
+        table = _aligned(rows, columns, swept)
+    return table
+
+
+def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, str]) -> str:
+    return aligned([columns, *([row[name] for name in columns] for row in rows)], left=2 + len(swept), gap=2)
+
+
+def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
+    """A line for one engine, or for torch's own loop ("both"), by heading."""
+    side = point.torch if name == "both" else getattr(point, name)
+    # torch's line has the number of workers, rustloader's the options.
+    options = dict(point.options) if name == "rustloader" else {}
+    return {
+        "workers": "" if name == "rustloader" else str(point.workers),
+        "engine": "torch's loop" if name == "both" else name,
+        **{head: str(options.get(option, "")) for option, head in swept.items()},
+        "batches/s": number(side.rate),
+        "lowest to highest": _between(min(side.rates), max(side.rates)),
+        "ratio": times(point.ratios["batches_per_second"]) if name == "rustloader" else "",
+        "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
+        "first batch": duration(side.median("first_batch_seconds")),
+        "memory": _memory(side),
+        "": "<-" if chosen and name != "torch" else "",
+    }
 
 
 def _memory(side: Side) -> str:

@@ -10,21 +10,25 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rustloader.bench.passes import Limits, run_pass
+from rustloader.bench.settings import Setting
 from rustloader.bench.timeline import Recorder, watch
 from rustloader.probe.factory import Unusable
 from rustloader.probe.machine import machine
 from rustloader.probe.side import Side, end_workers
 
+# The factory's own settings.
+_FACTORYS = Setting(None)
+
 
 class BenchSide(Side):
-    """A loader to measure. Its methods from ``about`` on are the requests. ``workers`` replaces the factory's
-    num_workers; ``records`` is a folder for the timelines of the workers."""
+    """A loader to measure. Its methods from ``about`` on are the requests. ``setting`` replaces the factory's
+    num_workers and options; ``records`` is a folder for the timelines of the workers."""
 
     def __init__(
-        self, target: str, engine: str, workers: int | None = None, records: str | None = None, quiet: bool = False
+        self, target: str, engine: str, setting: Setting = _FACTORYS, records: str | None = None, quiet: bool = False
     ) -> None:
         super().__init__(target, engine, quiet)
-        self._workers_given, self._records = workers, records
+        self._setting, self._records = setting, records
         self._recorder: Recorder | None = None
         self._cut_short = False
 
@@ -34,10 +38,12 @@ class BenchSide(Side):
     def about(self) -> dict[str, Any]:
         """Creates the loader. Returns descriptions of the machine and the loader."""
         self.load()  # before the import of torch, so that a wrong name fails immediately
-        if self._workers_given is not None:  # a sweep may use more workers than cores
+        if self._setting.workers is not None:  # a sweep may use more workers than cores
             warnings.filterwarnings("ignore", "This DataLoader will create")
-        self.make(self._workers_given, ", or pass --workers 2")
+        self.make(self._setting.workers, ", or pass --workers 2")
         loader = self.loader
+        for name, value in self._setting.options:
+            setattr(loader, name, value)  # torch's iterator does not read them
         if self._records is not None:
             self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing

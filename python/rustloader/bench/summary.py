@@ -7,9 +7,8 @@ from typing import Any
 
 from rustloader.bench.layout import wrapped
 from rustloader.bench.plan import Plan
-from rustloader.bench.recommendation import RULE, Choice
+from rustloader.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
 from rustloader.bench.results import Point, sweep_table, table
-from rustloader.texts import count_of
 
 
 class Summary:
@@ -25,10 +24,10 @@ class Summary:
     @property
     def shown(self) -> Point:
         """The point to show in full: the recommended one, else the fastest."""
-        chosen = self._choices["rustloader"].workers if self._choices else None
+        chosen = self._choices["rustloader"].setting if self._choices else None
         with_workers = [point for point in self._points if not point.alone]
         fastest = max(with_workers, key=lambda point: point.rustloader.rate)
-        return next((point for point in with_workers if point.workers == chosen), fastest)
+        return next((point for point in with_workers if point.setting == chosen), fastest)
 
     def text(self) -> str:
         """Lines that fit a terminal."""
@@ -40,12 +39,12 @@ class Summary:
         loader = f"({about['start_method']}, {start}), prefetch_factor={about['prefetch_factor']}"
         if self._choices:
             yield f"Workers {loader}\n"
-            yield sweep_table(self._points, self._choices["rustloader"].workers)
+            yield sweep_table(self._points, self._choices["rustloader"].setting)
             yield ""
             yield from self._recommendation()
-            yield f"\nWith {count_of(point.workers, 'worker')}:\n"
+            yield f"\nWith {point.setting}:\n"
         else:
-            yield f"{count_of(point.workers, 'worker')} {loader}\n"
+            yield f"{point.setting} {loader}\n"
         yield table(point)
         yield ""
         yield from self._result(point)
@@ -58,9 +57,9 @@ class Summary:
                 yield wrapped(f"No recommendation for {engine}: {choice.reason}.", "  ")
             else:
                 reason = f" ({choice.reason})" if choice.reason else ""
-                yield wrapped(f"Recommended with {engine}: num_workers={choice.workers}{reason}.", "  ")
+                yield wrapped(f"Recommended with {engine}: {choice.setting.keywords}{reason}.", "  ")
         if any(choice.workers is not None for choice in self._choices.values()):
-            yield wrapped(f"Rule: {RULE}.", "  ")
+            yield wrapped(f"Rule: {self._rule}.", "  ")
 
     def _result(self, point: Point) -> Iterator[str]:
         comparison, options = point.comparison, self._options
@@ -113,4 +112,14 @@ class Summary:
             return None
         workers = {engine: choice.workers for engine, choice in self._choices.items()}
         reasons = {engine: choice.reason for engine, choice in self._choices.items()}
-        return workers | {"reasons": reasons, "rule": RULE, "step": self._options.step}
+        options = {engine: dict(choice.options) for engine, choice in self._choices.items()}
+        swept = {"options": options} if self._sweeps_options else {}
+        return workers | swept | {"reasons": reasons, "rule": self._rule, "step": self._options.step}
+
+    @property
+    def _sweeps_options(self) -> bool:
+        return any(point.options for point in self._points)
+
+    @property
+    def _rule(self) -> str:
+        return f"{RULE}; {RULE_OF_OPTIONS}" if self._sweeps_options else RULE

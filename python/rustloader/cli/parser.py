@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rustloader.bench.settings import SWEPT
 from rustloader.options import Option, Options, option_of
 
 # Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
@@ -62,6 +63,7 @@ examples:
   {prog} bench train.py:make_loader
   {prog} bench train.py:make_loader --step 0.05
   {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
+  {prog} bench train.py:make_loader --dispatch round_robin,shared_queue --reorder-window 16,32
   {prog} bench train.py:make_loader --budget 300 --json > bench.json
 """
 _FACTORY = "module:function or file.py:function"
@@ -131,10 +133,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = bench.add_argument
     add("factory", help=_FACTORY)
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    for name in SWEPT:
+        option, values = option_of(name), f"{option_of(name).metavar},..."
+        add(option.flag, dest=name, type=_parser_of_list(option), metavar=values, help=f"measure with each {name}")
     sleep = "simulate a training step by sleeping SECONDS per batch (default: 0)"
     add("--step", type=seconds, default=0.0, metavar="SECONDS", help=sleep)
     amount = bench.add_mutually_exclusive_group()
-    budget = "measure for up to SECONDS in all, or until the result is clear (default: 60 per number of workers)"
+    budget = "measure for up to SECONDS in all, or until the result is clear (default: 60 per setting)"
     amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget)
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
     add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
@@ -209,6 +214,15 @@ def _parser(option: Option) -> Callable[[str], Any]:
             return option.parse(text)
         except ValueError:
             raise _error(option.expected, text) from None
+
+    return parse
+
+
+def _parser_of_list(option: Option) -> Callable[[str], list[Any]]:
+    """The parser of comma-separated values of an option, without duplicates, in their order."""
+
+    def parse(text: str) -> list[Any]:
+        return list(dict.fromkeys(_parser(option)(part.strip()) for part in text.split(",")))
 
     return parse
 

@@ -58,8 +58,10 @@ class WorkerStats:
 
     @property
     def fetch_cpu_share(self) -> float | None:
-        """Processor time in the dataset as a share of the wall time there; None before the first fetch. A worker that
-        waits for storage has a small share, one with several threads may have more than 1."""
+        """Processor time in the dataset as a share of the wall time there; None before the first fetch.
+
+        A worker that waits for storage has a small share, one with several threads may have more than 1.
+        """
         return self.fetch_cpu_seconds / self.fetch_measured_seconds if self.fetch_measured_seconds else None
 
     @property
