@@ -141,6 +141,20 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
 
 
+def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(told, limits, tmp_path):
+    limits(0, 0.3)
+    dataset = Stuck(6, [3], tmp_path)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, dispatch="shared_queue"))
+    pids = worker_pids(iterator)
+    assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
+    dataset.wait_for(3)
+    holder = iterator._task_info[3][0]
+    assert [int(batch) for batch in iterator] == [3, 4, 5]
+    text = about(told, 3)
+    assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has worked on one batch for "), text
+    assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
+
+
 class KeepsTheGil(Stuck):
     """Item 1 reads from an empty pipe in a C call that does not release the GIL."""
 
