@@ -5,7 +5,7 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::{Decision, Event, Scheduler, Settings};
+use rustloader::scheduler::{Decision, Dispatch, Event, Placement, Scheduler, Settings, Window};
 use std::hint::black_box;
 use std::time::Duration;
 
@@ -14,32 +14,57 @@ const BATCHES: usize = 100_000;
 
 type Bench = Scheduler<u64, u64>;
 
-fn scheduler(workers: usize, in_order: bool) -> Bench {
-    Bench::new(Settings::torch(workers, 2, in_order)).expect("these settings are in range")
+/// The settings of one group of benchmarks.
+#[derive(Clone, Copy)]
+struct Case {
+    name: &'static str,
+    in_order: bool,
+    dispatch: Option<Dispatch>,
+    /// A window of this many times the outstanding tasks, in batches and bytes.
+    window: Option<usize>,
+}
+
+const CASES: [Case; 4] = [
+    Case { name: "in_order", in_order: true, dispatch: None, window: None },
+    Case { name: "out_of_order", in_order: false, dispatch: None, window: None },
+    Case { name: "window", in_order: true, dispatch: None, window: Some(4) },
+    Case { name: "shared_queue", in_order: true, dispatch: Some(Dispatch::SharedQueue), window: Some(4) },
+];
+
+fn scheduler(workers: usize, case: Case) -> Bench {
+    let torch = Settings::torch(workers, 2, case.in_order);
+    let batches = |times| times * torch.max_tasks();
+    let window =
+        case.window.map(|times| Window { batches: batches(times), bytes: Some(batches(times) as u64) });
+    let settings = Settings { dispatch: case.dispatch.unwrap_or(torch.dispatch), window, ..torch };
+    Bench::new(settings).expect("these settings are in range")
 }
 
 /// Primes the window, then feeds completions and takes batches until `BATCHES` have come. `submitted` sees each
 /// dispatched task, `complete` names the next one to be completed.
 fn run(
     mut scheduler: Bench,
-    mut submitted: impl FnMut(TaskId, WorkerId),
+    mut submitted: impl FnMut(TaskId, Placement),
     mut complete: impl FnMut() -> (TaskId, WorkerId),
 ) {
-    for tag in 0..scheduler.max_tasks() as u64 {
-        let (task, worker) = scheduler.submit(tag).expect("the window has room");
-        submitted(task, worker);
+    let mut tag = 0;
+    while scheduler.primes(tag as usize) {
+        let (task, placement) = scheduler.submit(tag).expect("the window has room");
+        submitted(task, placement);
+        tag += 1;
     }
     let mut delivered = 0;
     while delivered < BATCHES {
-        match scheduler.next() {
+        match scheduler.next(true) {
             Decision::Wait(_) => {
                 let (task, worker) = complete();
-                let event = Event::Completed { worker, task, result: task.0 };
+                let event = Event::Completed { worker, task, result: task.0, bytes: 1 };
                 scheduler.on_event(Duration::ZERO, event).expect("the trace follows the protocol");
             }
             Decision::Submit => {
-                let (task, worker) = scheduler.submit(delivered as u64).expect("one place has become free");
-                submitted(task, worker);
+                let (task, placement) =
+                    scheduler.submit(delivered as u64).expect("one place has become free");
+                submitted(task, placement);
             }
             Decision::Deliver { task, worker, tag, result } => {
                 black_box((task, worker, tag, result));
@@ -51,13 +76,21 @@ fn run(
 }
 
 /// The completions of a run in which a random worker among those that hold tasks finishes next.
-fn trace(workers: usize, in_order: bool) -> Vec<(TaskId, WorkerId)> {
+fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
     let fifos = std::cell::RefCell::new(vec![std::collections::VecDeque::new(); workers]);
     let mut trace = Vec::with_capacity(BATCHES + 2 * workers);
     let mut seed = 42_u64;
     run(
-        scheduler(workers, in_order),
-        |task, worker| fifos.borrow_mut()[worker.index()].push_back(task),
+        scheduler(workers, case),
+        |task, placement| {
+            let mut fifos = fifos.borrow_mut();
+            // A worker of the shared queue takes one task after the other; any of them may have taken this one.
+            let worker = match placement {
+                Placement::Worker(worker) => worker.index(),
+                Placement::Queue => task.0 as usize % fifos.len(),
+            };
+            fifos[worker].push_back(task);
+        },
         || {
             loop {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -73,15 +106,15 @@ fn trace(workers: usize, in_order: bool) -> Vec<(TaskId, WorkerId)> {
 }
 
 fn batches(criterion: &mut Criterion) {
-    for (name, in_order) in [("in_order", true), ("out_of_order", false)] {
-        let mut group = criterion.benchmark_group(format!("scheduler/{name}"));
+    for case in CASES {
+        let mut group = criterion.benchmark_group(format!("scheduler/{}", case.name));
         group.throughput(Throughput::Elements(BATCHES as u64));
         for workers in [1, 16, 256, 1_024] {
-            let trace = trace(workers, in_order);
+            let trace = trace(workers, case);
             group.bench_function(BenchmarkId::from_parameter(workers), |bencher| {
                 bencher.iter(|| {
                     let mut completions = trace.iter().copied();
-                    run(scheduler(workers, in_order), |_, _| (), || completions.next().expect("long enough"));
+                    run(scheduler(workers, case), |_, _| (), || completions.next().expect("long enough"));
                 });
             });
         }

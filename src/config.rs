@@ -14,6 +14,10 @@ const GIB: u64 = 1 << 30;
 pub const WORKERS_MAX: u32 = 1 << 16;
 /// Batches of one iterator in flight: each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
+/// Tasks by which a shared queue runs ahead of its oldest unanswered one, at least: they bound its slots.
+pub const QUEUE_SPAN: usize = 1 << 10;
+/// The same at most, for larger windows.
+pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 

@@ -11,7 +11,7 @@
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
-//! config, error, id, numbered, sync
+//! config, error, id, numbered, seeds, sync
 //! ```
 //! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md follows a batch through them.
 
@@ -22,6 +22,7 @@ pub mod error;
 pub mod id;
 mod numbered;
 pub mod scheduler;
+pub mod seeds;
 pub mod shm;
 pub mod sync;
 

@@ -11,8 +11,9 @@ use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
     BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT,
-    PINNING, RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
+    PINNING, QueueSlot, RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
 };
+use crate::shm::queue::is_waiting;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::sys;
 use crate::tree;
@@ -65,7 +66,7 @@ pub struct ObservedWorker {
     pub at_batch_ns: u64,
     /// The indices of that batch, as a short text.
     pub index: Option<String>,
-    /// Batches in its submission ring.
+    /// Batches in its submission ring, or in the queue that it shares with the others.
     pub queued: u32,
     /// Batches in its completion ring.
     pub ready: u32,
@@ -103,13 +104,16 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let options = main.options.load(Ordering::Relaxed);
     let mut usage = Usage::default();
     let mut observed = Vec::new();
+    let shared = if geometry.shared_queue { Some(file.waiting(&geometry)?) } else { None };
     for worker in 0..geometry.workers {
         let control =
             file.read_steady(geometry.control(worker), |it: &ControlPage| worker_key(&it.status))?;
         let before = usage.warm;
         file.add_region(&geometry, worker, &mut usage)?;
         let warm = usage.warm.saturating_sub(before);
-        observed.push(worker_of(&control, started_ns, epoch_task, warm));
+        let mut worker = worker_of(&control, started_ns, epoch_task, warm);
+        worker.queued = shared.unwrap_or(worker.queued);
+        observed.push(worker);
     }
     file.add_region(&geometry, geometry.main_region(), &mut usage)?;
     let counts = counted(main, state, in_state_ns, now_ns);
@@ -140,9 +144,11 @@ fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
     let (table_len, region_len) = (word(&header.table_len), header.region_len.load(Ordering::Relaxed));
-    let found = Geometry { workers, ring_slots, table_len, region_len, total: len };
-    match Geometry::of_file(len, workers, ring_slots) {
-        Ok(geometry) if geometry == found => Ok(geometry),
+    let queue = word(&header.shared_queue);
+    let shared_queue = queue != 0;
+    let found = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
+    match Geometry::of_file(len, workers, ring_slots, shared_queue) {
+        Ok(geometry) if geometry == found && queue <= 1 => Ok(geometry),
         _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
     }
 }
@@ -245,6 +251,13 @@ impl File<'_> {
             }
         }
         Ok(last)
+    }
+
+    /// Entries that wait in the shared queue.
+    fn waiting(&self, geometry: &Geometry) -> Result<u32> {
+        let slots = self.bytes(geometry.queue(), geometry.queue_slots() as usize * size_of::<QueueSlot>())?;
+        let slots = slots.chunks_exact(size_of::<QueueSlot>());
+        Ok(slots.filter(|slot| is_waiting(word(&struct_of::<QueueSlot>(slot).state))).count() as u32)
     }
 
     /// Adds the memory of a region.

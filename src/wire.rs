@@ -26,7 +26,7 @@ numbered_enum! {
         Plain = 1,
         /// Fetch a batch; the payload is a pickle.
         Pickle = 2,
-        /// A new epoch begins: answer, and create a new fetcher.
+        /// A new epoch begins: answer, and create a new fetcher. The payload is that of [`epoch_payload`].
         Resume = 3,
         /// Leave.
         Leave = 4,
@@ -106,6 +106,18 @@ impl TaskEntry {
     }
 }
 
+/// The payload of [`TaskKind::Resume`]: the number of the epoch's first task, and a message for the worker's Python.
+pub fn epoch_payload(first_task: u64, message: &[u8]) -> Vec<u8> {
+    [&first_task.to_le_bytes(), message].concat()
+}
+
+/// Reads an [`epoch_payload`].
+pub fn read_epoch(payload: &[u8]) -> Result<(u64, &[u8])> {
+    let bad = || Error::corrupt(format!("the beginning of an epoch in {} bytes", payload.len()));
+    let (first_task, message) = payload.split_first_chunk().ok_or_else(bad)?;
+    Ok((u64::from_le_bytes(*first_task), message))
+}
+
 /// Durations of the parts of a task, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
@@ -125,7 +137,7 @@ impl Timings {
     }
 }
 
-/// The size of a result, for statistics alone: nothing is read or allocated by it.
+/// The size of a result, for statistics and the byte limit of a window: nothing is read or allocated by it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Bytes of the message and of its leaves.
@@ -270,6 +282,14 @@ mod tests {
             load: Load { bytes: 1 << 50, copies: u32::MAX, copied_bytes: 8 },
         };
         assert_eq!(ResultEntry::from_words(&result.to_words()).unwrap(), result);
+    }
+
+    #[test]
+    fn the_beginning_of_an_epoch_comes_back_and_a_cut_one_is_an_error() {
+        let payload = epoch_payload(1 << 40, b"message");
+        assert_eq!(read_epoch(&payload).unwrap(), (1 << 40, &b"message"[..]));
+        assert_eq!(read_epoch(&epoch_payload(7, b"")).unwrap(), (7, &b""[..]));
+        assert!(read_epoch(&payload[..7]).is_err());
     }
 
     #[test]

@@ -24,7 +24,8 @@ enum Draw {
     Interrupted,
 }
 
-/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call.
+/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call. With a window, `Batch` and
+/// `Exhausted` each make room for one more task, and the scheduler asks while there is room.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Says {
     Batch,
@@ -66,6 +67,8 @@ enum Answer {
 
 #[derive(Clone, Debug)]
 struct Script {
+    /// The scheduler fills a window.
+    fills: bool,
     before: Vec<Before>,
     draws: Vec<Draw>,
     says: Vec<Says>,
@@ -81,6 +84,8 @@ struct World<'a> {
     decodings: usize,
     /// A batch that is delivered as soon as an index has been drawn.
     staged: Option<u64>,
+    /// Tasks that a window has room for.
+    room: usize,
     batches: u64,
     errors: u64,
     /// Indices that the sampler has yielded, and those that were sent.
@@ -90,8 +95,19 @@ struct World<'a> {
 
 impl<'a> World<'a> {
     fn new(script: &'a Script) -> Self {
-        let (draws, says, decodings, batches, errors, yielded) = (0, 0, 0, 0, 0, 0);
-        Self { script, draws, says, decodings, staged: None, batches, errors, yielded, sent: Vec::new() }
+        let (draws, says, decodings, room, batches, errors, yielded) = (0, 0, 0, 0, 0, 0, 0);
+        Self {
+            script,
+            draws,
+            says,
+            decodings,
+            staged: None,
+            room,
+            batches,
+            errors,
+            yielded,
+            sent: Vec::new(),
+        }
     }
 
     fn draw(&mut self) -> Draw {
@@ -115,6 +131,12 @@ impl<'a> World<'a> {
             self.yielded += 1;
             self.yielded - 1
         })
+    }
+
+    /// An index has been sent.
+    fn send(&mut self, index: u64) {
+        self.sent.push(index);
+        self.room = self.room.saturating_sub(1);
     }
 
     fn error(&mut self) -> u64 {
@@ -152,7 +174,7 @@ impl Reference {
             Before::NewEpoch => {
                 self.errors.clear();
                 (self.owed, self.unsent, self.unread) = (0, None, None);
-                world.staged = None;
+                (world.staged, world.room) = (None, 0);
             }
         }
     }
@@ -163,7 +185,7 @@ impl Reference {
         match draw {
             Draw::Sent => {
                 let index = world.index(self.unsent.take());
-                world.sent.push(index);
+                world.send(index);
             }
             Draw::Unsent => self.unsent = Some(world.index(self.unsent.take())),
             Draw::Fails | Draw::Interrupted => {}
@@ -208,6 +230,12 @@ impl Reference {
             return Answer::Opened;
         }
         loop {
+            // A window is filled, up to the first error.
+            while world.script.fills && world.room > 0 && self.errors.is_empty() {
+                if self.draw(world) == Draw::Interrupted {
+                    return Answer::Interrupted;
+                }
+            }
             if let Some(batch) = world.staged.take() {
                 return self.decode(world, batch);
             }
@@ -215,6 +243,10 @@ impl Reference {
                 says @ (Says::Batch | Says::Exhausted) => {
                     if says == Says::Batch {
                         world.staged = Some(world.batch());
+                    }
+                    if world.script.fills {
+                        world.room += 1;
+                        continue;
                     }
                     match self.draw(world) {
                         Draw::Sent => {}
@@ -244,7 +276,10 @@ fn incoming() -> Incoming {
 }
 
 /// The scheduler that both see, in the words of the real one. A batch is its own ready result.
-fn decide(world: &mut World<'_>) -> Decision<(), Arrival<u64>> {
+fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
+    if world.script.fills && world.room > 0 && may_ask {
+        return Decision::Submit;
+    }
     if let Some(batch) = world.staged.take() {
         let result = Arrival { incoming: incoming(), ready: Some(batch) };
         let (task, worker) = (TaskId(batch), WorkerId(0));
@@ -255,11 +290,16 @@ fn decide(world: &mut World<'_>) -> Decision<(), Arrival<u64>> {
         };
     }
     match world.says() {
-        Says::Batch => {
-            world.staged = Some(world.batch());
+        says @ (Says::Batch | Says::Exhausted) => {
+            if says == Says::Batch {
+                world.staged = Some(world.batch());
+            }
+            if world.script.fills {
+                world.room += 1;
+                return decide(world, may_ask);
+            }
             Decision::Submit
         }
-        Says::Exhausted => Decision::Submit,
         Says::Wait => Decision::Wait(None),
         Says::TimedOut => Decision::TimedOut,
         Says::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
@@ -283,7 +323,7 @@ impl Driver {
             Before::Tied => self.delivery.tie(incoming()),
             Before::NewEpoch => {
                 self.delivery.on_event(Event::EpochBegan);
-                world.staged = None;
+                (world.staged, world.room) = (None, 0);
             }
         }
     }
@@ -301,7 +341,7 @@ impl Driver {
         let event = match draw {
             Draw::Sent => {
                 let index = world.index(self.delivery.take_unsent());
-                world.sent.push(index);
+                world.send(index);
                 Event::IndexDrawn
             }
             Draw::Fails => Event::DrawFailed(world.error()),
@@ -320,7 +360,7 @@ impl Driver {
         self.delivery.on_event(Event::NextBegan);
         loop {
             // The bindings keep no tag; here an equivalent type stands for it.
-            let decide = || match decide(world) {
+            let decide = |may_ask| match decide(world, may_ask) {
                 Decision::Deliver { task, worker, result, .. } => {
                     Decision::Deliver { task, worker, tag: 0, result }
                 }
@@ -368,7 +408,7 @@ impl Driver {
 
 fn run(script: &Script) {
     let (mut world, mut mirror) = (World::new(script), World::new(script));
-    let mut driver = Driver { delivery: Delivery::default(), closed: false };
+    let mut driver = Driver { delivery: Delivery::new(script.fills), closed: false };
     let mut reference = Reference::default();
     let mut batches = Vec::new();
     for &before in &script.before {
@@ -419,8 +459,8 @@ fn script() -> impl Strategy<Value = Script> {
         prop_oneof![proptest::collection::vec(before, 1..40), proptest::collection::vec(calm, 1..40),];
     let draws = proptest::collection::vec(draw, 0..60);
     let cut_off = proptest::collection::vec(proptest::bool::weighted(0.2), 0..60);
-    (calls, draws, proptest::collection::vec(says, 0..60), cut_off)
-        .prop_map(|(before, draws, says, cut_off)| Script { before, draws, says, cut_off })
+    (any::<bool>(), calls, draws, proptest::collection::vec(says, 0..60), cut_off)
+        .prop_map(|(fills, before, draws, says, cut_off)| Script { fills, before, draws, says, cut_off })
 }
 
 proptest! {
@@ -435,7 +475,7 @@ proptest! {
 /// The rows of the table in the module's documentation, each above all that come after it.
 #[test]
 fn the_answers_have_the_precedence_of_the_table() {
-    let mut delivery = Delivery::<u64, u64, u64>::default();
+    let mut delivery = Delivery::<u64, u64, u64>::new(false);
     // All at once: an error and a draw that it owes, an unread result, damage, a tied result, an end.
     delivery.on_event(Event::DrawFailed(1));
     delivery.on_event(Event::DecodeInterrupted(2));
@@ -444,7 +484,7 @@ fn the_answers_have_the_precedence_of_the_table() {
     delivery.on_event(Event::NextBegan);
     let mut said = Vec::new();
     let mut ask = |delivery: &mut Delivery<u64, u64, u64>, closed, decision| {
-        said.push(match delivery.answer(closed, || decision) {
+        said.push(match delivery.answer(closed, |_| decision) {
             Err(_) => "broken",
             Ok(Step::Raise(1)) => "error",
             Ok(Step::Closed) => "closed",
@@ -469,4 +509,31 @@ fn the_answers_have_the_precedence_of_the_table() {
     delivery.on_event(Event::Broken(Error::corrupt("it is broken")));
     ask(&mut delivery, false, Decision::End);
     assert_eq!(said, ["error", "closed", "draw", "unread", "open", "end", "no pin thread", "broken"]);
+}
+
+/// A window repeats failed draws by asking again; without one they are owed.
+#[test]
+fn a_failed_draw_is_owed_without_a_window_alone_and_a_window_does_not_ask_before_its_error_is_raised() {
+    for fills in [false, true] {
+        let mut delivery = Delivery::<u64, u64, u64>::new(fills);
+        let mut may_ask = None;
+        let mut ask = |delivery: &mut Delivery<u64, u64, u64>| {
+            let step = delivery.answer(false, |may| {
+                may_ask = Some(may);
+                Decision::Wait(None)
+            });
+            (step.unwrap(), may_ask.take())
+        };
+        delivery.on_event(Event::NextBegan);
+        assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(true))));
+        delivery.on_event(Event::DrawFailed(7));
+        assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(false))));
+        delivery.on_event(Event::NextBegan);
+        assert!(matches!(ask(&mut delivery), (Step::Raise(7), None)));
+        delivery.on_event(Event::NextBegan);
+        match fills {
+            true => assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(true)))),
+            false => assert!(matches!(ask(&mut delivery), (Step::Submit, None))),
+        }
+    }
 }

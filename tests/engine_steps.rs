@@ -13,7 +13,7 @@ use rustloader::scheduler::Settings;
 use rustloader::shm::arena::Arena;
 use rustloader::sys::pidfd::ExitStatus;
 use rustloader::sys::poll::PollSet;
-use rustloader::wire::{ResultKind, TaskKind, Timings};
+use rustloader::wire::{ResultKind, TaskKind, Timings, read_epoch};
 use rustloader::worker::port::{Port, Received};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -204,13 +204,35 @@ fn a_new_epoch_gives_back_the_blocks_of_the_old_ones_batches() {
     // It waits for the batch before it.
     assert!(matches!(rig.step(), Step::Wait(_)));
     assert!(rig.arena.usage().held > before);
-    rig.engine.reset().unwrap();
+    rig.engine.reset(b"").unwrap();
     assert_eq!(rig.arena.usage().held, before);
     // And this one comes after the reset.
     rig.answer(0);
     assert!(rig.arena.usage().held > before);
     assert!(matches!(rig.step(), Step::Wait(_)) && rig.engine.resuming());
     assert_eq!(rig.arena.usage().held, before);
+}
+
+#[test]
+fn a_new_epoch_brings_each_worker_its_message_and_the_number_of_its_first_task() {
+    for message in [&b""[..], &[7; 24], &[8; 25], &[9; 1000]] {
+        let mut rig = Rig::new(Settings { persistent: true, ..SETTINGS });
+        let sent = rig.engine.max_tasks() as u64;
+        rig.engine.reset(message).unwrap();
+        // Neither has answered: the messages that are under way serve the third epoch, too.
+        rig.engine.reset(b"other").unwrap();
+        for (worker, port) in rig.ports.iter().enumerate() {
+            (0..SETTINGS.prefetch_factor).for_each(|_| rig.answer(worker));
+            let Received::Task(entry) = port.receive().unwrap() else { panic!("no message") };
+            let in_block = port.payload.lock().unwrap();
+            let payload =
+                if entry.block.is_some() { &in_block[..] } else { &entry.inline[..entry.len as usize] };
+            assert_eq!((entry.kind, entry.block.is_some()), (TaskKind::Resume, message.len() > 24));
+            assert_eq!(read_epoch(payload).unwrap(), (sent, message));
+            drop(in_block);
+            assert!(matches!(port.receive().unwrap(), Received::Nothing));
+        }
+    }
 }
 
 #[test]

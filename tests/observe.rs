@@ -11,9 +11,9 @@ use rustloader::engine::Engine;
 use rustloader::error::Error;
 use rustloader::metrics::Count;
 use rustloader::observe::{Observed, observe};
-use rustloader::scheduler::Settings;
+use rustloader::scheduler::{Dispatch, Settings};
 use rustloader::shm::arena::Arena;
-use rustloader::shm::layout::{Header, MainState, VERSION, WorkerState};
+use rustloader::shm::layout::{Header, MainState, Needs, VERSION, WorkerState};
 use rustloader::wire::{ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 use rustloader::{sys, tree};
@@ -72,6 +72,28 @@ fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
     engine.next_begins();
     engine.next_ends();
     assert!(look(&arena).is_none(), "a late call does not touch what may be another iterator's");
+}
+
+#[test]
+fn workers_that_share_a_queue_show_what_waits_in_it() {
+    let needs = Needs { workers: WORKERS, outstanding: 4, shared_queue: true };
+    let arena = Arena::create_for(64 << 20, needs).unwrap();
+    let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(WORKERS as usize, 2, true) };
+    let mut engine = Engine::<u32>::over(arena.clone(), settings).unwrap();
+    let queued = || look(&arena).unwrap().workers.iter().map(|worker| worker.queued).collect::<Vec<_>>();
+    assert_eq!(queued(), [0, 0]);
+    (0..4).for_each(|tag| _ = engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap());
+    assert_eq!(queued(), [4, 4]);
+    let worker = port(&arena, 1);
+    assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
+    let seen = look(&arena).unwrap().workers.remove(1);
+    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 3));
+    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
+    worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
+    assert_eq!(look(&arena).unwrap().workers[1].ready, 1);
+    // A number that is neither 0 nor 1 is none of a header.
+    arena.header().shared_queue.store(2, Ordering::Relaxed);
+    assert!(matches!(observe(read_only(&arena).as_fd()), Err(Error::Corrupt { .. })));
 }
 
 #[test]

@@ -1,14 +1,17 @@
 //! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
 //! with final deaths added. Random orders of completion, errors, exhaustions, deaths, resets and timeouts.
 //!
-//! Settings that torch does not have are combined freely, and submissions come whenever there is room. They have no
-//! reference: no task may be lost or delivered twice, and the order, both bounds and the dispatch policy must hold.
+//! Settings that torch does not have are combined freely: a shared queue, and windows of batches and bytes. They have no
+//! reference: no task may be lost or delivered twice, the order, all bounds and the dispatch policy must hold, and a window
+//! asks the sampler exactly while there is room.
 
 mod common;
 
 use proptest::prelude::*;
 use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Scheduler, Settings};
+use rustloader::scheduler::{
+    Action, Death, Decision, DeliveryOrder, Dispatch, Event, Placement, Scheduler, Settings, Window,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -168,15 +171,19 @@ struct Config {
 struct Free {
     dispatch: Dispatch,
     delivery: DeliveryOrder,
-    /// Places of the window beyond the tasks that may be outstanding.
-    room: usize,
+    window: Option<Window>,
+}
+
+/// The bytes of a task's result.
+fn size_of(task: u64) -> u64 {
+    if task % 11 == 7 { 90 } else { task * 7 % 13 }
 }
 
 impl Config {
     fn settings(&self) -> Settings {
         let mut settings = Settings::torch(self.workers, self.prefetch, self.in_order);
         if let Some(free) = &self.free {
-            settings.window += free.room;
+            settings.window = free.window;
             settings.dispatch = free.dispatch;
             settings.delivery = free.delivery;
         }
@@ -208,6 +215,8 @@ struct Process {
     left: usize,
     exhausted: bool,
     gone: bool,
+    /// The task that it has taken from the shared queue.
+    held: Option<u64>,
 }
 
 struct World<'a> {
@@ -216,6 +225,19 @@ struct World<'a> {
     choices: std::slice::Iter<'a, u8>,
     scheduler: Scheduler<u64, u64>,
     processes: Vec<Process>,
+    /// The shared queue: tasks that no worker has taken.
+    queue: VecDeque<u64>,
+    /// Results that wait for delivery, in the order of their arrival.
+    ready: Vec<u64>,
+    /// The result whose delivery waits for submissions.
+    staged: Option<u64>,
+    /// Bytes of the largest result so far.
+    largest: u64,
+    /// The sampler has reported its end, or raised in this call.
+    sampler_ended: bool,
+    sampler_failed: bool,
+    /// Workers that have died at the shared queue, with what they held.
+    dead: Vec<(usize, Option<u64>)>,
     now: Duration,
     /// When the clock of the timeout was started last, while it runs.
     clock: Option<Duration>,
@@ -245,15 +267,49 @@ impl World<'_> {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
                     // Its exit is not a death.
-                    self.scheduler.on_event(self.now, Event::WorkerDied(worker)).unwrap();
+                    self.scheduler.on_event(self.now, Event::WorkerDied { worker, held: None }).unwrap();
                 }
                 Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
+                Action::Withdraw(task) => {
+                    assert!(task.0 < self.scheduler.first_task().0, "it is of an abandoned epoch");
+                    if let Some(index) = self.queue.iter().position(|waits| *waits == task.0) {
+                        self.queue.remove(index);
+                        self.scheduler.on_event(self.now, Event::Withdrawn(task)).unwrap();
+                    }
+                }
                 Action::Discard { task, tag, result } => {
                     self.ended[task.0 as usize] += 1;
                     assert_eq!(tag, Some(task.0));
                     assert!(result.is_none_or(|result| result == task.0 * 3));
                 }
             }
+        }
+    }
+
+    /// A worker may take a task from the shared queue, which main does not observe. Messages in its ring come first.
+    fn a_worker_takes(&mut self) {
+        let index = self.choice() as usize;
+        if let Some(process) = self.processes.get_mut(index)
+            && !process.gone
+            && process.held.is_none()
+            && process.ring.is_empty()
+        {
+            process.held = self.queue.pop_front();
+        }
+    }
+
+    /// A worker's answer to a task arrives.
+    fn result(&mut self, worker: WorkerId, task: u64) -> Event<u64> {
+        let failed = task % 5 == 3;
+        self.arrivals.push_back(Arrival::Result { task, failed });
+        if task >= self.epoch {
+            self.ready.push(task);
+            self.largest = self.largest.max(size_of(task));
+        }
+        let (task, result, bytes) = (TaskId(task), task * 3, size_of(task));
+        match failed {
+            true => Event::Failed { worker, task, result, bytes },
+            false => Event::Completed { worker, task, result, bytes },
         }
     }
 
@@ -266,6 +322,15 @@ impl World<'_> {
                 continue;
             }
             let worker = WorkerId(index as u32);
+            if process.held.is_none() && process.ring.is_empty() {
+                process.held = self.queue.pop_front();
+            }
+            if let Some(task) = process.held.take() {
+                self.clock = self.clock.map(|_| self.now);
+                let event = self.result(worker, task);
+                self.event(event);
+                return true;
+            }
             while let Some(message) = process.ring.pop_front() {
                 let event = match message {
                     Message::Task(_) if process.exhausted => continue,
@@ -281,13 +346,7 @@ impl World<'_> {
                     }
                     Message::Task(task) => {
                         process.left -= 1;
-                        let failed = task % 5 == 3;
-                        self.arrivals.push_back(Arrival::Result { task, failed });
-                        let (task, result) = (TaskId(task), task * 3);
-                        match failed {
-                            true => Event::Failed { worker, task, result },
-                            false => Event::Completed { worker, task, result },
-                        }
+                        self.result(worker, task)
                     }
                 };
                 self.clock = self.clock.map(|_| self.now);
@@ -302,8 +361,10 @@ impl World<'_> {
         let index = self.choice() as usize % self.config.workers;
         if !self.processes[index].gone {
             self.processes[index].gone = true;
+            let held = self.processes[index].held.take();
+            self.dead.push((index, held.filter(|task| *task >= self.epoch)));
             self.arrivals.push_back(Arrival::Death { worker: index });
-            self.event(Event::WorkerDied(WorkerId(index as u32)));
+            self.event(Event::WorkerDied { worker: WorkerId(index as u32), held: held.map(TaskId) });
         }
     }
 
@@ -317,46 +378,90 @@ impl World<'_> {
         let workers = || (0..self.config.workers as u32).map(WorkerId);
         let active = workers().filter(|worker| self.scheduler.is_active(*worker)).count();
         workers().any(|worker| {
-            let below = self.scheduler.load_of(worker) < self.settings.window / active.max(1);
-            self.scheduler.is_active(worker) && (self.settings.dispatch == Dispatch::RoundRobin || below)
+            let below = self.scheduler.load_of(worker) < self.scheduler.max_tasks() / active.max(1);
+            self.scheduler.is_active(worker) && (self.settings.dispatch != Dispatch::FairShare || below)
         })
     }
 
-    /// Submits beyond what `next` asks for, as far as both bounds allow.
-    fn submit_more(&mut self) {
-        if self.config.free.is_some() && self.scheduler.death().is_none() {
-            for _ in 0..self.choice() % 5 {
-                self.submit();
-            }
+    /// Whether one more task may be outstanding.
+    fn has_room(&self) -> bool {
+        let (outstanding, most) = (self.scheduler.outstanding(), self.scheduler.max_tasks());
+        let held = outstanding + self.ready.len();
+        let window = self.settings.window.unwrap_or(Window { batches: most, bytes: None });
+        let ready: u64 = self.ready.iter().map(|task| size_of(*task)).sum();
+        let expected = ready + (outstanding as u64 + 1) * self.largest;
+        let fits = held == 0 || window.bytes.is_none_or(|limit| expected <= limit);
+        outstanding < most && held < window.batches && fits && self.scheduler.death().is_none()
+    }
+
+    /// The draw of an index. It fails now and then in a window; torch's rules for that are not the scheduler's.
+    fn draw(&mut self) {
+        if self.settings.fills() && self.choice() < 10 {
+            self.sampler_failed = true;
+        } else {
+            self.submit();
         }
     }
 
     fn submit(&mut self) {
         if self.indices == 0 {
-            return;
+            self.sampler_ended = true;
+            return self.event(Event::SamplerEnded);
         }
-        let room =
-            self.scheduler.outstanding() < self.scheduler.max_tasks() && self.held() < self.settings.window;
-        let takes = room && self.has_taker() && self.scheduler.death().is_none();
+        let takes = self.has_room() && self.has_taker();
         self.indices -= 1;
         let tag = self.ended.len() as u64;
         match self.scheduler.submit(tag) {
-            Ok((task, worker)) => {
+            Ok((task, placement)) => {
                 assert!(takes, "there is no room for it");
                 assert_eq!(task.0, tag, "numbers go on through the epochs");
+                assert!(self.scheduler.undelivered().iter().any(|(number, _)| *number == task));
+                self.ended.push(0);
+                let Placement::Worker(worker) = placement else {
+                    assert_eq!(self.settings.dispatch, Dispatch::SharedQueue);
+                    return self.queue.push_back(task.0);
+                };
                 if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
                     assert_eq!(worker.index(), self.sent.len() % self.config.workers);
                 }
-                self.ended.push(0);
                 self.sent.push((task.0, worker.index()));
                 self.processes[worker.index()].ring.push_back(Message::Task(task.0));
             }
             Err(back) => {
-                assert!(!takes, "there is room for it");
+                assert!(!takes && !self.settings.fills(), "there is room for it");
                 assert_eq!(back, tag);
-                // Without an order from `next` it is the caller's to submit later; with one it is dropped, as in torch.
-                self.indices += usize::from(self.config.free.is_some());
             }
+        }
+    }
+
+    /// Takes the next result to deliver from those that are ready.
+    fn take_ready(&mut self) -> u64 {
+        let first = match self.settings.delivery {
+            DeliveryOrder::InOrder => self.ready.iter().enumerate().min_by_key(|(_, task)| **task),
+            DeliveryOrder::AsCompleted => self.ready.iter().enumerate().next(),
+        };
+        let (index, _) = first.expect("a result is ready");
+        self.ready.remove(index)
+    }
+
+    /// Holds a decision of `next` against what the window admits.
+    fn check(&mut self, step: &Decision<u64, u64>) {
+        if self.scheduler.is_staged() && self.staged.is_none() {
+            self.staged = Some(self.take_ready());
+        }
+        if let Decision::Deliver { task, .. } | Decision::Raise { task, .. } = step {
+            let next = self.staged.take().unwrap_or_else(|| self.take_ready());
+            assert_eq!(task.0, next);
+        }
+        if self.scheduler.death().is_none() && !self.scheduler.resuming() {
+            assert_eq!(self.held(), self.scheduler.outstanding() + self.ready.len());
+        }
+        let asks = *step == Decision::Submit;
+        let is_blocked = self.sampler_ended || self.sampler_failed || !self.has_taker();
+        match self.settings.fills() {
+            true if *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
+            true => assert_eq!(asks, self.has_room() && !is_blocked, "{step:?}"),
+            false => assert!(!asks || self.has_room(), "it goes nowhere"),
         }
     }
 
@@ -385,20 +490,24 @@ impl World<'_> {
     fn next(&mut self) -> Outcome {
         let mut must_time_out = false;
         self.clock = None;
+        self.sampler_failed = false;
         loop {
-            let step = self.scheduler.next();
+            let step = self.scheduler.next(!self.sampler_failed);
             self.perform();
+            self.check(&step);
             assert!(!must_time_out || step == Decision::TimedOut, "{step:?}");
             must_time_out = false;
             return match step {
                 Decision::Submit => {
-                    let (outstanding, most) = (self.scheduler.outstanding(), self.scheduler.max_tasks());
-                    assert!(outstanding < most && self.held() < self.settings.window, "it goes nowhere");
-                    self.submit();
+                    // The timeout is for results.
+                    self.clock = None;
+                    self.draw();
                     continue;
                 }
+                // The error of the sampler comes first, and the next call goes on.
+                Decision::End if std::mem::take(&mut self.sampler_failed) => continue,
                 Decision::Wait(_) => {
-                    self.submit_more();
+                    self.a_worker_takes();
                     if self.clock.is_none() {
                         self.clock = Some(self.now);
                         self.event(Event::WaitBegan);
@@ -437,23 +546,33 @@ impl World<'_> {
     fn begin_epoch(&mut self) {
         self.epoch = self.ended.len() as u64;
         self.indices = self.config.indices;
+        self.sampler_ended = false;
         self.sent.clear();
         self.arrivals.clear();
-        (0..self.scheduler.max_tasks()).for_each(|_| self.submit());
-        self.submit_more();
+        let mut asked = 0;
+        while self.scheduler.primes(asked) {
+            self.submit();
+            asked += 1;
+        }
+        let fills = self.settings.fills() && !self.sampler_ended;
+        assert!(asked == self.scheduler.max_tasks() || self.settings.fills());
+        assert!(!fills || !self.has_room());
     }
 
     /// The handshake of a persistent loader, perhaps given up and begun again; false where a death ended it.
     fn reset(&mut self) -> bool {
+        self.epoch = self.ended.len() as u64;
+        (self.ready, self.staged) = (Vec::new(), None);
         self.event(Event::EpochReset);
         self.clock = None;
         while self.scheduler.resuming() {
+            self.a_worker_takes();
             assert_eq!(self.scheduler.submit(0), Err(0));
             if self.choice() < 10 && self.scheduler.death().is_none() {
                 self.event(Event::EpochReset);
                 self.clock = None;
             }
-            match self.scheduler.next() {
+            match self.scheduler.next(true) {
                 Decision::Wait(deadline) => _ = self.waited(deadline),
                 Decision::Dead(Death { lost: None, .. }) => return false,
                 other => panic!("{other:?} while resuming"),
@@ -472,6 +591,13 @@ fn run(config: &Config) {
         choices: config.choices.iter(),
         scheduler: Scheduler::new(settings.clone()).unwrap(),
         settings,
+        queue: VecDeque::new(),
+        ready: Vec::new(),
+        staged: None,
+        largest: 0,
+        sampler_ended: false,
+        sampler_failed: false,
+        dead: Vec::new(),
         processes: lengths.iter().map(|&left| Process { left, ..Process::default() }).collect(),
         now: Duration::ZERO,
         clock: None,
@@ -487,6 +613,7 @@ fn run(config: &Config) {
     loop {
         if config.eager {
             for _ in 0..world.choice() % 4 {
+                world.a_worker_takes();
                 world.a_worker_acts();
             }
         }
@@ -516,7 +643,17 @@ fn run(config: &Config) {
                 assert!(!config.is_map_style() || (batches, world.indices) == (config.indices, 0));
                 true
             }
-            Outcome::Dead { .. } => {
+            Outcome::Dead { worker, lost } => {
+                if world.settings.dispatch == Dispatch::SharedQueue {
+                    let held = world.dead.iter().filter_map(|(worker, held)| Some(((*held)?, *worker)));
+                    let first = held.min().map_or((world.dead[0].0, None), |(task, it)| (it, Some(task)));
+                    assert_eq!((worker, lost), first);
+                    let is_next = |task: &u64| last.max(world.epoch.checked_sub(1)) == task.checked_sub(1);
+                    assert!(
+                        world.settings.delivery == DeliveryOrder::AsCompleted
+                            || !world.ready.iter().any(is_next)
+                    );
+                }
                 if world.choice() < 128 {
                     world.a_worker_acts();
                 }
@@ -535,18 +672,24 @@ fn run(config: &Config) {
         world.a_worker_acts();
     }
     world.event(Event::Shutdown);
-    assert_eq!(world.scheduler.next(), Decision::Shutdown);
+    assert_eq!(world.scheduler.next(true), Decision::Shutdown);
     assert!(world.ended.iter().all(|count| *count == 1), "each task ends once: {:?}", world.ended);
 }
 
 fn config() -> impl Strategy<Value = Config> {
-    let dispatch = prop_oneof![Just(Dispatch::RoundRobin), Just(Dispatch::FairShare)];
+    let dispatch =
+        prop_oneof![Just(Dispatch::RoundRobin), Just(Dispatch::FairShare), Just(Dispatch::SharedQueue)];
+    let window = (1_usize..40, proptest::option::of(0_u64..400));
+    let window =
+        proptest::option::weighted(0.8, window.prop_map(|(batches, bytes)| Window { batches, bytes }));
     let delivery = prop_oneof![Just(DeliveryOrder::InOrder), Just(DeliveryOrder::AsCompleted)];
-    let free = (dispatch, delivery, 0_usize..20);
-    let free = free.prop_map(|(dispatch, delivery, room)| Free { dispatch, delivery, room });
+    let free = (dispatch, delivery, window);
+    let free = free.prop_map(|(dispatch, delivery, window)| Free { dispatch, delivery, window });
     let shape = (1_usize..7, 1_usize..4, any::<[bool; 6]>(), 0_usize..40, proptest::option::of(free));
     shape.prop_flat_map(|(workers, prefetch, flags, indices, free)| {
         let [in_order, persistent, timeout, iterable, eager, deaths] = flags;
+        let is_shared = free.as_ref().is_some_and(|free| free.dispatch == Dispatch::SharedQueue);
+        let iterable = iterable && !is_shared;
         let longest = if iterable { 12_usize } else { 0 };
         let lengths = proptest::collection::vec(0_usize..=longest, workers);
         (lengths, proptest::collection::vec(any::<u8>(), 0..400)).prop_map(move |(lengths, choices)| Config {

@@ -9,6 +9,9 @@ Loaders that a framework builds:
     is_installed: Answers whether torch's loaders use the engine now.
     Options: Holds their options.
 
+Random numbers:
+    sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
+
 Errors:
     WorkerDiedError: Raised when a worker process has died.
     LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from rustloader.dataloader import DataLoader as DataLoader
     from rustloader.errors import LoaderTimeoutError as LoaderTimeoutError
     from rustloader.errors import WorkerDiedError as WorkerDiedError
+    from rustloader.fetch.seeds import sample_seed as sample_seed
     from rustloader.installation import install as install
     from rustloader.installation import installed as installed
     from rustloader.installation import is_installed as is_installed
@@ -71,6 +75,7 @@ _HOMES = {
     "metrics.report": ("report",),
     "metrics.stats": ("stats",),
     "dataloader": ("DataLoader",),
+    "fetch.seeds": ("sample_seed",),
     "errors": ("LoaderTimeoutError", "WorkerDiedError"),
     "metrics.figures": ("Stats",),
     "metrics.parts": (
@@ -87,7 +92,7 @@ _HOMES = {
 }
 _OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for name in names}
 if not sys.platform.startswith("linux"):
-    _NEED_THE_ENGINE = ("_core", "installation", "metrics.report", "metrics.stats")
+    _NEED_THE_ENGINE = ("_core", "fetch.seeds", "installation", "metrics.report", "metrics.stats")
     _OURS |= {name: "rustloader.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(

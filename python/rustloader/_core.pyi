@@ -1,9 +1,11 @@
 """The Rust extension. Only ``engine_batches`` is public; the rest is for the modules of this package."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, final, type_check_only
+from typing import Any, Final, Protocol, Self, final, type_check_only
 
+import numpy as np
 import torch
+from torch.utils.data.sampler import BatchSampler
 
 from rustloader.config import StallLimits
 
@@ -23,6 +25,7 @@ __all__ = [
     "Death",
     "DeferredSignals",
     "Engine",
+    "IndexStream",
     "LeaseBuffer",
     "Meter",
     "Observed",
@@ -44,11 +47,13 @@ __all__ = [
     "end_forks",
     "engine_batches",
     "figures",
+    "gather",
     "heap_storage",
     "inspect_arena",
     "is_plain_leaf",
     "memory_limits",
     "observed",
+    "seed_words",
     "set_reporting",
 ]
 
@@ -109,18 +114,26 @@ class Engine:
         dump_index: Callable[[Any], bytes],
         is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
+        shared_queue: bool = False,
+        window_batches: int | None = None,
+        window_bytes: int | None = None,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns whether a signal handler raised an error."""
+        ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
+        A window limits the batches that are under way or ready, or their bytes; without one, as torch."""
 
-    def shipment(self) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
-        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring), (pid, start time). Lock-free."""
+    def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
+        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
+        (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker."""
 
-    def begin(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool) -> None:
-        """Begins an epoch; all but the first wait until the workers have answered."""
+    def begin(
+        self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool, message: bytes
+    ) -> None:
+        """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
+        worker that has not answered for the epoch before gets no second message."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
         """Puts a code and its value into ``answer``. Waits without the GIL.
@@ -133,9 +146,9 @@ class Engine:
     def active(self) -> list[bool] | None:
         """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Lock-free."""
 
-    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int]]] | None:
+    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int | None]]] | None:
         """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
-        undelivered task. None while another thread is in ``next``. Lock-free."""
+        undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
 
     def start_pinning(
         self,
@@ -337,7 +350,7 @@ class Port:
         cls,
         memfd: int,
         doorbell: int,
-        geometry: tuple[int, int, int],
+        geometry: tuple[int, int, int, bool],
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:
@@ -359,7 +372,8 @@ class Port:
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
-        Returns that code, the task's number, and the index or the exception that unpickling it raised."""
+        Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
+        the number of the epoch's first task, and the message of ``Engine.begin``."""
 
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch. Returns False, and sends nothing, if it must be pickled: always unless
@@ -395,6 +409,31 @@ class Port:
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
         """default_collate of floats (float64) or ints (int64); None: left to torch's function."""
+
+    def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
+        """As the function ``gather``, into the arena."""
+
+@final
+class IndexStream:
+    """The index batches of an epoch, cut from int64 arrays. Survives an error that a signal handler raises."""
+
+    def __new__(
+        cls,
+        torchs: Iterator[Any],
+        batches: BatchSampler | None,
+        begin: Callable[[], tuple[Callable[[], np.ndarray | None], int | None] | None],
+        size_of: Callable[[Any], int],
+        is_interrupt: Callable[[BaseException], bool],
+    ) -> IndexStream:
+        """``batches`` has the size of each batch; None yields single indices.
+
+        ``begin`` is called at the first ``next``. It returns a function that returns the next array, or None at the
+        end, and the size of all batches if an incomplete last one is dropped. None: ``torchs`` takes over.
+        ``size_of`` returns the size for an unusual ``batch_size``, or raises.
+        """
+
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
 
 @final
 class StoppableIndices:
@@ -461,8 +500,18 @@ def memory_limits() -> list[tuple[bool, int, int]]:
 def cpu_quota() -> float | None:
     """The CPU quota of this process's cgroups, in cores; None without a quota."""
 
+def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int) -> list[int]:
+    """Four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other arguments."""
+
 def is_plain_leaf(obj: Any) -> bool:
     """Whether the codec can describe an object, a tensor or an array. It may still share memory in a way it cannot."""
+
+def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
+    """What default_collate makes of the samples ``index`` of a TensorDataset with these tensors.
+
+    None: left to torch. The tensors are no tuple of plain tensors with contiguous rows, the index is no list of ints in
+    range, or a mode of torch is active.
+    """
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from rustloader import options
 
 if sys.platform.startswith("linux"):
-    from rustloader.iterator import fallback
+    from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
     from rustloader.torch_side import TorchIter, in_torch, is_torchs
 else:
@@ -138,7 +138,10 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            iterator = super()._get_iterator()
+            if sys.platform.startswith("linux"):
+                single.prepare(iterator, self)
+            return iterator
         if not sys.platform.startswith("linux"):
             unsupported.warn()
             return super()._get_iterator()

@@ -137,9 +137,10 @@ def installed(values: dict[str, Any]) -> Installed:
 
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
-    before = options.current()
-    was_installed = is_installed()
-    install(**values)
+    with _lock:
+        before = options.current()
+        was_installed = is_installed()
+        install(**values)
     try:
         yield
     finally:

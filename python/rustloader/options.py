@@ -130,6 +130,14 @@ def _parse_window(text: str) -> int | str:
     return text
 
 
+def window(value: int | str | None) -> dict[str, int]:
+    """The parameters of an engine for a ``reorder_window``."""
+    if value is None:
+        return {}
+    parsed = _parse_window(value) if isinstance(value, str) else value
+    return {"window_bytes": byte_size(parsed)} if isinstance(parsed, str) else {"window_batches": parsed}
+
+
 def _one_of(*choices: str) -> dict[str, Any]:
     """The checks of an option that is one of several words."""
 
@@ -343,7 +351,7 @@ def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]]
     """
 
     def decorate(function: Callable[[dict[str, Any]], _R]) -> Any:
-        own = inspect.signature(function)
+        own = inspect.signature(function, eval_str=True)
         signature = inspect.signature(options).replace(return_annotation=own.return_annotation)
 
         @functools.wraps(function)

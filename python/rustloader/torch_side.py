@@ -34,6 +34,23 @@ def is_torchs(function: Any, module: types.ModuleType) -> bool:
     return getattr(function, "__globals__", None) is vars(module)
 
 
+def known_code(function: Any, module: types.ModuleType, *known: str) -> types.CodeType | None:
+    """The code of a function of torch's, if it is code that this package imitates; else None.
+
+    Args:
+        function: Found in a class or module of torch's, where a program may have replaced it.
+        module: Module of torch's that defines it.
+        known: The names that the function uses, in the order of their first use, in each known version.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or not is_torchs(function, module):
+        return None
+    # Python 3.11 compiles a comprehension to code of its own.
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    names = dict.fromkeys(name for part in (code, *inner) for name in part.co_names)
+    return code if " ".join(names) in known else None
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 

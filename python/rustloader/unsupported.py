@@ -47,6 +47,11 @@ def engine_batches() -> int:
     return 0
 
 
+def sample_seed() -> int:
+    """Always a RuntimeError: without the engine loaders have torch's seeds."""
+    raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
+
+
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
     """Only logs a warning: loaders stay on torch's iterator, with their own options."""

@@ -78,9 +78,9 @@ impl Tensors for Batch {
 
 /// Leaves in ordinary memory.
 #[derive(Default)]
-struct Leaves(Vec<Vec<u8>>);
+struct HeapLeaves(Vec<Vec<u8>>);
 
-impl Sink for Leaves {
+impl Sink for HeapLeaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         self.0.push(vec![0xee; len]);
         let leaf = self.0.len() - 1;
@@ -94,7 +94,7 @@ impl Sink for Leaves {
 }
 
 /// A list of tensors as the codec writes it.
-fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, Leaves)> {
+fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     let mut payload = vec![1, 2, 3];
     let from = payload.len();
     let mut draft = Draft::new(&mut payload);
@@ -112,7 +112,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, Leaves)> {
     if let Some(extents) = seen.tangled() {
         copies = resolve(&Batch, &seen, &extents, &mut payload, from, copies)?;
     }
-    let (mut leaves, mut out) = (Leaves::default(), Writer::new(&mut payload));
+    let (mut leaves, mut out) = (HeapLeaves::default(), Writer::new(&mut payload));
     for copy in copies {
         // SAFETY: as above; the sink has reserved as much as the plan says.
         copy.run(&mut out, &mut leaves, |plan, from, to| unsafe { plan.copy(from, to) }).unwrap();
@@ -134,7 +134,7 @@ struct Made {
 
 /// Reads a list of tensors. What stands in the place of another object shares its `Rc`.
 #[derive(Default)]
-struct Reader {
+struct Rebuilt {
     memories: Vec<Vec<u8>>,
     leaves: Vec<Option<Vec<u8>>>,
     /// The memory of each storage.
@@ -144,7 +144,7 @@ struct Reader {
     done: bool,
 }
 
-impl Reader {
+impl Rebuilt {
     fn memory(&mut self, bytes: Vec<u8>) -> usize {
         self.memories.push(bytes);
         self.memories.len() - 1
@@ -171,7 +171,7 @@ impl Reader {
     }
 }
 
-impl Build for Reader {
+impl Build for Rebuilt {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<()> {
@@ -203,8 +203,8 @@ impl Build for Reader {
     }
 }
 
-fn decode(payload: &[u8], leaves: Leaves) -> Reader {
-    let mut reader = Reader { leaves: leaves.0.into_iter().map(Some).collect(), ..Reader::default() };
+fn decode(payload: &[u8], leaves: HeapLeaves) -> Rebuilt {
+    let mut reader = Rebuilt { leaves: leaves.0.into_iter().map(Some).collect(), ..Rebuilt::default() };
     walk(payload, &mut reader).unwrap();
     assert!(reader.done || reader.stack.is_empty());
     assert!(reader.leaves.iter().all(Option::is_none), "every leaf is used");

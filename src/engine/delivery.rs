@@ -10,7 +10,7 @@
 //! |---|---|---|---|
 //! | 1 | an earlier call deferred an error of the sampler ([`Event::DrawFailed`]); checked once, as the call begins | [`Step::Raise`] | the answer |
 //! | 2 | the iterator is closed | [`Step::Closed`] | nothing |
-//! | 3 | earlier calls owe draws; each is tried once per call, and none after one that found no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] with no index unsent |
+//! | 3 | earlier calls owe draws (never with a window); each is tried once per call, and none after one that found no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] with no index unsent |
 //! | 4 | a signal handler interrupted the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
 //! | 5 | shared memory is damaged ([`Event::Broken`]) | the error | nothing |
 //! | 6 | a result is tied to its worker | [`Step::Open`] | [`Delivery::untie`] |
@@ -23,6 +23,9 @@
 //! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the error waits
 //! for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed, because a signal handler
 //! may have raised it, and then the sampler still has its index.
+//!
+//! With a window no draw is owed: the scheduler answers `Submit` while there is room. It must not while an error is deferred,
+//! so that a call ends although the sampler always fails; `answer` tells it so.
 //!
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are part of
@@ -83,11 +86,13 @@ enum Health {
 /// The state of the calls of one iterator.
 #[derive(Debug)]
 pub struct Delivery<T, B, E> {
+    /// The scheduler fills a window, and repeats failed draws by itself.
+    fills: bool,
     call: Call,
     health: Health,
     /// Deferred errors of the sampler.
     errors: VecDeque<E>,
-    /// Failed draws to repeat.
+    /// Failed draws to repeat; 0 with a window.
     owed_draws: u32,
     /// An index batch to send before the sampler is asked again.
     unsent: Option<T>,
@@ -97,9 +102,11 @@ pub struct Delivery<T, B, E> {
     tied: Option<Arrival<B>>,
 }
 
-impl<T, B, E> Default for Delivery<T, B, E> {
-    fn default() -> Self {
+impl<T, B, E> Delivery<T, B, E> {
+    /// The state before the first call. `fills`: the scheduler fills a window.
+    pub fn new(fills: bool) -> Self {
         Self {
+            fills,
             call: Call::Answers,
             health: Health::Sound,
             errors: VecDeque::new(),
@@ -109,9 +116,7 @@ impl<T, B, E> Default for Delivery<T, B, E> {
             tied: None,
         }
     }
-}
 
-impl<T, B, E> Delivery<T, B, E> {
     /// Processes an event.
     #[inline]
     pub fn on_event(&mut self, event: Event<T, B, E>) {
@@ -150,12 +155,13 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// Returns the next step by the table above. `closed`: the iterator is shut down. `decide` asks the scheduler.
+    /// Returns the next step by the table above. `closed`: the iterator is shut down. `decide` asks the scheduler; its
+    /// argument is whether a window may ask the sampler.
     #[inline]
     pub fn answer(
         &mut self,
         closed: bool,
-        decide: impl FnOnce() -> Decision<T, Arrival<B>>,
+        decide: impl FnOnce(bool) -> Decision<T, Arrival<B>>,
     ) -> Result<Step<T, B, E>> {
         if self.call == Call::Began {
             if let Some(error) = self.errors.pop_front() {
@@ -182,7 +188,7 @@ impl<T, B, E> Delivery<T, B, E> {
         if let Some(Arrival { incoming, ready }) = &mut self.tied {
             return Ok(Step::Open { incoming: *incoming, ready: ready.take() });
         }
-        let decision = decide();
+        let decision = decide(self.errors.is_empty());
         if !matches!(decision, Decision::Wait(_)) {
             self.call = Call::Answers;
         }
@@ -211,6 +217,11 @@ impl<T, B, E> Delivery<T, B, E> {
     #[inline]
     pub fn stops_waiting(&mut self) -> bool {
         std::mem::replace(&mut self.call, Call::Answers) == Call::Waits
+    }
+
+    /// The deferred errors of the sampler.
+    pub fn errors(&self) -> &VecDeque<E> {
+        &self.errors
     }
 
     /// Takes the index batch to send before the sampler is asked again.
@@ -248,7 +259,7 @@ impl<T, B, E> Delivery<T, B, E> {
     }
 
     fn owe_draw(&mut self) {
-        if !matches!(self.call, Call::Draws(_)) {
+        if !self.fills && !matches!(self.call, Call::Draws(_)) {
             self.owed_draws += 1;
         }
     }

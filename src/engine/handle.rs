@@ -166,11 +166,21 @@ impl Handle {
         self.exiting.load(Ordering::Acquire)
     }
 
-    /// Wakes one worker if it sleeps.
+    /// Wakes a worker if it sleeps. If the workers share a queue, all that sleep.
     pub fn wake(&self, worker: u32) -> Result<()> {
-        let sleeper = &self.arena.control(worker).sleeper.0;
+        self.ring(worker, u32::MAX)
+    }
+
+    /// Wakes one of the workers that sleep, for a task in their queue.
+    pub fn wake_one(&self) -> Result<()> {
+        self.ring(0, 1)
+    }
+
+    #[inline]
+    fn ring(&self, worker: u32, most: u32) -> Result<()> {
+        let sleeper = self.arena.sleeper_of(worker);
         if sleeper.must_ring() {
-            sys::futex::wake(&sleeper.bell, 1)?;
+            sys::futex::wake(&sleeper.bell, most)?;
         }
         Ok(())
     }
@@ -199,7 +209,7 @@ impl Handle {
         // Orders no other data, so no pair; a sleeping worker sees it after the bell (SYNC: bell-rung).
         self.arena.header().stop.0.store(1, Ordering::Relaxed);
         for worker in 0..self.arena.geometry().workers {
-            let sleeper = &self.arena.control(worker).sleeper.0;
+            let sleeper = self.arena.sleeper_of(worker);
             sleeper.ring_always();
             let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
         }

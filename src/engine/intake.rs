@@ -72,13 +72,16 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     #[inline]
     fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
         let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
-        let worker = WorkerId(incoming.worker);
+        let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
+        if let Some(queue) = &mut self.queue {
+            queue.answered(incoming.worker, &incoming.entry)?;
+        }
         let result = Arrival { incoming, ready };
         self.event(match kind {
             ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied => {
-                Event::Completed { worker, task, result }
+                Event::Completed { worker, task, result, bytes }
             }
-            ResultKind::Error => Event::Failed { worker, task, result },
+            ResultKind::Error => Event::Failed { worker, task, result, bytes },
             ResultKind::Exhausted => Event::Exhausted { worker, task },
             ResultKind::Resumed => Event::Resumed(worker),
         })
@@ -116,7 +119,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn died(&mut self, worker: u32) -> Result<()> {
-        self.event(Event::WorkerDied(WorkerId(worker)))?;
+        let held = self.queue.as_mut().and_then(|queue| queue.lost_with(worker));
+        self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
+        if self.queue.is_some() {
+            // It may have taken a wake-up with it, while another task waits and the others sleep.
+            self.handle.wake(worker)?;
+        }
         self.effects()
     }
 }

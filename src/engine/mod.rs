@@ -12,6 +12,7 @@ mod intake;
 mod page;
 pub mod pin;
 mod process;
+mod queue;
 mod restart;
 mod shutdown;
 pub mod stall;
@@ -30,6 +31,7 @@ use self::delivery::Delivery;
 pub use self::handle::Handle;
 use self::intake::Intake;
 use self::process::Process;
+use self::queue::SharedQueue;
 pub use self::shutdown::Ending;
 use self::stall::Stalls;
 pub use self::status::Status;
@@ -38,14 +40,15 @@ use self::watch::Watch;
 use crate::config::SMALL_MESSAGE;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
-use crate::scheduler::{Action, Death, Event, Scheduler, Settings};
+use crate::scheduler::{Action, Death, Dispatch, Event, Placement, Scheduler, Settings};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
+use crate::shm::layout::Needs;
 use crate::shm::pool;
 use crate::shm::ring::Producer;
 use crate::sys;
-use crate::wire::{TaskEntry, TaskKind};
+use crate::wire::{self, TaskEntry, TaskKind};
 
 /// The doorbell's token in the poll set; those of the workers are made by [`Handle::started`].
 const DOORBELL: u64 = u64::MAX;
@@ -57,7 +60,10 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
     delivery: Delivery<T, B, E>,
+    /// The workers' rings: tasks, or control messages alone if there is a queue.
     tasks: Vec<Producer<ArenaRing>>,
+    /// The queue that the workers share, if they do.
+    queue: Option<SharedQueue>,
     /// `None` only while it changes, and in a forked child.
     intake: Option<Intake<B>>,
     /// The main process's region, for index batches.
@@ -75,29 +81,36 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     /// Time of the last check for dead workers.
     looked: Duration,
     stalls: Stalls,
+    /// Payload of the message that begins the epoch in the workers.
+    epoch: Vec<u8>,
     finished: bool,
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// An engine over an arena from the pool, without workers yet.
     pub fn new(settings: Settings) -> Result<Self> {
-        let outstanding = settings.prefetch_factor.saturating_mul(settings.workers);
+        let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-        let arena = pool::take(limit(settings.workers), limit(outstanding))?;
-        Self::over(arena, settings)
+        let shared_queue = settings.dispatch == Dispatch::SharedQueue;
+        let needs = Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue };
+        Self::over(pool::take(needs)?, settings)
     }
 
     /// An engine over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
+        if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
+            return Err(Error::usage("a shared queue needs an arena with one, and no other dispatch does"));
+        }
         let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
         page::open(&arena, &settings);
         let mut poll = sys::poll::PollSet::new();
         poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
+            queue: SharedQueue::of(&handle),
             handle,
+            delivery: Delivery::new(settings.fills()),
             scheduler: Scheduler::new(settings)?,
-            delivery: Delivery::default(),
             tasks: (0..workers).map(|worker| Producer::new(arena.task_ring(worker))).collect(),
             intake: Some(Intake::Rings(Completions::new(&arena))),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
@@ -109,6 +122,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             watch: Watch::default(),
             looked: Duration::ZERO,
             stalls: Stalls::new(workers),
+            epoch: Vec::new(),
             finished: false,
         })
     }
@@ -123,9 +137,19 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         &self.handle.arena
     }
 
-    /// Limit of outstanding tasks, and number of submissions that start an epoch.
+    /// Limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
+    }
+
+    /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    pub fn primes(&self, asked: usize) -> bool {
+        self.scheduler.primes(asked)
+    }
+
+    /// Reports that the sampler has ended.
+    pub fn sampler_ended(&mut self) -> Result<()> {
+        self.event(Event::SamplerEnded)
     }
 
     /// Starts the pin thread, after all workers. `around` runs the thread's body.
@@ -155,17 +179,21 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn progress(&self) -> Progress {
         let scheduler = &self.scheduler;
         let first = scheduler.first_task().0;
+        let holder = |task| self.queue.as_ref().and_then(|queue| queue.holder(task));
+        let undelivered: Vec<(u64, Option<u32>)> = scheduler
+            .undelivered()
+            .into_iter()
+            .map(|(task, worker)| (task.0 - first, worker.map(|worker| worker.0).or_else(|| holder(task))))
+            .collect();
+        let load = |worker| match &self.queue {
+            Some(_) => undelivered.iter().filter(|(_, by)| *by == Some(worker)).count(),
+            None => scheduler.load_of(WorkerId(worker)),
+        };
         Progress {
             sent: scheduler.dispatched(),
             outstanding: scheduler.outstanding(),
-            loads: (0..self.arena().geometry().workers)
-                .map(|worker| scheduler.load_of(WorkerId(worker)))
-                .collect(),
-            undelivered: scheduler
-                .undelivered()
-                .into_iter()
-                .map(|(task, worker)| (task.0 - first, worker.0))
-                .collect(),
+            loads: (0..self.arena().geometry().workers).map(load).collect(),
+            undelivered,
         }
     }
 
@@ -176,9 +204,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             .collect()
     }
 
-    /// A worker's first unanswered task.
+    /// A worker's first unanswered task. Of a shared queue, the task that it holds, or else the oldest that waits.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
-        self.scheduler.oldest_task_of(WorkerId(worker))
+        let Some(queue) = &self.queue else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
+        let task = queue.awaited_of(worker)?;
+        self.scheduler.tag_of(task).map(|tag| (task, tag))
     }
 
     /// Registers a newly started worker.
@@ -200,30 +230,44 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Err(Error::usage("an iterator that has ended takes no tasks"));
         }
         // The block first: nothing may fail after the scheduler has counted the task.
-        let mut entry = match TaskEntry::inline(0, kind, payload) {
-            Some(entry) => entry,
-            None => {
-                let len = payload.len() as u64;
-                if len <= SMALL_MESSAGE {
-                    self.allocator.trust(SMALL_MESSAGE);
-                }
-                let block = self.allocator.allocate(len, CONSUMER)?;
-                let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
-                // SAFETY: the block has `len` bytes and belongs to this process until it is published.
-                unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
-                TaskEntry::in_block(0, kind, block, len)
-            }
-        };
-        let Ok((task, worker)) = self.scheduler.submit(tag) else {
+        let mut entry = self.entry(kind, payload)?;
+        let Ok((task, placement)) = self.scheduler.submit(tag) else {
             if let Some(block) = entry.block {
                 self.arena().release(self.allocator.region(), block, CONSUMER);
             }
             return Ok(None);
         };
         entry.task = task.0;
-        let pushed = self.push(worker.0, &entry);
+        let pushed = match placement {
+            Placement::Worker(worker) => self.push(worker.0, &entry),
+            Placement::Queue => self.push_shared(&entry),
+        };
         self.sticky(pushed)?;
         Ok(Some(task))
+    }
+
+    fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
+        match &mut self.queue {
+            Some(queue) => queue.push(entry)?,
+            None => unreachable!("the scheduler and the arena have a shared queue, or neither"),
+        }
+        self.handle.wake_one()
+    }
+
+    /// An entry with its payload, inline or in a block. Does not wait for memory.
+    fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
+        if let Some(entry) = TaskEntry::inline(0, kind, payload) {
+            return Ok(entry);
+        }
+        let len = payload.len() as u64;
+        if len <= SMALL_MESSAGE {
+            self.allocator.trust(SMALL_MESSAGE);
+        }
+        let block = self.allocator.allocate(len, CONSUMER)?;
+        let memory = self.arena().block_memory(self.allocator.region(), block, len)?;
+        // SAFETY: the block has `len` bytes and belongs to this process until it is published.
+        unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
+        Ok(TaskEntry::in_block(0, kind, block, len))
     }
 
     fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
@@ -232,10 +276,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.wake(worker)
     }
 
-    /// Begins another epoch of persistent workers. Call [`Engine::step`] until [`Engine::resuming`] is false.
-    pub fn reset(&mut self) -> Result<()> {
+    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until [`Engine::resuming`] is
+    /// false. A worker that has not answered the last reset gets no second message, so an epoch that replaces one which has
+    /// not begun repeats its message.
+    pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
+        self.epoch = wire::epoch_payload(self.scheduler.first_task().0, message);
         self.show_epoch();
         let result = self.effects();
         self.sticky(result)
@@ -288,7 +335,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.look()?;
         }
         let scheduler = &mut self.scheduler;
-        let step = self.delivery.answer(closed, || scheduler.next())?;
+        let step = self.delivery.answer(closed, |may_ask| scheduler.next(may_ask))?;
         if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
             self.event(Event::WaitBegan)?;
             return Ok(Step::Wait(self.scheduler.deadline()));
@@ -320,8 +367,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     fn effects(&mut self) -> Result<()> {
         while let Some(action) = self.scheduler.poll() {
             match action {
-                Action::Retire(worker) => self.control(worker.0, TaskKind::Leave)?,
-                Action::Resume(worker) => self.control(worker.0, TaskKind::Resume)?,
+                Action::Retire(worker) => self.control(worker.0, TaskKind::Leave, &[])?,
+                Action::Resume(worker) => {
+                    let payload = std::mem::take(&mut self.epoch);
+                    let sent = self.control(worker.0, TaskKind::Resume, &payload);
+                    self.epoch = payload;
+                    sent?;
+                }
+                Action::Withdraw(task) => self.withdraw(task)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
@@ -331,7 +384,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    fn control(&mut self, worker: u32, kind: TaskKind) -> Result<()> {
-        TaskEntry::inline(0, kind, &[]).map_or(Ok(()), |entry| self.push(worker, &entry))
+    fn control(&mut self, worker: u32, kind: TaskKind, payload: &[u8]) -> Result<()> {
+        let entry = self.entry(kind, payload)?;
+        self.push(worker, &entry)
     }
 }

@@ -60,7 +60,7 @@ pub enum PinEvent<B> {
 #[derive(Debug)]
 pub struct PinControl {
     stop: AtomicBool,
-    life: Arc<Life>,
+    end: Arc<ThreadEnd>,
     thread: OnceLock<ThreadId>,
     /// Rung after an event is sent, if `next` sleeps.
     pub pickup: sys::event::EventFd,
@@ -70,12 +70,12 @@ pub struct PinControl {
 
 /// Whether the thread has ended. Separate, so that the thread can drop everything else before.
 #[derive(Debug, Default)]
-struct Life {
+struct ThreadEnd {
     ended: Mutex<bool>,
     has_ended: Condvar,
 }
 
-impl Life {
+impl ThreadEnd {
     fn end(&self) {
         *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.has_ended.notify_all();
@@ -87,7 +87,7 @@ impl PinControl {
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
-            life: Arc::default(),
+            end: Arc::default(),
             thread: OnceLock::new(),
             pickup: sys::event::EventFd::new()?,
             sleeper: Sleeper::default(),
@@ -102,7 +102,7 @@ impl PinControl {
 
     /// Whether the thread runs.
     pub fn is_alive(&self) -> bool {
-        !*self.life.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        !*self.end.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
@@ -112,8 +112,8 @@ impl PinControl {
 
     /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
     pub fn join(&self, limit: Duration) -> bool {
-        let ended = self.life.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.life.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
+        let ended = self.end.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -164,7 +164,7 @@ pub fn start<P: Prepare>(
         events,
         drain: to_drain,
     };
-    let (life, failed) = (control.life.clone(), control.life.clone());
+    let (end, failed) = (control.end.clone(), control.end.clone());
     let thread = move || {
         let _ = last_control.thread.set(thread::current().id());
         sys::signal::block_all_in_this_thread();
@@ -180,7 +180,7 @@ pub fn start<P: Prepare>(
         }
         // These own descriptors and mappings, which must be gone when `join` returns.
         drop((last_word, last_control, last_hands));
-        life.end();
+        end.end();
     };
     sys::thread::spawn("rl_pin", PIN_STACK, thread).map_err(|error| {
         failed.end();

@@ -46,7 +46,7 @@ pub struct Stall {
 
 /// One worker's state at the last check.
 #[derive(Clone, Copy, Debug, Default)]
-struct Watched {
+struct WatchedWorker {
     /// The oldest task.
     task: Option<TaskId>,
     /// Time of the first check with that task.
@@ -63,18 +63,18 @@ pub(super) struct Stalls {
     patience: Option<Duration>,
     /// Time of the last check.
     looked: Duration,
-    watched: Box<[Watched]>,
+    watched: Box<[WatchedWorker]>,
 }
 
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
-        let watched = vec![Watched::default(); workers as usize].into();
+        let watched = vec![WatchedWorker::default(); workers as usize].into();
         Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
     }
 
     /// Resets a worker's state for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
-        self.watched[worker as usize] = Watched::default();
+        self.watched[worker as usize] = WatchedWorker::default();
     }
 }
 
@@ -100,10 +100,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn stall_of(&mut self, worker: u32, now: Duration) -> Option<Stall> {
-        if !self.scheduler.is_waited_for(WorkerId(worker)) {
+        let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
+        if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
             return None;
         }
-        let oldest = self.scheduler.oldest_task_of(WorkerId(worker)).map(|(task, _)| task);
         let watched = &mut self.stalls.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);

@@ -30,7 +30,7 @@ pub enum Step<T, B = (), E = ()> {
         /// The state of an interrupted attempt. The message in shared memory is gone then.
         ready: Option<B>,
     },
-    /// Submit one more index, and ask again.
+    /// Submit one more index, or report [`Engine::sampler_ended`](super::Engine::sampler_ended), and ask again.
     Submit,
     /// Raise the death of a worker; see [`Engine::report`](super::Engine::report).
     Dead(Death),
@@ -68,6 +68,6 @@ pub struct Progress {
     pub outstanding: usize,
     /// Undelivered tasks of each worker.
     pub loads: Vec<usize>,
-    /// The undelivered tasks, in order: number in the epoch and worker.
-    pub undelivered: Vec<(u64, u32)>,
+    /// The undelivered tasks, in order: number in the epoch, and worker if known.
+    pub undelivered: Vec<(u64, Option<u32>)>,
 }

@@ -26,21 +26,13 @@ pub fn stack<M: Memory>(
         return Ok(None);
     }
     let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
-    let StackPlan { shape, strides, each, total } = plan;
+    let StackPlan { each, total, .. } = plan;
     // For a small batch torch is faster than reading every item.
     let sources = (total >= STREAM_FROM).then(|| sources(bridge, &items, &first));
     if matches!(sources, Some(None)) {
         return Ok(None);
     }
-    let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
-    let form = Form { dtype: first.dtype, shape: &shape, strides: &strides };
-    let (ptr, tensor) = match leased.filter(|lease| lease.len() >= total) {
-        Some(lease) => (lease.ptr(), bridge.tensor(py, lease, 0, form)?),
-        None => {
-            let heap = Heap::new(total)?;
-            (heap.ptr(), bridge.tensor(py, heap, 0, form)?)
-        }
-    };
+    let (ptr, tensor) = tensor_for(py, bridge, &plan, alloc)?;
     match sources.flatten() {
         // On an error torch's own function raises it again, in its own words.
         None => Ok(bridge.stack_into(batch, &tensor).is_ok().then_some(tensor)),
@@ -53,6 +45,25 @@ pub fn stack<M: Memory>(
                 }
             });
             Ok(Some(tensor))
+        }
+    }
+}
+
+/// A new tensor for a plan, and its first byte. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`, if that
+/// returns some.
+pub fn tensor_for<M: Memory>(
+    py: Python<'_>,
+    bridge: &Bridge,
+    plan: &StackPlan,
+    alloc: &mut dyn FnMut(usize) -> PyResult<Option<M>>,
+) -> PyResult<(*mut u8, Py<PyAny>)> {
+    let (total, form) = (plan.total, plan.form());
+    let leased = if total >= INLINE_LIMIT { alloc(total)? } else { None };
+    match leased.filter(|lease| lease.len() >= total) {
+        Some(lease) => Ok((lease.ptr(), bridge.tensor(py, lease, 0, form)?)),
+        None => {
+            let heap = Heap::new(total)?;
+            Ok((heap.ptr(), bridge.tensor(py, heap, 0, form)?))
         }
     }
 }
@@ -86,12 +97,7 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
             let value = unsafe { ffi::PyFloat_AsDouble(item.as_ptr()) };
             bytes.extend_from_slice(&value.to_ne_bytes());
         } else {
-            let mut overflow = 0;
-            // SAFETY: an exact int; `overflow` reports one out of range.
-            let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item.as_ptr(), &mut overflow) };
-            if overflow != 0 {
-                return Ok(None);
-            }
+            let Some(value) = exact_int(item) else { return Ok(None) };
             bytes.extend_from_slice(&value.to_ne_bytes());
         }
     }
@@ -101,4 +107,16 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
     let dtype = if floats { Dtype::FLOAT64 } else { Dtype::INT64 };
     let form = Form { dtype, shape: &[items.len() as i64], strides: &[1] };
     bridge.tensor_copied(py, &bytes, form).map(Some)
+}
+
+/// The value of an exact int; `None` for other objects, and if it does not fit.
+#[inline]
+pub fn exact_int(item: &Bound<'_, PyAny>) -> Option<i64> {
+    if item.get_type_ptr() != &raw mut ffi::PyLong_Type {
+        return None;
+    }
+    let mut overflow = 0;
+    // SAFETY: an exact int; `overflow` reports one out of range.
+    let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item.as_ptr(), &mut overflow) };
+    (overflow == 0).then_some(value)
 }

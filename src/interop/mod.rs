@@ -16,6 +16,10 @@ pub mod exit_guard;
 #[cfg(feature = "python")]
 pub mod fetcher;
 #[cfg(feature = "python")]
+pub mod gather;
+#[cfg(feature = "python")]
+pub mod index_stream;
+#[cfg(feature = "python")]
 pub mod tensor;
 #[cfg(feature = "python")]
 pub mod text;

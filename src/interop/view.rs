@@ -102,6 +102,7 @@ impl Order {
 /// The result of `torch.stack` over tensors of one shape and dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StackPlan {
+    pub dtype: Dtype,
     pub shape: Dims,
     /// Counted in elements; the result is contiguous.
     pub strides: Dims,
@@ -119,7 +120,12 @@ impl StackPlan {
         let product = |n: usize, &size: &i64| n.checked_mul(usize::try_from(size).ok()?);
         let elements = item_shape.iter().try_fold(1usize, product)?;
         let each = elements.checked_mul(dtype.itemsize())?;
-        Some(Self { shape, strides, each, total: each.checked_mul(count)? })
+        Some(Self { dtype, shape, strides, each, total: each.checked_mul(count)? })
+    }
+
+    /// The form of the result.
+    pub fn form(&self) -> Form<'_> {
+        Form { dtype: self.dtype, shape: &self.shape, strides: &self.strides }
     }
 }
 

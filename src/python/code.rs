@@ -17,7 +17,7 @@ codes! {
     TIMED_OUT = 4, // None
     NO_PIN_THREAD = 5, // why the pin thread ended
     // Answers of `Port.receive`.
-    RESUME = 1, // a new epoch begins
+    RESUME = 1, // a new epoch begins, with the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must leave
     UNREADABLE = 3, // a task whose index cannot be unpickled
 }

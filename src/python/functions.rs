@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pyo3::prelude::*;
 
 use crate::interop::torch_symbols::has_callbacks;
+use crate::seeds::{self, Place};
 use crate::shm::{forks, pool};
 use crate::sys::cgroup::{self, Roots};
 use crate::sys::{memory, pidfd};
@@ -57,6 +58,11 @@ pub fn cpu_quota(py: Python<'_>) -> Option<f64> {
 #[pyfunction]
 pub fn descends(pid: i64) -> bool {
     i32::try_from(pid).is_ok_and(pidfd::descends)
+}
+
+#[pyfunction]
+pub fn seed_words(base_seed: u64, place: u64, ordinal: u64, worker: u64, epoch: u64) -> [u64; 4] {
+    seeds::words(base_seed, Place { place, ordinal, worker, epoch })
 }
 
 #[pyfunction]

@@ -22,7 +22,7 @@ mod _core {
         },
         functions::{
             _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
-            set_reporting,
+            seed_words, set_reporting,
         },
         port::PyPort,
         signals::DeferredSignals,
@@ -33,6 +33,8 @@ mod _core {
     use crate::interop::{
         dlpack::buffer::{LeaseBuffer, heap_storage},
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
+        gather::gather_in_torch,
+        index_stream::IndexStream,
         tensor::is_plain_leaf,
     };
 

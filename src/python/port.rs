@@ -14,16 +14,20 @@ use crate::config::INLINE_LIMIT;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::fetcher::{StoppableIndices, TimedCollate};
+use crate::interop::gather;
 use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys::signal::{self, stack_signal};
-use crate::wire::{ResultKind, TaskEntry, TaskKind};
+use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
 use crate::worker::stopwatch::Stopwatch;
 use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
+
+/// What a worker computes an arena's geometry from: bytes, workers, slots of a ring, whether the workers share a queue.
+pub type Sizes = (u64, u32, u32, bool);
 
 /// A worker's connection to the main process. `_core.pyi` documents the methods.
 #[pyclass(frozen, name = "Port", module = "rustloader._core")]
@@ -107,17 +111,11 @@ impl PyPort {
 #[pymethods]
 impl PyPort {
     #[new]
-    fn new(
-        memfd: i32,
-        doorbell: i32,
-        geometry: (u64, u32, u32),
-        worker: u32,
-        load_index: Py<PyAny>,
-    ) -> PyResult<Self> {
+    fn new(memfd: i32, doorbell: i32, geometry: Sizes, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
         // SAFETY: the caller passes ownership of both descriptors, which are open.
         let (memfd, doorbell) = unsafe { (OwnedFd::from_raw_fd(memfd), OwnedFd::from_raw_fd(doorbell)) };
-        let (total, workers, ring_slots) = geometry;
-        let geometry = Geometry::of_file(total, workers, ring_slots)?;
+        let (total, workers, ring_slots, shared_queue) = geometry;
+        let geometry = Geometry::of_file(total, workers, ring_slots, shared_queue)?;
         if worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }
@@ -174,7 +172,8 @@ impl PyPort {
             },
             TaskKind::Resume => {
                 self.port.enter(WorkerState::Starting);
-                return Ok((code::RESUME, 0, None));
+                let (first_task, message) = wire::read_epoch(bytes)?;
+                return Ok((code::RESUME, first_task, Some(PyBytes::new(py, message).into_any().unbind())));
             }
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
@@ -241,6 +240,18 @@ impl PyPort {
 
     fn stack(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         collate::stack(py, Bridge::get(py)?, &batch, &mut |len| self.lease(py, len))
+    }
+
+    fn gather<'py>(
+        &self,
+        tensors: Bound<'py, PyAny>,
+        index: Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let py = index.py();
+        let bridge = Bridge::get(py)?;
+        gather::gather(bridge, &tensors, &index, &mut |_, plan| {
+            collate::tensor_for(py, bridge, plan, &mut |len| self.lease(py, len)).map(Some)
+        })
     }
 
     fn numbers(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {

@@ -7,14 +7,18 @@
 
 mod bitmap;
 mod clock;
+mod decisions;
+mod queue;
 mod reorder;
 #[cfg(test)]
 mod tests;
 mod transitions;
 mod types;
+mod unanswered;
+mod window;
 mod workers;
 
-pub use types::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Settings};
+pub use types::{Action, Death, Decision, DeliveryOrder, Dispatch, Event, Placement, Settings, Window};
 
 use crate::config::{TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
@@ -23,6 +27,8 @@ use clock::Clock;
 use reorder::{NIL, Reorder, State};
 use std::collections::VecDeque;
 use std::time::Duration;
+use unanswered::Unanswered;
+use window::Bytes;
 use workers::{Life, Workers};
 
 /// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly once:
@@ -31,6 +37,8 @@ use workers::{Life, Workers};
 pub struct Scheduler<T, R> {
     workers: Workers,
     reorder: Reorder<T, R>,
+    /// The unanswered tasks, with a shared queue. Other policies have a FIFO for each worker.
+    shared: Option<Unanswered>,
     clock: Clock,
     /// Effects that `poll` has not returned yet.
     effects: VecDeque<Action<T, R>>,
@@ -45,9 +53,17 @@ pub struct Scheduler<T, R> {
     max_tasks: u32,
     /// Limit of `outstanding + ready`.
     window: u32,
+    /// The byte limit of the window, if it has one.
+    bytes: Option<Bytes>,
+    /// Limit of the distance between the oldest unanswered task of a shared queue and the newest.
+    span: usize,
+    /// `next` fills the window. Otherwise it asks for one index per delivery, as torch does.
+    fills: bool,
+    /// The sampler has ended in this epoch.
+    ended: bool,
     /// The slot to deliver once an index has been submitted to replace it.
     staged: Option<u32>,
-    /// Indices to submit for tasks at which a worker's dataset ended.
+    /// Indices to submit for tasks at which a worker's dataset ended; 0 with a window.
     refills: u32,
     /// Unanswered resume messages.
     resuming: u32,
@@ -65,19 +81,21 @@ pub struct Scheduler<T, R> {
 impl<T, R> Scheduler<T, R> {
     /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
+        let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_slots(), settings.fills());
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
-        let max_tasks = workers.saturating_mul(prefetch_factor);
-        let fits = workers <= WORKERS_MAX as usize && window <= TASKS_MAX as usize;
-        if max_tasks == 0 || max_tasks > window || !fits {
+        let Window { batches, bytes } = window.unwrap_or(Window { batches: max_tasks, bytes: None });
+        let limit = TASKS_MAX as usize;
+        let fits = workers <= WORKERS_MAX as usize && max_tasks <= limit && (1..=limit).contains(&batches);
+        if max_tasks == 0 || !fits {
             return Err(Error::usage(format!(
-                "a scheduler takes 1 to {WORKERS_MAX} workers and a window of 1 to {TASKS_MAX} tasks with room for \
-                 those of all workers, not {workers} workers with a prefetch_factor of {prefetch_factor} and a \
-                 window of {window}"
+                "a scheduler takes 1 to {WORKERS_MAX} workers with 1 to {TASKS_MAX} tasks and a window of as many, not \
+                 {workers} workers with a prefetch_factor of {prefetch_factor} and a window of {batches}"
             )));
         }
         Ok(Self {
-            workers: Workers::new(workers, window as u32, dispatch),
-            reorder: Reorder::new(window),
+            workers: Workers::new(workers, max_tasks as u32, dispatch),
+            reorder: Reorder::new(batches),
+            shared: (dispatch == Dispatch::SharedQueue).then(Unanswered::default),
             clock: Clock::new(timeout),
             effects: VecDeque::new(),
             next_task: TaskId(0),
@@ -85,7 +103,11 @@ impl<T, R> Scheduler<T, R> {
             outstanding: 0,
             ready: 0,
             max_tasks: max_tasks as u32,
-            window: window as u32,
+            window: batches as u32,
+            bytes: bytes.map(Bytes::new),
+            span,
+            fills,
+            ended: false,
             staged: None,
             refills: 0,
             resuming: 0,
@@ -98,32 +120,44 @@ impl<T, R> Scheduler<T, R> {
         })
     }
 
-    /// Dispatches one task; the caller sends it to the returned worker. Call `max_tasks` times at the start of an epoch, and
-    /// once per [`Decision::Submit`]. A window larger than `max_tasks` permits further calls at any time.
+    /// Dispatches one task; the caller sends it to its [`Placement`]. Call at the start of an epoch as long as
+    /// [`Scheduler::primes`], and once per [`Decision::Submit`].
     ///
     /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit is
     /// reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
     #[inline]
-    pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, WorkerId), T> {
+    pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, Placement), T> {
         if !self.accepts() {
             return Err(tag);
         }
-        let Some(worker) = self.workers.pick() else { return Err(tag) };
         let task = self.next_task;
+        let (slot, placement) = if let Some(shared) = &mut self.shared {
+            let slot = self.reorder.insert(task, NIL, tag);
+            shared.push(task, slot);
+            (slot, Placement::Queue)
+        } else {
+            let Some(worker) = self.workers.pick() else { return Err(tag) };
+            let slot = self.reorder.insert(task, worker, tag);
+            let entry = self.workers.at(worker);
+            let back = std::mem::replace(&mut entry.back, slot);
+            if entry.front == NIL {
+                entry.front = slot;
+            } else {
+                self.reorder.slot_mut(back).next = slot;
+            }
+            (slot, Placement::Worker(WorkerId(worker)))
+        };
         self.next_task = TaskId(task.0 + 1);
         self.outstanding += 1;
-        let slot = self.reorder.insert(task, worker, tag);
-        let entry = self.workers.at(worker);
-        let back = std::mem::replace(&mut entry.back, slot);
-        if entry.front == NIL {
-            entry.front = slot;
-        } else {
-            self.reorder.slot_mut(back).next = slot;
-        }
         if self.delivery == DeliveryOrder::InOrder {
             self.reorder.enqueue(slot);
         }
-        Ok((task, WorkerId(worker)))
+        Ok((task, placement))
+    }
+
+    /// Whether the start of an epoch submits one more index after it has asked for `asked`. torch asks for `max_tasks`.
+    pub fn primes(&self, asked: usize) -> bool {
+        asked < self.max_tasks() && (!self.fills || self.has_room())
     }
 
     /// Whether the last [`Decision::Submit`] precedes the delivery of a result.
@@ -135,19 +169,22 @@ impl<T, R> Scheduler<T, R> {
     /// Processes an event at the monotonic time `now`. An error changes nothing.
     ///
     /// Errors: [`Error::Corrupt`] for a result that its worker cannot have sent, because workers answer in the order of
-    /// dispatch. [`Error::Usage`] for an unknown worker or an invalid reset.
+    /// dispatch, or because a task of the shared queue is not unanswered. [`Error::Usage`] for an unknown worker or an
+    /// invalid reset.
     #[inline]
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
-            Event::Completed { worker, task, result } => {
-                self.on_result(now, worker, task, result, State::Ready)?;
+            Event::Completed { worker, task, result, bytes } => {
+                self.on_result(now, worker, task, result, bytes, State::Ready)?;
             }
-            Event::Failed { worker, task, result } => {
-                self.on_result(now, worker, task, result, State::Failed)?;
+            Event::Failed { worker, task, result, bytes } => {
+                self.on_result(now, worker, task, result, bytes, State::Failed)?;
             }
             Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task)?,
             Event::Resumed(worker) => self.on_resumed(now, worker)?,
-            Event::WorkerDied(worker) => self.on_death(worker)?,
+            Event::WorkerDied { worker, held } => self.on_death(worker, held)?,
+            Event::Withdrawn(task) => self.on_withdrawn(task)?,
+            Event::SamplerEnded => self.ended = true,
             Event::EpochReset => self.on_epoch_reset()?,
             Event::Shutdown => {
                 self.forget_all();
@@ -169,11 +206,12 @@ impl<T, R> Scheduler<T, R> {
     /// Decides what a call of `next` does now.
     ///
     /// As torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that replaces
-    /// their task. If the sampler raises there, the next call delivers the batch.
+    /// their task, or with a window, those that fill it. If the sampler raises there, the next call delivers the batch.
+    /// `may_ask` is false while an error of the sampler waits to be raised: a window then asks for no index.
     // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
-    pub fn next(&mut self) -> Decision<T, R> {
+    pub fn next(&mut self, may_ask: bool) -> Decision<T, R> {
         if self.shut_down {
             return Decision::Shutdown;
         }
@@ -186,42 +224,30 @@ impl<T, R> Scheduler<T, R> {
         if self.refills > 0 {
             self.refills -= 1;
             if self.accepts() {
-                return Decision::Submit;
+                return self.answer(Decision::Submit);
             }
             self.refills = 0;
+        }
+        if self.staged.is_none() {
+            self.staged = self.take_ready();
+            if self.staged.is_some() && !self.fills && self.accepts() {
+                return self.answer(Decision::Submit);
+            }
+        }
+        // No event is processed while a result is staged, so at most `max_tasks` submissions delay its delivery.
+        if self.fills && may_ask && self.has_room() {
+            return self.answer(Decision::Submit);
         }
         if let Some(slot) = self.staged.take() {
             return self.deliver(slot);
         }
-        while let Some(front) = self.reorder.front() {
-            let slot = self.reorder.slot(front);
-            match slot.state {
-                State::Ready | State::Failed => {
-                    self.workers.unload(slot.worker);
-                    self.reorder.pop();
-                    self.ready -= 1;
-                    if !self.accepts() {
-                        // No worker could take another index.
-                        return self.deliver(front);
-                    }
-                    self.staged = Some(front);
-                    return Decision::Submit;
-                }
-                State::Outstanding => return self.wait(),
-                State::Lost => return self.raise_death(),
-                State::Dropped => {
-                    self.reorder.pop();
-                    self.reorder.release(front);
-                }
-                State::Free => unreachable!("the queue holds slots in use"),
-            }
-        }
-        if self.first_dead.is_some() {
-            self.raise_death()
-        } else if self.outstanding > 0 {
-            self.wait()
-        } else {
-            self.answer(Decision::End)
+        match self.reorder.front().map(|front| self.reorder.slot(front).state) {
+            Some(State::Outstanding) => self.wait(),
+            Some(State::Lost) => self.raise_death(),
+            Some(_) => unreachable!("a result at the front has been staged"),
+            None if self.first_dead.is_some() => self.raise_death(),
+            None if self.outstanding > 0 => self.wait(),
+            None => self.answer(Decision::End),
         }
     }
 
@@ -236,14 +262,22 @@ impl<T, R> Scheduler<T, R> {
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch.
+    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With a
+    /// shared queue it is known for dead workers alone.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
         slot.tag.as_ref().map(|tag| (slot.task, tag))
     }
 
-    /// Whether the worker has an unanswered task or resume message.
+    /// The tag of a task of a shared queue that is unanswered.
+    pub fn tag_of(&self, task: TaskId) -> Option<&T> {
+        let slot = self.shared.as_ref()?.get(task)?;
+        self.reorder.slot(slot).tag.as_ref()
+    }
+
+    /// Whether the worker has an unanswered task or resume message. With a shared queue, tasks of living workers are
+    /// unknown here.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|entry| entry.front != NIL || entry.resumes > 0)
     }
@@ -263,7 +297,7 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding as usize
     }
 
-    /// Limit of outstanding tasks, and number of submissions that start an epoch.
+    /// Limit of outstanding tasks, and number of submissions that start an epoch without a window.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }
@@ -278,13 +312,15 @@ impl<T, R> Scheduler<T, R> {
         self.first_task
     }
 
-    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`).
+    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its unanswered ones, with
+    /// a shared queue 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
 
     /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's `_task_info`).
-    pub fn undelivered(&self) -> Vec<(TaskId, WorkerId)> {
+    /// The worker of an unanswered task of a shared queue is unknown.
+    pub fn undelivered(&self) -> Vec<(TaskId, Option<WorkerId>)> {
         let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| *task >= self.first_task).collect();
         tasks.sort_unstable();
         tasks

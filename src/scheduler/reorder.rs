@@ -18,7 +18,7 @@ pub(super) enum State {
     Failed,
     /// The worker was exhausted before the task, and will not answer it.
     Dropped,
-    /// The worker died before it answered the task.
+    /// The worker died before it answered the task, or all workers before one took it.
     Lost,
 }
 
@@ -27,6 +27,7 @@ pub(super) enum State {
 pub(super) struct Task<T, R> {
     /// The next slot of the worker's FIFO, or of the free list.
     pub next: u32,
+    /// The worker; `NIL` while a task of the shared queue has no answer.
     pub worker: u32,
     pub task: TaskId,
     pub state: State,
@@ -34,6 +35,8 @@ pub(super) struct Task<T, R> {
     pub tag: Option<T>,
     /// Present while the state is `Ready` or `Failed`.
     pub result: Option<R>,
+    /// Bytes of the result.
+    pub bytes: u64,
 }
 
 /// The slots, and the queue that `next` takes from.
@@ -59,7 +62,15 @@ impl<T, R> Reorder<T, R> {
     /// Allocates the slot of a dispatched task.
     #[inline]
     pub fn insert(&mut self, task: TaskId, worker: u32, tag: T) -> u32 {
-        let slot = Task { next: NIL, worker, task, state: State::Outstanding, tag: Some(tag), result: None };
+        let slot = Task {
+            next: NIL,
+            worker,
+            task,
+            state: State::Outstanding,
+            tag: Some(tag),
+            result: None,
+            bytes: 0,
+        };
         if self.free == NIL {
             self.slots.push(slot);
             return self.slots.len() as u32 - 1;
@@ -108,12 +119,13 @@ impl<T, R> Reorder<T, R> {
         self.queue.pop_front()
     }
 
-    /// All tasks that are to be delivered, in no order.
-    pub fn waiting(&self) -> impl Iterator<Item = (TaskId, WorkerId)> {
+    /// All tasks that are to be delivered, in no order, with their workers if known.
+    pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
         let held = |slot: &&Task<T, R>| {
             matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost)
         };
-        self.slots.iter().filter(held).map(|slot| (slot.task, WorkerId(slot.worker)))
+        let worker = |slot: &Task<T, R>| (slot.worker != NIL).then_some(WorkerId(slot.worker));
+        self.slots.iter().filter(held).map(move |slot| (slot.task, worker(slot)))
     }
 
     /// Removes all tasks, and passes the contents of each used slot to `give`.

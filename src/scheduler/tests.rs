@@ -1,5 +1,7 @@
 //! Short stories, one for each rule. The rules together are held against a reference in `tests/scheduler_model.rs`.
 
+mod windows;
+
 use super::*;
 
 type Machine = Scheduler<u64, &'static str>;
@@ -31,7 +33,11 @@ fn at(machine: &mut Machine, millis: u64, event: Event<&'static str>) {
 }
 
 fn done(machine: &mut Machine, worker: u32, task: u64) {
-    at(machine, 0, Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "data" });
+    at(
+        machine,
+        0,
+        Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "data", bytes: 0 },
+    );
 }
 
 fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
@@ -39,7 +45,7 @@ fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
 }
 
 fn died(machine: &mut Machine, worker: u32) {
-    at(machine, 0, Event::WorkerDied(WorkerId(worker)));
+    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker), held: None });
 }
 
 fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
@@ -48,6 +54,11 @@ fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
 
 fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
     Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
+}
+
+/// What `submit` returns for a task of this worker.
+fn to(task: u64, worker: u32) -> std::result::Result<(TaskId, Placement), u64> {
+    Ok((TaskId(task), Placement::Worker(WorkerId(worker))))
 }
 
 fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
@@ -60,18 +71,18 @@ const WAIT: Decision<u64, &str> = Decision::Wait(None);
 fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);
-    assert_eq!(machine.next(), WAIT);
+    assert_eq!(machine.next(true), WAIT);
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
-    assert_eq!(machine.next(), batch(0, 0));
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.submit(2), to(2, 0));
+    assert_eq!(machine.next(true), batch(0, 0));
     // The sampler has ended: nothing is submitted, and the batches come all the same.
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(machine.next(), batch(1, 1));
-    assert_eq!(machine.next(), WAIT);
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.next(true), batch(1, 1));
+    assert_eq!(machine.next(true), WAIT);
     done(&mut machine, 0, 2);
-    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(2, 0)));
-    assert_eq!((machine.next(), machine.next()), (Decision::End, Decision::End));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(2, 0)));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::End, Decision::End));
 }
 
 #[test]
@@ -81,8 +92,8 @@ fn what_waits_for_its_turn_is_still_in_flight() {
     assert_eq!((machine.submit(2), machine.outstanding()), (Err(2), 1));
     done(&mut machine, 0, 0);
     assert_eq!((machine.submit(2), machine.outstanding()), (Err(2), 0));
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.submit(2), to(2, 0));
 }
 
 #[test]
@@ -91,9 +102,9 @@ fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_t
     for round in 0..1_000 {
         let task = if round < 2 { 2 * round + 1 } else { round + 2 };
         done(&mut machine, 1, task);
-        assert_eq!(machine.next(), Decision::Submit);
-        assert_eq!(machine.submit(round + 4), Ok((TaskId(round + 4), WorkerId(1))));
-        assert_eq!(machine.next(), batch(task, 1));
+        assert_eq!(machine.next(true), Decision::Submit);
+        assert_eq!(machine.submit(round + 4), to(round + 4, 1));
+        assert_eq!(machine.next(true), batch(task, 1));
     }
     assert_eq!(machine.load_of(WorkerId(0)), 2);
     assert_eq!(machine.oldest_task_of(WorkerId(0)), Some((TaskId(0), &0)));
@@ -103,11 +114,11 @@ fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_t
 fn an_error_stands_at_its_place_and_the_batches_after_it_follow() {
     let mut machine = primed(1, 2, true);
     let (worker, task) = (WorkerId(0), TaskId(0));
-    at(&mut machine, 0, Event::Failed { worker, task, result: "error" });
+    at(&mut machine, 0, Event::Failed { worker, task, result: "error", bytes: 0 });
     done(&mut machine, 0, 1);
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(machine.next(), Decision::Raise { task, worker, tag: 0, result: "error" });
-    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(1, 0)));
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.next(true), Decision::Raise { task, worker, tag: 0, result: "error" });
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(1, 0)));
 }
 
 #[test]
@@ -117,27 +128,23 @@ fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death
     assert_eq!((machine.poll(), machine.poll()), (dropped(0), dropped(2)));
     assert_eq!(machine.poll(), Some(Action::Retire(WorkerId(0))));
     died(&mut machine, 0);
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(machine.submit(4), Ok((TaskId(4), WorkerId(1))));
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.submit(4), to(4, 1));
     done(&mut machine, 1, 1);
-    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(1, 1)));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(1, 1)));
     exhausted(&mut machine, 1, 3);
-    assert_eq!(machine.next(), Decision::Submit);
+    assert_eq!(machine.next(true), Decision::Submit);
     assert_eq!(machine.submit(9), Err(9), "nobody is left, so the index comes back");
-    assert_eq!(machine.next(), Decision::End);
+    assert_eq!(machine.next(true), Decision::End);
 }
 
 #[test]
 fn the_share_of_the_others_grows_when_a_worker_is_exhausted() {
     let mut machine = primed(3, 2, false);
     exhausted(&mut machine, 2, 2);
-    assert_eq!(machine.next(), Decision::Submit);
-    assert_eq!(
-        machine.submit(6),
-        Ok((TaskId(6), WorkerId(0))),
-        "3 each for 2 workers, and the cursor is at 0"
-    );
-    assert_eq!(machine.submit(7), Ok((TaskId(7), WorkerId(1))));
+    assert_eq!(machine.next(true), Decision::Submit);
+    assert_eq!(machine.submit(6), to(6, 0), "3 each for 2 workers, and the cursor is at 0");
+    assert_eq!(machine.submit(7), to(7, 1));
     assert_eq!(machine.submit(8), Err(8));
 }
 
@@ -145,17 +152,17 @@ fn the_share_of_the_others_grows_when_a_worker_is_exhausted() {
 fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
     let mut machine = primed(2, 2, true);
     for (worker, task) in [(0, 2), (0, 1), (1, 0), (1, 7)] {
-        let event = Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "?" };
+        let event = Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "?", bytes: 0 };
         assert!(matches!(machine.on_event(Duration::ZERO, event), Err(Error::Corrupt { .. })));
     }
     let resumed = Event::Resumed(WorkerId(0));
     assert!(matches!(machine.on_event(Duration::ZERO, resumed), Err(Error::Corrupt { .. })));
-    let unknown = Event::WorkerDied(WorkerId(2));
+    let unknown = Event::WorkerDied { worker: WorkerId(2), held: None };
     assert!(matches!(machine.on_event(Duration::ZERO, unknown), Err(Error::Usage { .. })));
     done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(0, 0)));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(0, 0)));
     done(&mut machine, 0, 2);
-    let again = Event::Completed { worker: WorkerId(0), task: TaskId(2), result: "twice" };
+    let again = Event::Completed { worker: WorkerId(0), task: TaskId(2), result: "twice", bytes: 0 };
     assert!(matches!(machine.on_event(Duration::ZERO, again), Err(Error::Corrupt { .. })));
 }
 
@@ -164,10 +171,10 @@ fn what_precedes_the_first_lost_task_is_delivered_then_the_death_for_ever() {
     let mut machine = primed(3, 1, true);
     died(&mut machine, 2);
     died(&mut machine, 1);
-    assert_eq!(machine.next(), WAIT, "task 0 is with a living worker");
+    assert_eq!(machine.next(true), WAIT, "task 0 is with a living worker");
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(), batch(0, 0), "no index is taken any more");
-    assert_eq!((machine.next(), machine.next()), (dead(1, Some(1)), dead(1, Some(1))));
+    assert_eq!(machine.next(true), batch(0, 0), "no index is taken any more");
+    assert_eq!((machine.next(true), machine.next(true)), (dead(1, Some(1)), dead(1, Some(1))));
     assert_eq!(machine.submit(3), Err(3));
 }
 
@@ -176,10 +183,10 @@ fn an_idle_workers_death_stands_in_the_place_of_the_end() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);
     died(&mut machine, 1);
-    assert_eq!(machine.next(), WAIT);
+    assert_eq!(machine.next(true), WAIT);
     done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.next()), (batch(0, 0), batch(1, 1)));
-    assert_eq!((machine.next(), machine.next()), (dead(1, None), dead(1, None)));
+    assert_eq!((machine.next(true), machine.next(true)), (batch(0, 0), batch(1, 1)));
+    assert_eq!((machine.next(true), machine.next(true)), (dead(1, None), dead(1, None)));
 }
 
 #[test]
@@ -187,9 +194,9 @@ fn out_of_order_what_is_complete_is_delivered_then_the_death() {
     let mut machine = primed(3, 1, false);
     done(&mut machine, 2, 2);
     died(&mut machine, 1);
-    assert_eq!((machine.next(), machine.next()), (batch(2, 2), dead(1, Some(1))));
+    assert_eq!((machine.next(true), machine.next(true)), (batch(2, 2), dead(1, Some(1))));
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(), dead(1, Some(1)), "nothing comes after an error that is final");
+    assert_eq!(machine.next(true), dead(1, Some(1)), "nothing comes after an error that is final");
     machine.on_event(Duration::ZERO, Event::Shutdown).unwrap();
     let result = Some("data");
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
@@ -206,12 +213,12 @@ fn a_new_epoch_begins_when_every_worker_has_done_with_the_old_one() {
     assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(0))));
     assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(1))));
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
-    assert_eq!((machine.next(), machine.submit(2)), (WAIT, Err(2)));
+    assert_eq!((machine.next(true), machine.submit(2)), (WAIT, Err(2)));
     done(&mut machine, 0, 0);
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
     at(&mut machine, 0, Event::Resumed(WorkerId(0)));
     assert!(!machine.resuming());
-    assert_eq!(machine.submit(2), Ok((TaskId(2), WorkerId(0))));
+    assert_eq!(machine.submit(2), to(2, 0));
     assert_eq!(machine.dispatched(), 1);
 }
 
@@ -224,7 +231,7 @@ fn an_epoch_that_is_abandoned_asks_for_no_index_in_the_next_one() {
     at(&mut machine, 0, Event::EpochReset);
     (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
     prime(&mut machine);
-    assert_eq!(machine.next(), WAIT);
+    assert_eq!(machine.next(true), WAIT);
 }
 
 #[test]
@@ -232,7 +239,7 @@ fn a_death_while_resuming_is_raised_at_once() {
     let mut machine = persistent(2);
     at(&mut machine, 0, Event::EpochReset);
     died(&mut machine, 0);
-    assert_eq!(machine.next(), dead(0, None));
+    assert_eq!(machine.next(true), dead(0, None));
     assert!(machine.on_event(Duration::ZERO, Event::EpochReset).is_err());
 }
 
@@ -242,23 +249,27 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     let mut machine = machine(Settings { timeout, ..Settings::torch(2, 1, true) });
     let wait = |millis| Decision::Wait(Some(Duration::from_millis(millis)));
     at(&mut machine, 1_000, Event::WaitBegan);
-    assert_eq!(machine.next(), wait(1_100));
-    at(&mut machine, 1_090, Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data" });
-    assert_eq!(machine.next(), wait(1_190));
+    assert_eq!(machine.next(true), wait(1_100));
+    at(
+        &mut machine,
+        1_090,
+        Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data", bytes: 0 },
+    );
+    assert_eq!(machine.next(true), wait(1_190));
     at(&mut machine, 1_189, Event::Time);
-    assert_eq!(machine.next(), wait(1_190));
+    assert_eq!(machine.next(true), wait(1_190));
     at(&mut machine, 1_190, Event::Time);
-    assert_eq!((machine.next(), machine.next()), (Decision::TimedOut, WAIT));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::TimedOut, WAIT));
     at(&mut machine, 5_000, Event::WaitBegan);
-    assert_eq!(machine.next(), wait(5_100));
+    assert_eq!(machine.next(true), wait(5_100));
     // Between an interrupted call and the next one the clock stands.
     at(&mut machine, 5_010, Event::WaitEnded);
     at(&mut machine, 6_000, Event::Time);
-    assert_eq!(machine.next(), WAIT);
+    assert_eq!(machine.next(true), WAIT);
     at(&mut machine, 6_000, Event::WaitBegan);
-    assert_eq!(machine.next(), wait(6_100));
+    assert_eq!(machine.next(true), wait(6_100));
     done(&mut machine, 0, 0);
-    assert_eq!((machine.next(), machine.next()), (Decision::Submit, batch(0, 0)));
+    assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(0, 0)));
 }
 
 #[test]
@@ -266,7 +277,7 @@ fn a_shutdown_gives_everything_back() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 0, 0);
     at(&mut machine, 0, Event::Shutdown);
-    assert_eq!(machine.next(), Decision::Shutdown);
+    assert_eq!(machine.next(true), Decision::Shutdown);
     let result = Some("data");
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
     assert_eq!(machine.poll(), dropped(1));
@@ -281,7 +292,9 @@ fn settings_without_a_worker_or_a_task_are_refused() {
         let settings = Settings::torch(workers, prefetch_factor, true);
         assert!(matches!(Machine::new(settings), Err(Error::Usage { .. })), "{workers} {prefetch_factor}");
     }
-    let torch = Settings::torch(3, 2, true);
-    assert!(Machine::new(Settings { window: 5, ..torch.clone() }).is_err(), "less than may be outstanding");
-    assert!(Machine::new(Settings { window: 7, ..torch }).is_ok());
+    for (batches, fits) in [(0, false), (1, true), (1 << 24, true), ((1 << 24) + 1, false)] {
+        let window = Some(Window { batches, bytes: None });
+        let settings = Settings { window, ..Settings::torch(3, 2, true) };
+        assert_eq!(Machine::new(settings).is_ok(), fits, "{batches}");
+    }
 }

@@ -1,24 +1,14 @@
-//! The transitions of the state machine: one method per event, and the ends of `next`.
+//! The transitions of the state machine: one method per event. `queue.rs` has those of the shared queue.
 
 use super::reorder::{NIL, State};
 use super::workers::{Life, Worker};
-use super::{Action, Death, Decision, DeliveryOrder, Scheduler};
+use super::{Action, Death, DeliveryOrder, Scheduler};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
 impl<T, R> Scheduler<T, R> {
-    /// Whether any task can be submitted.
-    #[inline]
-    pub(super) fn accepts(&self) -> bool {
-        self.outstanding < self.max_tasks
-            && self.outstanding + self.ready < self.window
-            && self.resuming == 0
-            && self.first_dead.is_none()
-            && !self.shut_down
-    }
-
-    /// Stores the result of its worker's oldest task, and refuses any other.
+    /// Stores the result of an unanswered task. Without a shared queue it must be its worker's oldest.
     #[inline]
     pub(super) fn on_result(
         &mut self,
@@ -26,6 +16,7 @@ impl<T, R> Scheduler<T, R> {
         worker: WorkerId,
         task: TaskId,
         result: R,
+        bytes: u64,
         state: State,
     ) -> Result<()> {
         if self.shut_down {
@@ -33,19 +24,26 @@ impl<T, R> Scheduler<T, R> {
             self.effects.push_back(Action::Discard { task, tag: None, result: Some(result) });
             return Ok(());
         }
-        let stale = self.entry(worker)?.resumes > 0;
-        let slot = self.take_oldest(worker, task)?;
+        let slot = self.take_answered(worker, task)?;
         self.clock.result_arrived(now);
-        if stale {
+        if task < self.first_task {
             let (tag, _) = self.reorder.release(slot);
             self.effects.push_back(Action::Discard { task, tag, result: Some(result) });
             return Ok(());
         }
         self.outstanding -= 1;
         self.ready += 1;
+        if self.fills && self.shared.is_none() {
+            self.workers.unload(worker.0);
+        }
+        if let Some(window) = &mut self.bytes {
+            window.add(bytes);
+        }
         let entry = self.reorder.slot_mut(slot);
         entry.state = state;
         entry.result = Some(result);
+        entry.worker = worker.0;
+        entry.bytes = bytes;
         if self.delivery == DeliveryOrder::AsCompleted {
             self.reorder.enqueue(slot);
         }
@@ -57,8 +55,11 @@ impl<T, R> Scheduler<T, R> {
         if self.shut_down {
             return Ok(());
         }
-        let stale = self.entry(worker)?.resumes > 0;
-        let slot = self.take_oldest(worker, task)?;
+        if self.shared.is_some() {
+            return Err(self.impossible(worker, task));
+        }
+        let stale = task < self.first_task;
+        let slot = self.take_answered(worker, task)?;
         self.clock.result_arrived(now);
         self.drop_task(slot, stale);
         let entry = self.workers.at(worker.0);
@@ -72,7 +73,7 @@ impl<T, R> Scheduler<T, R> {
         if stale {
             return Ok(());
         }
-        self.refills += 1;
+        self.refills += u32::from(!self.fills);
         if self.persistent {
             self.workers.deactivate(worker.0, Life::Exhausted);
         } else {
@@ -99,13 +100,19 @@ impl<T, R> Scheduler<T, R> {
         self.workers.at(worker.0).resumes -= 1;
         self.resuming -= 1;
         self.clock.result_arrived(now);
+        if self.resuming == 0 {
+            self.drop_stale();
+        }
         Ok(())
     }
 
     /// Handles the end of a worker's process. Exits of retired workers are expected and ignored.
-    pub(super) fn on_death(&mut self, worker: WorkerId) -> Result<()> {
+    pub(super) fn on_death(&mut self, worker: WorkerId, held: Option<TaskId>) -> Result<()> {
         if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Retired) {
             return Ok(());
+        }
+        if self.shared.is_some() {
+            return self.on_death_at_queue(worker, held);
         }
         let Worker { front, resumes, .. } = *self.entry(worker)?;
         self.workers.deactivate(worker.0, Life::Dead);
@@ -114,10 +121,7 @@ impl<T, R> Scheduler<T, R> {
         if resumes > 0 || front == NIL {
             return Ok(());
         }
-        let lost = self.reorder.slot(front).task;
-        if self.first_lost.is_none_or(|first| Some(lost) < first.lost) {
-            self.first_lost = Some(Death { worker, lost: Some(lost) });
-        }
+        self.note_loss(worker, self.reorder.slot(front).task);
         // The slots stay in the FIFO for `oldest_task_of`.
         let mut rest = front;
         while rest != NIL {
@@ -127,6 +131,12 @@ impl<T, R> Scheduler<T, R> {
             self.outstanding -= 1;
         }
         Ok(())
+    }
+
+    pub(super) fn note_loss(&mut self, worker: WorkerId, task: TaskId) {
+        if self.first_lost.is_none_or(|first| Some(task) < first.lost) {
+            self.first_lost = Some(Death { worker, lost: Some(task) });
+        }
     }
 
     /// Abandons the epoch: discards results that have arrived, and makes outstanding tasks stale.
@@ -142,7 +152,7 @@ impl<T, R> Scheduler<T, R> {
             match self.reorder.slot(slot).state {
                 State::Ready | State::Failed => self.discard(slot),
                 State::Dropped => drop(self.reorder.release(slot)),
-                // Stays in its worker's FIFO as a stale task.
+                // Stays as a stale task in its worker's FIFO, or among the unanswered ones.
                 State::Outstanding => {}
                 State::Lost | State::Free => {
                     unreachable!("no worker has died, and the queue holds slots in use")
@@ -150,6 +160,8 @@ impl<T, R> Scheduler<T, R> {
             }
         }
         self.workers.begin_epoch();
+        let unanswered = self.unanswered();
+        self.effects.extend(unanswered.into_iter().map(Action::Withdraw));
         for worker in 0..count {
             // A worker that has not answered the last message has received no task since: one answer serves both.
             if self.workers.at(worker).resumes == 0 {
@@ -158,10 +170,14 @@ impl<T, R> Scheduler<T, R> {
                 self.effects.push_back(Action::Resume(WorkerId(worker)));
             }
         }
+        if let Some(bytes) = &mut self.bytes {
+            bytes.begin_epoch();
+        }
         self.first_task = self.next_task;
         self.outstanding = 0;
         self.ready = 0;
         self.refills = 0;
+        self.ended = false;
         self.clock.stop();
         Ok(())
     }
@@ -173,6 +189,9 @@ impl<T, R> Scheduler<T, R> {
         for worker in 0..self.workers.len() as u32 {
             self.workers.at(worker).front = NIL;
         }
+        if let Some(shared) = &mut self.shared {
+            shared.clear();
+        }
         self.staged = None;
         self.outstanding = 0;
         self.ready = 0;
@@ -181,47 +200,21 @@ impl<T, R> Scheduler<T, R> {
         self.clock.stop();
     }
 
-    /// Delivers the result in `slot`.
-    #[inline]
-    pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
-        let entry = self.reorder.slot(slot);
-        let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
-        match self.reorder.release(slot) {
-            (Some(tag), Some(result)) if failed => self.answer(Decision::Raise { task, worker, tag, result }),
-            (Some(tag), Some(result)) => self.answer(Decision::Deliver { task, worker, tag, result }),
-            _ => unreachable!("a slot that is ready holds its tag and its result"),
-        }
-    }
-
-    /// Raises a death, now and at each later call.
-    pub(super) fn raise_death(&mut self) -> Decision<T, R> {
-        self.raised = self.death();
-        match self.raised {
-            Some(death) => self.answer(Decision::Dead(death)),
-            None => unreachable!("a death is raised only after a worker has died"),
-        }
-    }
-
-    /// Waits, or reports that the timeout has expired.
-    pub(super) fn wait(&mut self) -> Decision<T, R> {
-        debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
-        if self.clock.expired {
-            return self.answer(Decision::TimedOut);
-        }
-        Decision::Wait(self.clock.deadline)
-    }
-
-    /// Answers `next`, which stops the timeout.
-    #[inline]
-    pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
-        self.clock.stop();
-        step
-    }
-
     #[inline]
     fn entry(&self, worker: WorkerId) -> Result<&Worker> {
         let entry = self.workers.get(worker.index());
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
+    }
+
+    /// The slot of a task that the worker has answered.
+    #[inline]
+    fn take_answered(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
+        if self.shared.is_none() {
+            return self.take_oldest(worker, task);
+        }
+        let lives = self.entry(worker)?.life != Life::Dead;
+        let slot = self.shared.as_mut().filter(|_| lives).and_then(|shared| shared.remove(task));
+        slot.ok_or_else(|| self.impossible(worker, task))
     }
 
     /// Pops the front of the worker's FIFO, which must be `task`.
@@ -236,9 +229,10 @@ impl<T, R> Scheduler<T, R> {
     }
 
     #[cold]
-    fn impossible(&self, worker: WorkerId, task: TaskId) -> Error {
+    pub(super) fn impossible(&self, worker: WorkerId, task: TaskId) -> Error {
         let held = match self.oldest_task_of(worker) {
             Some((held, _)) => format!("the oldest task that it holds is {}", held.0),
+            None if self.shared.is_some() => "it cannot hold that one".to_string(),
             None => "it holds no task".to_string(),
         };
         Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))
@@ -260,7 +254,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Discards a result that has arrived.
-    fn discard(&mut self, slot: u32) {
+    pub(super) fn discard(&mut self, slot: u32) {
         let task = self.reorder.slot(slot).task;
         let (tag, result) = self.reorder.release(slot);
         self.effects.push_back(Action::Discard { task, tag, result });

@@ -1,15 +1,28 @@
 //! Inputs and outputs of the scheduler.
 
+use crate::config::{QUEUE_SPAN, QUEUE_SPAN_MAX, TASKS_MAX};
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
-/// Selects the worker of the next task, in cyclic order of the active workers.
+/// Selects the worker of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dispatch {
-    /// The next active worker, whatever its load.
+    /// The next active worker in cyclic order, whatever its load.
     RoundRobin,
-    /// The next active worker below its fair share, `window / active workers`: a slow worker cannot hold all tasks.
+    /// The next active worker in cyclic order below its fair share, `max_tasks / active workers`: a slow worker cannot
+    /// hold all tasks.
     FairShare,
+    /// Whichever worker takes the task from a queue that all share. For map-style datasets alone.
+    SharedQueue,
+}
+
+/// Where a submitted task goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// To this worker.
+    Worker(WorkerId),
+    /// To the queue that all workers share.
+    Queue,
 }
 
 /// The order in which results are delivered.
@@ -21,6 +34,28 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
+/// How far submissions run ahead of deliveries: limits of the outstanding and ready tasks together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Number of tasks, at least 1.
+    pub batches: usize,
+    /// Bytes: those of the ready results, and the size of the largest result so far for each outstanding task. A single
+    /// task may exceed it.
+    pub bytes: Option<u64>,
+}
+
+impl Window {
+    /// A window of `batches` tasks, or as many as the engine has room for.
+    pub fn of_batches(batches: usize) -> Self {
+        Self { batches: batches.min(TASKS_MAX as usize), bytes: None }
+    }
+
+    /// A window of `bytes` bytes for `max_tasks` outstanding tasks. The number of small results is limited, too.
+    pub fn of_bytes(bytes: u64, max_tasks: usize) -> Self {
+        Self { batches: Self::of_batches(max_tasks.max(QUEUE_SPAN)).batches, bytes: Some(bytes) }
+    }
+}
+
 /// Settings of a scheduler; [`Settings::torch`] has those of torch's loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -28,9 +63,10 @@ pub struct Settings {
     pub workers: usize,
     /// Average outstanding tasks per worker, at least 1. All workers together have at most `workers * prefetch_factor`.
     pub prefetch_factor: usize,
-    /// Limit of outstanding and ready tasks together, at least `workers * prefetch_factor`.
-    pub window: usize,
-    /// Selects the worker of the next task.
+    /// Limits of outstanding and ready tasks together; `next` fills it. `None` submits one index per delivery, as torch
+    /// does. A shared queue has a window in any case, by default of `workers * prefetch_factor` tasks.
+    pub window: Option<Window>,
+    /// Selects the worker of a task.
     pub dispatch: Dispatch,
     /// The order in which results are delivered.
     pub delivery: DeliveryOrder,
@@ -47,8 +83,24 @@ impl Settings {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
             false => (Dispatch::FairShare, DeliveryOrder::AsCompleted),
         };
-        let window = workers.saturating_mul(prefetch_factor);
-        Self { workers, prefetch_factor, window, dispatch, delivery, persistent: false, timeout: None }
+        Self { workers, prefetch_factor, window: None, dispatch, delivery, persistent: false, timeout: None }
+    }
+
+    /// Limit of outstanding tasks.
+    pub fn max_tasks(&self) -> usize {
+        self.workers.saturating_mul(self.prefetch_factor)
+    }
+
+    /// Whether `next` fills a window, instead of one submission per delivery.
+    pub fn fills(&self) -> bool {
+        self.window.is_some() || self.dispatch == Dispatch::SharedQueue
+    }
+
+    /// Positions of the shared queue, a power of two: the oldest unanswered task and the newest one are less than this
+    /// apart.
+    pub fn queue_slots(&self) -> usize {
+        let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
+        QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize)).next_power_of_two()
     }
 }
 
@@ -63,6 +115,8 @@ pub enum Event<R> {
         task: TaskId,
         /// The batch.
         result: R,
+        /// Its size in bytes, for [`Window::bytes`].
+        bytes: u64,
     },
     /// A task has failed. Its error is delivered in its place.
     Failed {
@@ -72,6 +126,8 @@ pub enum Event<R> {
         task: TaskId,
         /// The error.
         result: R,
+        /// Its size in bytes, for [`Window::bytes`].
+        bytes: u64,
     },
     /// A worker's iterable dataset ended. The worker skips its remaining tasks.
     Exhausted {
@@ -83,7 +139,16 @@ pub enum Event<R> {
     /// A worker has answered a resume message.
     Resumed(WorkerId),
     /// A worker's process has ended, and its completion ring has been drained.
-    WorkerDied(WorkerId),
+    WorkerDied {
+        /// The worker.
+        worker: WorkerId,
+        /// The task that it had taken from the shared queue and not answered. Other policies know it without.
+        held: Option<TaskId>,
+    },
+    /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.
+    Withdrawn(TaskId),
+    /// The sampler has ended. A window asks it no more in this epoch; torch asks for each delivery.
+    SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
     /// The iterator ends for good.
@@ -103,13 +168,16 @@ pub enum Action<T, R> {
     Retire(WorkerId),
     /// Send the worker a resume message.
     Resume(WorkerId),
+    /// Take a task of an abandoned epoch back from the shared queue, and report [`Event::Withdrawn`] if no worker has
+    /// taken it.
+    Withdraw(TaskId),
     /// Drop a task that will not be delivered.
     Discard {
         /// The task.
         task: TaskId,
         /// The caller's tag; `None` if a shutdown has returned it already.
         tag: Option<T>,
-        /// The result; `None` for a task that an exhausted worker skipped.
+        /// The result; `None` for a task that an exhausted worker skipped, or that was withdrawn.
         result: Option<R>,
     },
 }
@@ -117,7 +185,7 @@ pub enum Action<T, R> {
 /// The answer to "what is the next batch?".
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision<T, R> {
-    /// Submit one more index, if the sampler has one, and ask again.
+    /// Submit one more index and ask again, or report [`Event::SamplerEnded`].
     Submit,
     /// Return this batch.
     Deliver {
@@ -158,6 +226,6 @@ pub enum Decision<T, R> {
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with it, if any.
+    /// The first task that was lost with it, if any. A task that still waited in the shared queue was not with it.
     pub lost: Option<TaskId>,
 }

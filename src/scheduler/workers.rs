@@ -19,11 +19,11 @@ pub(super) enum Life {
 /// One worker. Small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// Slot of the oldest outstanding task: the front of the FIFO.
+    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, the task that a dead worker held.
     pub front: u32,
     /// Slot of the newest outstanding task.
     pub back: u32,
-    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`).
+    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, its unanswered ones.
     pub load: u32,
     /// Unanswered resume messages. Above 0, everything that the worker sends is stale.
     pub resumes: u16,
@@ -47,12 +47,12 @@ pub(super) struct Workers {
     active: u32,
     /// Limit of one worker's load: the fair share. It only grows within an epoch.
     cap: u32,
-    window: u32,
+    max_tasks: u32,
     dispatch: Dispatch,
 }
 
 impl Workers {
-    pub fn new(count: usize, window: u32, dispatch: Dispatch) -> Self {
+    pub fn new(count: usize, max_tasks: u32, dispatch: Dispatch) -> Self {
         let fresh = Worker { front: NIL, back: NIL, load: 0, resumes: 0, life: Life::Active, listed: false };
         let mut workers = Self {
             table: vec![fresh; count],
@@ -61,7 +61,7 @@ impl Workers {
             cursor: 0,
             active: 0,
             cap: 0,
-            window,
+            max_tasks,
             dispatch,
         };
         workers.begin_epoch();
@@ -117,7 +117,18 @@ impl Workers {
         Some(index as u32)
     }
 
-    /// Counts the delivery of one of the worker's tasks.
+    /// Whether `pick` would select a worker.
+    #[inline]
+    pub fn any_open(&self) -> bool {
+        self.open.next_cyclic(0).is_some()
+    }
+
+    /// Number of active workers.
+    pub fn active(&self) -> u32 {
+        self.active
+    }
+
+    /// Counts the delivery of one of the worker's tasks; with a window, its answer.
     #[inline]
     pub fn unload(&mut self, index: u32) {
         let worker = &mut self.table[index as usize];
@@ -153,7 +164,7 @@ impl Workers {
     /// The limit of a worker's load: torch's `max_tasks // active workers`, or none.
     fn fair_share(&self) -> u32 {
         match self.dispatch {
-            Dispatch::FairShare if self.active > 0 => self.window / self.active,
+            Dispatch::FairShare if self.active > 0 => self.max_tasks / self.active,
             _ => u32::MAX,
         }
     }

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{
-    BlockEntry, ControlPage, Geometry, Header, MAGIC, PAGE, RegionHead, RingControl, RingSlot, VERSION,
+    BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead,
+    RingControl, RingSlot, Sleeper, VERSION,
 };
+use super::queue::QueueMemory;
 use super::ring::{Consumer, Entry, RingMemory};
 use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL};
 use crate::error::{Error, Result};
@@ -83,9 +85,9 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Creates an arena for `workers` workers of at most `outstanding` tasks each, as large as the system allows between
-    /// 1 GiB and 1 TiB (pages exist only when touched), and with at most half of a limited address space.
-    pub fn create(workers: u32, outstanding: u32) -> Result<Arc<Self>> {
+    /// Creates an arena, as large as the system allows between 1 GiB and 1 TiB (pages exist only when touched), and with
+    /// at most half of a limited address space.
+    pub fn create(needs: Needs) -> Result<Arc<Self>> {
         let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
         if let Some(left) = sys::map::address_space_left() {
             total = total.min(left / 2);
@@ -94,7 +96,7 @@ impl Arena {
             }
         }
         loop {
-            match Self::create_sized(total, workers, outstanding) {
+            match Self::create_for(total, needs) {
                 Ok(arena) => return Ok(arena),
                 Err(error) if total / 2 < ARENA_MIN => return Err(error),
                 Err(_) => total /= 2,
@@ -102,9 +104,14 @@ impl Arena {
         }
     }
 
-    /// Creates an arena of exactly `total` bytes.
+    /// Creates an arena of exactly `total` bytes, without a shared queue.
     pub fn create_sized(total: u64, workers: u32, outstanding: u32) -> Result<Arc<Self>> {
-        let geometry = Geometry::new(total / PAGE * PAGE, workers, outstanding)?;
+        Self::create_for(total, Needs { workers, outstanding, shared_queue: false })
+    }
+
+    /// Creates an arena of exactly `total` bytes.
+    pub fn create_for(total: u64, needs: Needs) -> Result<Arc<Self>> {
+        let geometry = Geometry::new(total / PAGE * PAGE, needs)?;
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
         let arena = Self::map(fd, geometry, true)?;
@@ -115,6 +122,7 @@ impl Arena {
         header.ring_slots.store(geometry.ring_slots, Ordering::Relaxed);
         header.table_len.store(geometry.table_len, Ordering::Relaxed);
         header.region_len.store(geometry.region_len, Ordering::Relaxed);
+        header.shared_queue.store(u32::from(geometry.shared_queue), Ordering::Relaxed);
         header.magic.store(MAGIC, Ordering::Relaxed);
         // SYNC: arena-made (pairs with the Acquire in `attach`).
         header.version.store(VERSION, Ordering::Release);
@@ -125,7 +133,7 @@ impl Arena {
     pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
         let arena = Self::map(fd, geometry, false)?;
         let header = arena.header();
-        // SYNC: arena-made (pairs with the Release in `create_sized`).
+        // SYNC: arena-made (pairs with the Release in `create_for`).
         let version = header.version.load(Ordering::Acquire);
         let found = (
             header.magic.load(Ordering::Relaxed),
@@ -134,9 +142,10 @@ impl Arena {
             header.ring_slots.load(Ordering::Relaxed),
             header.table_len.load(Ordering::Relaxed),
             header.region_len.load(Ordering::Relaxed),
+            header.shared_queue.load(Ordering::Relaxed),
         );
-        let g = &geometry;
-        if found != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len) {
+        let (g, queue) = (&geometry, u32::from(geometry.shared_queue));
+        if found != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
             return Err(Error::corrupt(format!("an arena's header reads {found:x?}, expected {g:?}")));
         }
         Ok(Arc::new(arena))
@@ -228,6 +237,23 @@ impl Arena {
     pub fn result_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
         let slots = self.slice::<RingSlot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).results, slots)
+    }
+
+    /// The head of the queue that the workers share, if they do.
+    pub fn queue_control(&self) -> Option<&QueueControl> {
+        self.geometry.shared_queue.then(|| self.at(self.geometry.queue_control()))
+    }
+
+    /// The queue that the workers share, if they do.
+    pub fn queue(self: &Arc<Self>) -> Option<ArenaQueue> {
+        let slots = self.slice::<QueueSlot>(self.geometry.queue(), self.geometry.queue_slots());
+        self.queue_control().map(|control| ArenaQueue::new(self.clone(), control, slots))
+    }
+
+    /// The sleeper of a worker: its own, or the one of the queue that all workers share.
+    pub fn sleeper_of(&self, worker: u32) -> &Sleeper {
+        let queue = self.queue_control().map(|control| &control.sleeper.0);
+        queue.unwrap_or_else(|| &self.control(worker).sleeper.0)
     }
 
     /// A region's head.
@@ -382,6 +408,13 @@ impl Arena {
         for word in self.bitmap() {
             word.store(0, Ordering::Relaxed);
         }
+        if let Some(control) = self.queue_control() {
+            control.head.0.store(0, Ordering::Relaxed);
+            control.sleeper.0.asleep.store(0, Ordering::Relaxed);
+            for slot in self.slice::<QueueSlot>(self.geometry.queue(), self.geometry.queue_slots()) {
+                slot.state.store(0, Ordering::Relaxed);
+            }
+        }
         for worker in 0..self.geometry.workers {
             let control = self.control(worker);
             for ring in [&control.tasks, &control.results] {
@@ -516,33 +549,60 @@ impl Drop for Arena {
     }
 }
 
-/// A ring in an arena, whose memory `_arena` keeps mapped.
+/// A control and its slots in an arena, whose memory `_arena` keeps mapped.
 #[derive(Debug)]
-pub struct ArenaRing {
+pub struct Mapped<C, S> {
     _arena: Arc<Arena>,
-    control: NonNull<RingControl>,
-    slots: NonNull<[RingSlot]>,
+    control: NonNull<C>,
+    slots: NonNull<[S]>,
 }
 
-// SAFETY: the pointers lead to atomics in memory that `_arena` keeps mapped; `Arena` itself is Send and Sync.
-unsafe impl Send for ArenaRing {}
+/// A ring in an arena.
+pub type ArenaRing = Mapped<RingControl, RingSlot>;
+/// The shared queue of an arena.
+pub type ArenaQueue = Mapped<QueueControl, QueueSlot>;
 
-impl ArenaRing {
-    fn new(arena: Arc<Arena>, control: &RingControl, slots: &[RingSlot]) -> Self {
+// SAFETY: the pointers lead to atomics in memory that `_arena` keeps mapped; `Arena` itself is Send and Sync.
+unsafe impl<C: Sync, S: Sync> Send for Mapped<C, S> {}
+
+impl<C, S> Mapped<C, S> {
+    fn new(arena: Arc<Arena>, control: &C, slots: &[S]) -> Self {
         Self { control: NonNull::from(control), slots: NonNull::from(slots), _arena: arena }
+    }
+
+    #[inline]
+    fn mapped_control(&self) -> &C {
+        // SAFETY: points into the mapping that `_arena` keeps.
+        unsafe { self.control.as_ref() }
+    }
+
+    #[inline]
+    fn mapped_slots(&self) -> &[S] {
+        // SAFETY: points into the mapping that `_arena` keeps.
+        unsafe { self.slots.as_ref() }
     }
 }
 
 impl RingMemory for ArenaRing {
     #[inline]
     fn control(&self) -> &RingControl {
-        // SAFETY: points into the mapping that `_arena` keeps.
-        unsafe { self.control.as_ref() }
+        self.mapped_control()
     }
 
     #[inline]
     fn slots(&self) -> &[RingSlot] {
-        // SAFETY: points into the mapping that `_arena` keeps.
-        unsafe { self.slots.as_ref() }
+        self.mapped_slots()
+    }
+}
+
+impl QueueMemory for ArenaQueue {
+    #[inline]
+    fn control(&self) -> &QueueControl {
+        self.mapped_control()
+    }
+
+    #[inline]
+    fn slots(&self) -> &[QueueSlot] {
+        self.mapped_slots()
     }
 }

@@ -4,16 +4,16 @@
 //!
 //! ```text
 //! sleeper                                  ringer
-//! asleep = 1                               publish (a ring's tail, a bit of the bitmap)
+//! asleep += 1                              publish (a ring's tail, a bit of the bitmap)
 //! fence                                    fence
-//! ticket = bell                            asleep == 1 ? bell += 1, wake : nothing
-//! anything there? yes: asleep = 0, go on
+//! ticket = bell                            asleep > 0 ? bell += 1, wake : nothing
+//! anything there? yes: asleep -= 1, go on
 //! wait until bell != ticket
-//! asleep = 0
+//! asleep -= 1
 //! ```
 //! One fence comes first: either the ringer sees `asleep`, or the sleeper sees what was published. Only the sleeper
-//! clears its flag, so a ringer that stops between its two steps hides no other ring. A spurious ring is
-//! harmless.
+//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is
+//! harmless, and so is the mark of a sleeper that was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -23,24 +23,24 @@ use crate::sync::{AtomicU64, Ordering, fence};
 pub struct Ticket(pub u32);
 
 impl Sleeper {
-    /// Announces that the caller, who owns this side, is about to sleep. The caller checks for work once more, then either
-    /// waits until the bell differs from the ticket or calls [`Sleeper::awake`].
+    /// Announces that the caller, who belongs to this side, is about to sleep. The caller checks for work once more, waits
+    /// until the bell differs from the ticket if there is none, and calls [`Sleeper::awake`].
     #[inline]
     pub fn announce(&self) -> Ticket {
-        self.asleep.store(1, Ordering::Relaxed);
+        self.asleep.fetch_add(1, Ordering::Relaxed);
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::must_ring`).
         fence(Ordering::SeqCst);
         // SYNC: bell-rung (pairs with the Release in `Sleeper::must_ring`).
         Ticket(self.bell.load(Ordering::Acquire))
     }
 
-    /// Withdraws the announcement; only the owner of this side may call it.
+    /// Withdraws the caller's announcement.
     #[inline]
     pub fn awake(&self) {
-        self.asleep.store(0, Ordering::Relaxed);
+        self.asleep.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether the owner of this side sleeps and the caller must wake it, by futex or eventfd. Call it after publishing.
+    /// Whether someone of this side sleeps and the caller must wake it, by futex or eventfd. Call it after publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::announce`).
@@ -53,7 +53,7 @@ impl Sleeper {
         true
     }
 
-    /// Rings whether or not the owner sleeps.
+    /// Rings whether or not anyone sleeps.
     pub fn ring_always(&self) {
         // SYNC: bell-rung (pairs with the Acquire in `Sleeper::announce`).
         self.bell.fetch_add(1, Ordering::Release);

@@ -1,8 +1,9 @@
 //! The arena's layout: `#[repr(C)]` structs of atomics, and offsets, never pointers.
 //!
 //! ```text
-//! Header | bitmap | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
+//! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
 //! ```
+//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots.
 //! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
 //! All shared words are atomics: reading what a broken worker wrote is defined, and its users check the meaning.
 
@@ -41,6 +42,9 @@ unsafe impl Shared for RegionHead {}
 // SAFETY: as above.
 #[cfg(not(loom))]
 unsafe impl Shared for BlockEntry {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Shared for QueueSlot {}
 
 /// A value on a cache line of its own.
 #[repr(C, align(64))]
@@ -63,6 +67,8 @@ pub struct Header {
     pub version: AtomicU32,
     /// Bytes of data of each region.
     pub region_len: AtomicU64,
+    /// 1 if the workers share a queue, else 0.
+    pub shared_queue: AtomicU32,
     /// The main process's side of the doorbell.
     pub doorbell: Line<Sleeper>,
     /// Not 0 when the workers must leave.
@@ -144,7 +150,7 @@ impl MainState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// 1 while the owner sleeps or is about to; written by the owner alone.
+    /// How many of this side sleep or are about to. Each adds and subtracts itself; one that was killed stays.
     pub asleep: AtomicU32,
     /// Counts the rings; the word that a worker's futex waits on.
     pub bell: AtomicU32,
@@ -167,6 +173,26 @@ pub const SLOT_WORDS: usize = 8;
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
+
+/// The head of the queue that workers share; see `queue.rs`.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct QueueControl {
+    /// Where to look for the next entry: a hint, because a worker may end between taking an entry and moving it.
+    pub head: Line<AtomicU64>,
+    /// The side of the workers, all on one bell.
+    pub sleeper: Line<Sleeper>,
+}
+
+/// One entry of the shared queue.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct QueueSlot {
+    /// The entry's position and who holds it; see `queue.rs`.
+    pub state: AtomicU64,
+    /// The entry.
+    pub entry: [AtomicU64; SLOT_WORDS],
+}
 
 /// A worker's status: plain stores by the worker alone, read by errors, stall reports and statistics.
 #[repr(C, align(64))]
@@ -364,6 +390,17 @@ pub struct BlockEntry {
     pub warm: AtomicU64,
 }
 
+/// What an arena is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// Number of workers, at least 1.
+    pub workers: u32,
+    /// Limit of outstanding tasks.
+    pub outstanding: u32,
+    /// Whether the workers share a queue.
+    pub shared_queue: bool,
+}
+
 /// The sizes of an arena, from which both sides compute every offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
@@ -371,6 +408,8 @@ pub struct Geometry {
     pub workers: u32,
     /// Slots of each ring: a power of two.
     pub ring_slots: u32,
+    /// Whether the workers share a queue, which has as many slots as a ring.
+    pub shared_queue: bool,
     /// Entries of each block table.
     pub table_len: u32,
     /// Bytes of data of each region, a multiple of [`PAGE`].
@@ -394,11 +433,11 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// The geometry of an arena of at most `total` bytes for `workers` workers of at most `outstanding` tasks each; an
-    /// error if that leaves less than 1 MiB of data per region.
-    pub fn new(total: u64, workers: u32, outstanding: u32) -> Result<Self> {
+    /// The geometry of an arena of at most `total` bytes; an error if that leaves less than 1 MiB of data per region.
+    pub fn new(total: u64, needs: Needs) -> Result<Self> {
+        let Needs { workers, outstanding, shared_queue } = needs;
         let ring_slots = Self::ring_slots_of(workers, outstanding)?;
-        Self::lay_out(total, workers, ring_slots).ok_or_else(|| {
+        Self::lay_out(total, workers, ring_slots, shared_queue).ok_or_else(|| {
             let limit = format!(
                 "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
             );
@@ -407,10 +446,10 @@ impl Geometry {
     }
 
     /// `None` if less than 1 MiB of data per region remains.
-    fn lay_out(total: u64, workers: u32, ring_slots: u32) -> Option<Self> {
+    fn lay_out(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Option<Self> {
         let regions = u64::from(workers) + 1;
         let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
-        let geometry = Self { workers, ring_slots, table_len, region_len: 0, total };
+        let geometry = Self { workers, ring_slots, shared_queue, table_len, region_len: 0, total };
         let region_len = total.saturating_sub(geometry.data_start()) / regions / PAGE * PAGE;
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
@@ -429,11 +468,11 @@ impl Geometry {
     }
 
     /// The geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
-    pub fn of_file(total: u64, workers: u32, ring_slots: u32) -> Result<Self> {
+    pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
             && (ring_slots_for(0)..=ring_slots_for(TASKS_MAX)).contains(&ring_slots);
-        let geometry = if possible { Self::lay_out(total, workers, ring_slots) } else { None };
+        let geometry = possible.then(|| Self::lay_out(total, workers, ring_slots, shared_queue)).flatten();
         geometry.ok_or_else(|| {
             Error::corrupt(format!(
                 "a file of {total} bytes whose header says {workers} workers and rings of {ring_slots} slots"
@@ -467,8 +506,24 @@ impl Geometry {
         round_up(size_of::<Header>() as u64, 64)
     }
 
+    /// Slots of the shared queue: 0 without one.
+    pub fn queue_slots(&self) -> u32 {
+        if self.shared_queue { self.ring_slots } else { 0 }
+    }
+
+    /// Offset of the [`QueueControl`].
+    pub fn queue_control(&self) -> u64 {
+        round_up(self.bitmap() + u64::from(self.bitmap_words()) * 8, 64)
+    }
+
+    /// Offset of the shared queue's slots.
+    pub fn queue(&self) -> u64 {
+        let control = if self.shared_queue { size_of::<QueueControl>() as u64 } else { 0 };
+        self.queue_control() + control
+    }
+
     fn controls(&self) -> u64 {
-        round_up(self.bitmap() + u64::from(self.bitmap_words()) * 8, PAGE)
+        round_up(self.queue() + u64::from(self.queue_slots()) * size_of::<QueueSlot>() as u64, PAGE)
     }
 
     fn control_len(&self) -> u64 {
@@ -528,10 +583,21 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap_and_are_aligned() {
-        for (workers, outstanding) in [(1, 2), (3, 6), (64, 128), (1024, 4096)] {
-            let g = Geometry::new(64 << 30, workers, outstanding).unwrap();
+        for (workers, outstanding, shared_queue) in
+            [(1, 2, false), (1, 2, true), (3, 6, true), (64, 128, false), (1024, 4096, true)]
+        {
+            let g = Geometry::new(64 << 30, Needs { workers, outstanding, shared_queue }).unwrap();
             assert!(g.ring_slots >= outstanding + 4);
             assert!(size_of::<Header>() as u64 <= g.bitmap());
+            assert!(g.bitmap() + u64::from(g.bitmap_words()) * 8 <= g.queue_control());
+            assert_eq!((g.queue_control() % 64, g.queue() % 64), (0, 0));
+            let (control, slots) = (g.queue() - g.queue_control(), u64::from(g.queue_slots()));
+            assert_eq!((control > 0, slots > 0), (shared_queue, shared_queue));
+            assert!(
+                !shared_queue
+                    || control >= size_of::<QueueControl>() as u64 && slots > u64::from(outstanding)
+            );
+            assert!(g.queue() + slots * size_of::<QueueSlot>() as u64 <= g.control(0));
             assert_eq!(g.control(0) % 128, 0);
             assert_eq!(g.task_slots(0) % 64, 0);
             assert!(g.result_slots(0) + u64::from(g.ring_slots) * 64 <= g.control(1));
@@ -546,13 +612,19 @@ mod tests {
     #[test]
     fn a_file_has_the_geometry_that_it_was_made_with() {
         for (workers, outstanding) in [(1, 0), (1, 2), (3, 6), (64, 128), (2, TASKS_MAX)] {
-            let made = Geometry::new(64 << 30, workers, outstanding).unwrap();
-            assert_eq!(Geometry::of_file(made.total, workers, made.ring_slots).unwrap(), made);
+            for shared_queue in [false, true] {
+                let made = Geometry::new(64 << 30, Needs { workers, outstanding, shared_queue }).unwrap();
+                let read = Geometry::of_file(made.total, workers, made.ring_slots, shared_queue);
+                assert_eq!(read.unwrap(), made);
+            }
         }
         for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 26)] {
-            assert!(matches!(Geometry::of_file(64 << 30, workers, ring_slots), Err(Error::Corrupt { .. })));
+            assert!(matches!(
+                Geometry::of_file(64 << 30, workers, ring_slots, false),
+                Err(Error::Corrupt { .. })
+            ));
         }
-        assert!(matches!(Geometry::of_file(1 << 20, 2, 8), Err(Error::Corrupt { .. })));
+        assert!(matches!(Geometry::of_file(1 << 20, 2, 8, true), Err(Error::Corrupt { .. })));
     }
 
     #[test]
@@ -566,7 +638,9 @@ mod tests {
 
     #[test]
     fn too_small_is_an_error() {
-        let refused = |total, workers, outstanding| Geometry::new(total, workers, outstanding).unwrap_err();
+        let needs = |workers, outstanding| Needs { workers, outstanding, shared_queue: false };
+        let refused =
+            |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
         assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));
         for (total, workers, outstanding) in
             [(1 << 20, 4, 8), (1 << 40, 2, 1 << 25), (1 << 40, 1 << 17, 1 << 18)]
@@ -575,6 +649,6 @@ mod tests {
             let names = format!("num_workers={workers} with prefetch_factor={} is", outstanding / workers);
             assert!(text.starts_with(&names), "{text}");
         }
-        assert!(Geometry::new(1 << 30, 16, 64).is_ok());
+        assert!(Geometry::new(1 << 30, needs(16, 64)).is_ok());
     }
 }

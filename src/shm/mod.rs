@@ -8,6 +8,7 @@
 //! | SYNC | without it | model |
 //! |---|---|---|
 //! | entry-published, slot-taken | an entry is read half-written, or overwritten | `loom_ring`: three entries through two slots |
+//! | entry-queued, entry-claimed | a claimed entry is half-written, or overwritten while it is read | `loom_queue`: two workers, a slot used twice |
 //! | ring-marked | a ring with results is missed | `loom_doorbell`: two workers, one reader |
 //! | asleep-or-published, bell-rung | a wake-up is lost | `loom_doorbell`; one ringer stopped half-way |
 //! | these together, and the stop flag | a result, a task or the end is slept over | `loom_shutdown` |
@@ -17,6 +18,9 @@
 //! Larger models would add no other orders:
 //! * *Rings.* One producer and one consumer share only the two counters, and all arithmetic wraps. Three entries through
 //!   two slots cover each relation of `tail`, `head` and their cached copies: empty, partial, full, wrapped, stale.
+//! * *The shared queue.* Its slots change by one compare-and-swap each, of which one wins: two workers, or a worker and a
+//!   withdrawal, cover any number. A worker that ends leaves its last swap or none. Loom runs the loads of a thread in their
+//!   order, so no model can break entry-claimed, which keeps the load of an entry before its swap.
 //! * *Workers.* Each has its own rings. They share a word of the bitmap and the main process's bell, which they change by
 //!   read-modify-writes that commute, so two workers cover any number.
 //! * *Blocks.* Each change of a state is one read-modify-write of one word, so any number of holders is a sequence of such
@@ -42,4 +46,5 @@ pub mod layout;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod pool;
+pub mod queue;
 pub mod ring;

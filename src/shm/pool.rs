@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::arena::Arena;
-use super::layout::Geometry;
+use super::layout::{Geometry, Needs};
 use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
 use crate::sync::Ordering;
 use crate::sys;
@@ -40,14 +40,15 @@ fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
     Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Takes a pooled or new arena for `workers` workers of at most `outstanding` tasks each.
-pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> {
+/// Takes a pooled or new arena.
+pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     trim();
-    let ring_slots = Geometry::ring_slots_of(workers, outstanding)?;
+    let ring_slots = Geometry::ring_slots_of(needs.workers, needs.outstanding)?;
+    let wanted = (needs.workers, ring_slots, needs.shared_queue);
     let pooled = pool().and_then(|mut pool| {
         let fits = |idle: &Idle| {
             let geometry = idle.arena.geometry();
-            geometry.workers == workers && geometry.ring_slots == ring_slots
+            (geometry.workers, geometry.ring_slots, geometry.shared_queue) == wanted
         };
         pool.iter().rposition(fits).map(|index| pool.remove(index).arena)
     });
@@ -55,9 +56,9 @@ pub fn take(workers: u32, outstanding: u32) -> crate::error::Result<Arc<Arena>> 
         arena.reset_control();
         return Ok(arena);
     }
-    let arena = match Arena::create(workers, outstanding) {
+    let arena = match Arena::create(needs) {
         // Pooled arenas use address space and pages.
-        Err(_) if clear() > 0 => Arena::create(workers, outstanding)?,
+        Err(_) if clear() > 0 => Arena::create(needs)?,
         made => made?,
     };
     super::forks::watch(&arena, None)?;

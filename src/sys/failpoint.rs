@@ -1,4 +1,5 @@
-//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process.
+//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments of a worker's task have one
+//! as well (`moment.rs`).
 //!
 //! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
 //! Only atomics are used, so failpoints work in forked children.
@@ -49,6 +50,7 @@ mod seam {
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
         pidfd_send_signal futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
         peek sigaction seal_write atfork kill thread timer sysinfo proc
+        task_taken task_done
     };
 
     /// The state of one kind.

@@ -15,6 +15,7 @@ pub mod identity;
 pub mod map;
 pub mod memfd;
 pub mod memory;
+pub mod moment;
 pub mod owned;
 pub mod pidfd;
 pub mod poll;

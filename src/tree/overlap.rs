@@ -50,11 +50,11 @@ pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
 
 /// One dimension of the difference of two views: its stride in bytes, and the range of its coefficient.
 #[derive(Clone, Copy)]
-struct Level {
+struct Dimension {
     stride: i128,
     low: i128,
     high: i128,
-    /// The range of the sum of the levels behind this one.
+    /// The range of the sum of the dimensions behind this one.
     behind: (i128, i128),
 }
 
@@ -62,35 +62,37 @@ struct Level {
 ///
 /// The difference of their addresses is a sum of coefficients times strides, one per dimension of either. The search
 /// looks for a sum closer to 0 than an element is wide, the widest stride first. With nested strides hardly more than
-/// one coefficient per level is in reach.
+/// one coefficient per dimension is in reach.
 fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
-    let mut levels: Vec<Level> = Vec::new();
+    let mut dimensions: Vec<Dimension> = Vec::new();
     for (view, sign) in [(first, 1), (second, -1)] {
         for (&size, &stride) in view.shape.iter().zip(view.strides).filter(|&(&size, &s)| size > 1 && s > 0) {
             let stride = i128::from(stride) * view.itemsize as i128;
             let far = sign * i128::from(size - 1);
             let (low, high) = (far.min(0), far.max(0));
-            match levels.iter_mut().find(|level| level.stride == stride) {
-                Some(level) => (level.low, level.high) = (level.low + low, level.high + high),
-                None => levels.push(Level { stride, low, high, behind: (0, 0) }),
+            match dimensions.iter_mut().find(|dimension| dimension.stride == stride) {
+                Some(dimension) => {
+                    (dimension.low, dimension.high) = (dimension.low + low, dimension.high + high)
+                }
+                None => dimensions.push(Dimension { stride, low, high, behind: (0, 0) }),
             }
         }
     }
-    levels.sort_unstable_by_key(|level| std::cmp::Reverse(level.stride));
+    dimensions.sort_unstable_by_key(|dimension| std::cmp::Reverse(dimension.stride));
     let mut behind = (0, 0);
-    for level in levels.iter_mut().rev() {
-        level.behind = behind;
-        behind = (behind.0 + level.low * level.stride, behind.1 + level.high * level.stride);
+    for dimension in dimensions.iter_mut().rev() {
+        dimension.behind = behind;
+        behind = (behind.0 + dimension.low * dimension.stride, behind.1 + dimension.high * dimension.stride);
     }
     let near = (1 - first.itemsize as i128, second.itemsize as i128 - 1);
-    search(&levels, first.start as i128 - second.start as i128, near, budget)
+    search(&dimensions, first.start as i128 - second.start as i128, near, budget)
 }
 
-fn search(levels: &[Level], at: i128, near: (i128, i128), budget: &mut u32) -> bool {
+fn search(dimensions: &[Dimension], at: i128, near: (i128, i128), budget: &mut u32) -> bool {
     let Some(left) = budget.checked_sub(1) else { return true };
     *budget = left;
-    let Some((level, rest)) = levels.split_first() else { return (near.0..=near.1).contains(&at) };
-    let Level { stride, low, high, behind } = *level;
+    let Some((dimension, rest)) = dimensions.split_first() else { return (near.0..=near.1).contains(&at) };
+    let Dimension { stride, low, high, behind } = *dimension;
     let low = low.max(-(at + behind.1 - near.0).div_euclid(stride));
     let high = high.min((near.1 - at - behind.0).div_euclid(stride));
     (low..=high).any(|coefficient| search(rest, at + coefficient * stride, near, budget))

@@ -118,7 +118,7 @@ struct Reader<'a> {
 }
 
 #[expect(clippy::large_enum_variant, reason = "one lives at a time, on the stack of `walk`")]
-enum Step<'a> {
+enum Token<'a> {
     Atom(Atom<'a>),
     Leaf(Leaf<'a>),
     Open(Group, usize),
@@ -181,26 +181,26 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
     let mut open = Stack::default();
     let (mut marks, mut mark) = (0, None::<Mark>);
     loop {
-        match reader.step()? {
-            Step::Atom(atom) => build.atom(atom)?,
-            Step::Leaf(leaf) => build.atom(Atom::Leaf(&leaf))?,
-            Step::Open(group, 0) => build.close(group, 0)?,
-            Step::Open(group, count) => {
+        match reader.token()? {
+            Token::Atom(atom) => build.atom(atom)?,
+            Token::Leaf(leaf) => build.atom(Atom::Leaf(&leaf))?,
+            Token::Open(group, 0) => build.close(group, 0)?,
+            Token::Open(group, count) => {
                 let values = if group == Group::Dict { count * 2 } else { count };
                 let container = Open { group, mark: mark.take(), count, missing: values };
                 open.push(container).ok_or_else(|| reader.corrupt("containers nested too deep"))?;
                 continue;
             }
-            Step::Mark if mark.is_none() => {
+            Token::Mark if mark.is_none() => {
                 marks += 1;
                 mark = Mark::new(marks);
                 continue;
             }
-            Step::Storage(storage) if mark.is_none() => {
+            Token::Storage(storage) if mark.is_none() => {
                 build.storage(&storage)?;
                 continue;
             }
-            Step::Mark | Step::Storage(_) => return Err(reader.corrupt("a mark without a value").into()),
+            Token::Mark | Token::Storage(_) => return Err(reader.corrupt("a mark without a value").into()),
         }
         if let Some(mark) = mark.take() {
             build.keep(mark.get() as usize - 1)?;
@@ -361,7 +361,7 @@ impl<'a> Reader<'a> {
     }
 
     #[inline]
-    fn step(&mut self) -> Result<Step<'a>> {
+    fn token(&mut self) -> Result<Token<'a>> {
         let atom = match self.byte()? {
             tag::NONE => Atom::None,
             tag::FALSE => Atom::Bool(false),
@@ -392,16 +392,16 @@ impl<'a> Reader<'a> {
                 let count = self.count(8)?;
                 Atom::Ints(group, self.take(count * 8)?.as_chunks().0)
             }
-            tag::LIST => return Ok(Step::Open(Group::List, self.count(1)?)),
-            tag::TUPLE => return Ok(Step::Open(Group::Tuple, self.count(1)?)),
-            tag::DICT => return Ok(Step::Open(Group::Dict, self.count(2)?)),
-            tag::TENSOR => return Ok(Step::Leaf(self.leaf(Kind::Tensor)?)),
-            tag::ARRAY => return Ok(Step::Leaf(self.leaf(Kind::Array)?)),
+            tag::LIST => return Ok(Token::Open(Group::List, self.count(1)?)),
+            tag::TUPLE => return Ok(Token::Open(Group::Tuple, self.count(1)?)),
+            tag::DICT => return Ok(Token::Open(Group::Dict, self.count(2)?)),
+            tag::TENSOR => return Ok(Token::Leaf(self.leaf(Kind::Tensor)?)),
+            tag::ARRAY => return Ok(Token::Leaf(self.leaf(Kind::Array)?)),
             tag::BACK => Atom::Back(self.number()?),
-            tag::MARK => return Ok(Step::Mark),
-            tag::STORAGE => return Ok(Step::Storage(self.storage()?)),
+            tag::MARK => return Ok(Token::Mark),
+            tag::STORAGE => return Ok(Token::Storage(self.storage()?)),
             _ => return Err(self.corrupt("an unknown tag")),
         };
-        Ok(Step::Atom(atom))
+        Ok(Token::Atom(atom))
     }
 }

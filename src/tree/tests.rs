@@ -8,7 +8,7 @@ use crate::error::Error;
 
 /// Counts values as a builder would stack them.
 #[derive(Default)]
-struct Count {
+struct Counted {
     stack: usize,
     leaves: usize,
     ints: Vec<i64>,
@@ -17,7 +17,7 @@ struct Count {
     storages: usize,
 }
 
-impl Build for Count {
+impl Build for Counted {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<(), Error> {
@@ -60,8 +60,8 @@ impl Build for Count {
     }
 }
 
-fn count(payload: &[u8]) -> Result<Count, Error> {
-    let mut build = Count::default();
+fn count(payload: &[u8]) -> Result<Counted, Error> {
+    let mut build = Counted::default();
     walk(payload, &mut build)?;
     assert_eq!(build.stack, 1, "a payload is one value");
     Ok(build)

@@ -9,10 +9,11 @@ use super::stack::StackOffer;
 use crate::config::{IDLE_SLICE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
-use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
 use crate::shm::block::{CONSUMER, WORKER, mark_if};
-use crate::shm::layout::{StatusPage, WorkerState};
-use crate::shm::ring::{Consumer, Producer};
+use crate::shm::layout::{Sleeper, StatusPage, WorkerState};
+use crate::shm::queue::Claimer;
+use crate::shm::ring::{Consumer, Entry, Producer};
 use crate::shm::{doorbell, forks};
 use crate::sync::Ordering;
 use crate::sys;
@@ -32,6 +33,8 @@ pub enum Received {
 #[derive(Debug)]
 struct Ends {
     tasks: Consumer<ArenaRing>,
+    /// The queue of the workers, if they share one. Then the ring has control messages alone.
+    queue: Option<Claimer<ArenaQueue>>,
     results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
     head: Vec<u8>,
@@ -63,12 +66,33 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl Ends {
+    /// The next entry: of the own ring, so that control messages come first, else of the queue.
+    #[inline]
+    fn next(&mut self) -> Result<Option<Entry>> {
+        if let Some(entry) = self.tasks.pop()? {
+            return Ok(Some(entry));
+        }
+        let claimed = match &mut self.queue {
+            Some(queue) => queue.claim()?,
+            None => None,
+        };
+        match claimed {
+            Some((position, entry)) if entry[0] != position => {
+                Err(Error::corrupt(format!("place {position} of a queue has task {}", entry[0])))
+            }
+            claimed => Ok(claimed.map(|(_, entry)| entry)),
+        }
+    }
+}
+
 impl Port {
     /// Opens the port of worker `worker` in the main process's arena.
     pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
         let doorbell = sys::event::EventFd::from_owned_fd(doorbell);
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
+            queue: arena.queue().map(|queue| Claimer::new(queue, worker)),
             results: Producer::new(arena.result_ring(worker)),
             head: Vec::new(),
         };
@@ -162,10 +186,15 @@ impl Port {
         self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
     }
 
+    /// Where the worker sleeps: on a bell of its own, or on that of the queue.
+    fn sleeper(&self) -> &Sleeper {
+        self.arena.sleeper_of(self.worker)
+    }
+
     /// Makes the worker leave, because the main process is gone.
     pub fn stop(&self) {
         self.orphaned.store(true, Ordering::Relaxed);
-        let sleeper = &self.arena.control(self.worker).sleeper.0;
+        let sleeper = self.sleeper();
         sleeper.ring_always();
         // The caller ends the process soon, even if the wake fails.
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
@@ -190,7 +219,7 @@ impl Port {
                 return Ok(Received::Task(entry));
             }
         }
-        let sleeper = &self.arena.control(self.worker).sleeper.0;
+        let sleeper = self.sleeper();
         let ticket = sleeper.announce();
         let found = self.poll();
         if matches!(found, Ok(None)) && !self.stopping() {
@@ -214,7 +243,8 @@ impl Port {
         if self.stopping() {
             return Ok(None);
         }
-        let Some(words) = lock(&self.ends).tasks.pop()? else { return Ok(None) };
+        let Some(words) = lock(&self.ends).next()? else { return Ok(None) };
+        sys::moment::task_taken();
         let entry = TaskEntry::from_words(&words)?;
         let (status, now) = (self.status(), sys::clock::monotonic_ns());
         status.begin(entry.task, now);
@@ -355,6 +385,7 @@ impl Port {
     }
 
     fn publish(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
+        sys::moment::task_done();
         let full =
             || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
         ends.results.push(&entry.to_words()).map_err(|_| full())?;

@@ -26,7 +26,7 @@ use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Answer, Cause};
 
 /// The input of [`decide`]. Never dropped, because the handler stays.
-struct Place {
+struct Input {
     arena: Arc<Arena>,
     worker: u32,
     /// This process, and the main process.
@@ -35,7 +35,7 @@ struct Place {
     looks: u32,
 }
 
-static PLACE: OnceLock<Place> = OnceLock::new();
+static INPUT: OnceLock<Input> = OnceLock::new();
 /// Checks so far, or [`DECIDED`].
 static LOOKED: AtomicU32 = AtomicU32::new(0);
 /// [`LOOKED`] after the last check.
@@ -45,38 +45,38 @@ const DECIDED: u32 = u32::MAX;
 /// within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error leaves SIGTERM as it was.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
-    let place = Place { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
-    PLACE.set(place).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
+    let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
+    INPUT.set(input).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
     sigterm::install(decide)
 }
 
 fn decide(cause: Cause) -> Answer {
-    let Some(place) = PLACE.get() else { return Answer::Die };
-    let page = |worker| &place.arena.control(worker).status;
+    let Some(input) = INPUT.get() else { return Answer::Die };
+    let page = |worker| &input.arena.control(worker).status;
     match cause {
-        Cause::Sent { by } if by == place.pids.1 => Answer::Leave,
-        Cause::Sent { by } if by == place.pids.0 => Answer::Die,
+        Cause::Sent { by } if by == input.pids.1 => Answer::Leave,
+        Cause::Sent { by } if by == input.pids.0 => Answer::Die,
         // Pending signals merge, so this may be the main process's signal too.
-        Cause::Sent { .. } if place.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
+        Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
         Cause::Sent { .. } => {
-            match page(place.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
+            match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
                 0 => Answer::AskAgain(SIGTERM_CHECK),
                 _ => Answer::Die,
             }
         }
         Cause::Time => {
-            let workers = 0..place.arena.geometry().workers;
+            let workers = 0..input.arena.geometry().workers;
             let others =
-                workers.filter(|worker| *worker != place.worker).map(page).filter(|page| works(page));
+                workers.filter(|worker| *worker != input.worker).map(page).filter(|page| works(page));
             let (mut count, mut flagged) = (0, 0);
             for page in others {
                 count += 1;
                 flagged += page.terminated.load(Ordering::Relaxed).min(1);
             }
-            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), place.looks, count, flagged);
+            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), input.looks, count, flagged);
             LOOKED.store(looked, Ordering::Relaxed);
             if answer == Answer::AskAgain(SIGTERM_SERVE) {
-                page(place.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
+                page(input.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
             }
             answer
         }

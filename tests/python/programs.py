@@ -108,6 +108,11 @@ def twice(**kw):
     return [*first, *second]
 
 
+def shared():
+    """Two epochs of workers that share a queue."""
+    return twice(dispatch="shared_queue")
+
+
 def warm():
     """Two epochs of larger batches, with one worker; the second one's finds the memory of the first."""
     images, expected = loader(Images(SIZE), workers=1, batch_size=2 * BATCH), image_batches(2 * BATCH)

@@ -359,3 +359,30 @@ class BadText(Exception):
 class Unpicklable:
     def __reduce__(self):
         raise TypeError("this object stays where it is")
+
+
+class Recorded(Numbers):
+    """Adds a line to a file for each sample that is made. The samples in `held` wait as those of `Held` do."""
+
+    def __init__(self, n, file, held=()):
+        super().__init__(n)
+        self.file, self.held = str(file), held
+
+    def __getitem__(self, i):
+        with open(f"{self.file}.made", "a") as file:
+            file.write(f"{i}\n")
+        if i in self.held:
+            Held(self.n, i, f"{self.file}.{i}").wait()
+        return torch.tensor(i)
+
+    def made(self):
+        if not os.path.exists(f"{self.file}.made"):
+            return []
+        with open(f"{self.file}.made") as file:
+            return [int(line) for line in file]
+
+    def reached(self, i):
+        return os.path.exists(f"{self.file}.{i}.reached")
+
+    def let_go(self, i):
+        open(f"{self.file}.{i}", "w").close()

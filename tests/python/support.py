@@ -250,6 +250,24 @@ def waits_in_next(thread=None):
     return wait_until(keeps_waiting if TORCH_MODE else waits, STARTED)
 
 
+def while_main_is_in(function, fn):
+    """Calls fn as soon as the main thread is in a function, with that frame, and again while fn returns False; in a
+    daemon thread."""
+
+    def run():
+        while True:
+            frame = sys._current_frames().get(threading.main_thread().ident)
+            while frame is not None and frame.f_code is not function.__code__:
+                frame = frame.f_back
+            if frame is not None and fn(frame) is not False:
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 def while_next_waits(fn, *args):
     """Calls a function as soon as the main thread waits in next(), in a thread of its own."""
 

@@ -26,6 +26,8 @@ from support import (
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 
+from rustloader import options
+
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
 # Lightning
@@ -278,10 +280,6 @@ def test_t9_the_class_has_no_state_dict():
         assert not hasattr(thing, "state_dict") and not hasattr(thing, "load_state_dict")
 
 
-def test_t10_no_argument_is_ours_alone():
-    assert list(inspect.signature(DataLoader).parameters) == list(inspect.signature(TorchDataLoader).parameters)
-
-
 # ultralytics and timm
 
 
@@ -439,7 +437,8 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
         assert values(iterator_class(Spy())) == [[0, 1], [2, 3]]
         return read
 
-    assert read_by(LoaderIter, DataLoader) <= read_by(TorchIter, TorchDataLoader)
+    # An option that torch does not have may be missing, as in the stand-ins below.
+    assert read_by(LoaderIter, DataLoader) - {*options.keywords()} <= read_by(TorchIter, TorchDataLoader)
 
 
 def test_ignite_rebuilds_with_another_batch_sampler():
@@ -500,6 +499,7 @@ def test_t4_a_namespace_of_nothing_but_the_table_serves():
     real = DataLoader(Numbers(6), num_workers=2, batch_size=2, shuffle=True)
     for iterator_class in {LoaderIter, TorchIter}:
         torch.manual_seed(4)
-        got = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
+        with from_engine(3 if iterator_class is LoaderIter else 0):
+            got = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
         torch.manual_seed(4)
         assert got == values(epoch(real))

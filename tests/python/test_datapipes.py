@@ -154,16 +154,17 @@ def test_p27_batching_and_lengths_of_pipes():
 
 
 @pytest.mark.ours
-def test_p27_one_log_line_per_loader_and_no_batch_of_the_engine(caplog):
-    loader = DataLoader(PIPES["shards"](), batch_size=None, num_workers=1)
+@pytest.mark.parametrize("kind", ["shards", "map style"])
+def test_p27_one_log_line_per_loader_and_no_batch_of_the_engine(kind, caplog):
+    loader = DataLoader(PIPES[kind](), batch_size=None, num_workers=1)
     with caplog.at_level(logging.WARNING, logger="rustloader"), from_engine(0):
         for _ in range(2):
             assert len(list(loader)) == 12
     lines = [r.getMessage() for r in caplog.records]
     assert lines == ["a DataLoader runs on torch's own iterator: its dataset is a DataPipe"]
     with caplog.at_level(logging.WARNING, logger="rustloader"):
-        other = DataLoader(PIPES["shards"](), batch_size=None, num_workers=1)
+        other = DataLoader(PIPES[kind](), batch_size=None, num_workers=1)
         assert len(list(other)) == 12
     assert [r.getMessage() for r in caplog.records] == lines * 2
     caplog.clear()
-    assert len(list(DataLoader(PIPES["shards"](), batch_size=None))) == 12 and not caplog.records
+    assert len(list(DataLoader(PIPES[kind](), batch_size=None))) == 12 and not caplog.records

@@ -11,12 +11,14 @@ import pytest
 import torch
 from support import TORCH_MODE, rustloader
 
+from rustloader import options
+
 pytestmark = pytest.mark.ours
 
 NAMES = [] if TORCH_MODE else sorted({*rustloader.__all__} - {*torch.utils.data.__all__} | {"DataLoader"})
 CALLABLES = ["DataLoader", "install", "installed", "is_installed", "report", "stats", "uninstall"]
 DATACLASSES = [name for name in NAMES if hasattr(getattr(rustloader, name), "__dataclass_fields__")]
-SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Examples:")
+SECTIONS = ("Args:", "Keyword Args:", "Attributes:", "Returns:", "Raises:", "Examples:")
 
 
 def documented():
@@ -85,8 +87,10 @@ def test_each_parameter_is_described_and_no_other(name):
     parameters = [p for p in inspect.signature(value).parameters if p not in ("self", "args", "kwargs")]
     described = sections(value.__doc__)
     if name == "DataLoader":
-        # torch's, some of which older versions lack.
-        assert set(parameters) <= set(entries(described["Args:"]))
+        # torch's, some of which older versions lack, and those that torch does not have.
+        own = entries(described["Keyword Args:"])
+        assert parameters[-len(own) :] == own == options.keywords()
+        assert set(parameters) - {*own} <= set(entries(described["Args:"]))
     elif parameters:
         assert entries(described["Args:"]) == parameters
     else:
@@ -102,10 +106,10 @@ def test_each_field_is_described_and_no_other(name):
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_only_sections_that_the_api_page_knows(name):
     text = inspect.cleandoc(DOCUMENTED[name].__doc__)
-    headings = [line for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+:", line)]
+    headings = [line for line in text.splitlines() if re.fullmatch(r"[A-Z][\w ]+:", line)]
     assert set(headings) <= set(SECTIONS), headings
     for heading, section in sections(text).items():
-        if heading in ("Args:", "Attributes:", "Raises:"):
+        if heading in ("Args:", "Keyword Args:", "Attributes:", "Raises:"):
             # One name each: "TypeError, ValueError: ..." would be taken for one.
             assert all(re.fullmatch(r"\w+", entry) for entry in entries(section)), entries(section)
 

@@ -165,6 +165,8 @@ def test_p19_a_timeout_loses_nothing(tmp_path):
     assert [in_time(next, iterator) for _ in range(4)] == [*[("value", i) for i in (1, 2, 3)], ("end",)]
 
 
+# Alone: a worker that another process keeps from a processor for 5 s would be a timeout.
+@pytest.mark.alone
 def test_p19_the_clock_starts_again_at_each_result():
     # Worker 0 needs 6.5 s for its first item; the other one's batches come every 0.75 s until then.
     dataset = Slow(12, {0: 6.5} | {i: 0.75 for i in range(1, 12, 2)})

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from support import finish, gone, run_script, start_script, wait_until, within
@@ -12,7 +11,7 @@ pytestmark = pytest.mark.ours
 START = """
     import rustloader
     from sample_data import Held, Images, Numbers, Slow
-    from support import waits_in_next, while_next_waits, workers_say
+    from support import waits_in_next, while_main_is_in, while_next_waits, workers_say
     def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
@@ -90,11 +89,9 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
 
 def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     process, pids = started("""
-    import atexit
     from rustloader.workers import group
     group.EXIT_GRACE = 60
-    # Runs just before the hook that waits for the stuck worker.
-    atexit.register(print, "ending", flush=True)
+    while_main_is_in(group._gone, lambda _: print("ending", flush=True))
     iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
     assert workers_say(iterator, state="fetch")
@@ -104,7 +101,6 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     assert process.stdout.readline() == "ready\n"
     os.kill(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "ending\n"
-    time.sleep(0.5)
     os.kill(process.pid, signal.SIGINT)
     ends_with_one_traceback(process, pids, seconds=30)
 
@@ -275,6 +271,27 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
+def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
+    """multiprocessing's hook would join them without limit."""
+    process, pids = started("""
+    import threading
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600
+    def init_fn(_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loader = DataLoader(Slow(9, {1: 600}), num_workers=1, batch_size=None, worker_init_fn=init_fn)
+    iterator = told(iter(loader))
+    next(iterator)
+    assert workers_say(iterator, state="fetch")
+    threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
+    while not iterator._core.closing:
+        time.sleep(0.01)
+    """)
+    with within(60):
+        status, _, err = finish(process, 90)
+    assert (status, err) == (0, "")
+    assert len(pids) == 1 and wait_until(lambda: all(map(gone, pids)))
+
+
 def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
     status, out, err = run_script("""
         import threading
@@ -348,8 +365,9 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
     """Two that are pending at a time are one, with the sender of the first."""
     status, out, err = run_script(
         f"""
-        import pathlib, subprocess, threading
+        import pathlib, subprocess
         from sample_data import Numbers
+        from support import while_main_is_in
         from rustloader.workers import group
         folder = pathlib.Path({str(tmp_path)!r})
         class Busy(Numbers):
@@ -371,7 +389,12 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
             time.sleep(0.01)
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        threading.Timer(2, (folder / "go").touch).start()
+        # The worker goes on once the main process has sent its own SIGTERM and waits for the worker to end.
+        def go_on(frame):
+            if frame.f_locals["seconds"] != group.KILL_AFTER:
+                return False
+            (folder / "go").touch()
+        while_main_is_in(group._gone, go_on)
         iterator._shutdown_workers()
         print(worker.exitcode)
         """

@@ -14,6 +14,7 @@ from support import (
     TorchDataLoader,
     finish,
     from_engine,
+    in_thread,
     rustloader,
     same,
     start_script,
@@ -21,6 +22,8 @@ from support import (
     worker_pids,
 )
 from torch.utils.data import dataloader as torch_dataloader
+
+from rustloader import installation, options
 
 pytestmark = pytest.mark.ours
 
@@ -301,6 +304,25 @@ def test_installed_leaves_things_as_they_were():
         raise KeyError
     assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
     assert rustloader.options.current() == {}
+
+
+def test_an_installation_by_another_thread_outlives_a_context_that_was_being_entered(monkeypatch):
+    """The context restores what was installed when it took the lock."""
+    lock = installation._lock
+
+    class Contended:
+        def __enter__(self):
+            monkeypatch.setattr(installation, "_lock", lock)
+            in_thread(lambda: rustloader.install(prefetch_factor=4))
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    monkeypatch.setattr(installation, "_lock", Contended())
+    with rustloader.installed(in_order=False):
+        assert options.current() == {"in_order": False, "prefetch_factor": 4}
+    assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
 
 
 def test_one_name_asks_whether_it_is_installed():

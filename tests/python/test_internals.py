@@ -96,7 +96,7 @@ def test_an_iterator_that_has_ended_leaves_the_workers_of_the_next_one_alone(per
         old._mark_worker_as_unavailable(number, shutdown=True)
     assert outcome(next, old) == ("end",)
     with contextlib.suppress(RuntimeError):
-        old._engine().begin([None, None], lambda: 1, True)
+        old._engine().begin([None, None], lambda: 1, True, b"")
     assert values(got + list(new)) == [[i] for i in range(60)]
 
 

@@ -5,6 +5,7 @@ import functools
 import multiprocessing.process
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing.reduction import ForkingPickler
@@ -12,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from sample_data import Given, Held, Numbers, Shards, untouched
-from support import DataLoader, in_time, outcome, run_script, waits_in_next, while_next_waits
+from support import DataLoader, gone, in_time, outcome, run_script, waits_in_next, while_next_waits
 from torch.utils.data import IterableDataset
 
 pytestmark = pytest.mark.ours
@@ -465,6 +466,58 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
     assert (status, out) == (0, "all\n")
     # An alarm in a step of the clean-up is logged, so that the other steps follow.
     assert set(err.splitlines()) <= {"a step of a DataLoader's shutdown failed: Alarm"}
+
+
+# A start that is interrupted as it closes its file leaves that to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_handler_that_raises_at_any_line_of_a_start_leaves_no_worker(method, monkeypatch):
+    from rustloader.workers import process
+    from rustloader.workers.group import WorkerGroup
+
+    pids, lines = [], []
+
+    def start(worker, name, start=process.start):
+        start(worker, name)
+        pids.append(worker.pid)
+
+    def handler(*_):
+        raise Interrupted
+
+    def interrupted_at(number):
+        """iter(loader), with a signal at this line of the starts."""
+
+        def trace(frame, *_):
+            return trace_line if frame.f_code is WorkerGroup._start_one.__code__ else None
+
+        def trace_line(frame, event, _):
+            if event == "line":
+                lines.append(frame.f_lineno)
+                if len(lines) == number:
+                    signal.raise_signal(signal.SIGUSR1)
+            return trace_line
+
+        lines.clear()
+        tracer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return iter(loader)
+        finally:
+            sys.settrace(tracer)
+
+    monkeypatch.setattr(process, "start", start)
+    before = signal.signal(signal.SIGUSR1, handler)
+    loader = DataLoader(Numbers(4), num_workers=2, batch_size=None, multiprocessing_context=method)
+    try:
+        assert [x.item() for x in interrupted_at(None)] == list(range(4))
+        count = len(lines)
+        for number in range(1, count + 1):
+            with pytest.raises(Interrupted):
+                interrupted_at(number)
+            assert all(map(gone, pids)), f"line {lines[-1]}"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(pids) > count / 2 > 5
 
 
 class Token:

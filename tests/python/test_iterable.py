@@ -228,7 +228,9 @@ def test_without_workers():
     assert ours == theirs == [[[0, 0], [0, 1]], [[0, 2], [0, 3]], [[0, 4]]]
 
 
-def test_s1_a_workers_cleanup_code_gets_its_time(tmp_path):
+def test_s1_a_workers_cleanup_code_gets_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
+
     class WithCleanup(IterableDataset):
         def __iter__(self):
             try:

@@ -141,6 +141,7 @@ def test_an_address_space_too_small_for_an_arena_hands_over():
     report = limited({resource.RLIMIT_AS: address_space() + (1900 << 20)}, plain)
     served_by_torch(report)
     assert "ulimit -v" in report["log"][0]
+    served_by_engine(limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, plain), 6)
 
 
 def test_an_address_space_that_shrinks_in_the_middle():

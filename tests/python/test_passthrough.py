@@ -6,7 +6,6 @@ import gc
 import inspect
 import itertools
 import logging
-import types
 import warnings
 
 import pytest
@@ -19,10 +18,7 @@ from support import (
     engine_batches,
     epoch,
     from_engine,
-    gone,
-    run_script,
     values,
-    worker_pids,
 )
 from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
@@ -90,26 +86,6 @@ def test_a_fallback_names_the_call_that_failed(monkeypatch, caplog):
         f"a DataLoader runs on torch's own iterator: {reason}"
     ]
     assert [tuple(vars(it).values()) for it in rustloader.stats(loader).fallbacks] == [(reason, 2)]
-
-
-def test_p27_data_pipes(caplog):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.utils.data.datapipes.iter import IterableWrapper
-        from torch.utils.data.datapipes.map import SequenceWrapper
-
-        assert sorted(
-            handed_over(
-                caplog,
-                DataLoader(IterableWrapper(range(6)).sharding_filter(), num_workers=2, batch_size=None),
-            )
-        ) == list(range(6))
-        assert handed_over(caplog, DataLoader(SequenceWrapper(range(4)), num_workers=1, batch_size=None)) == [
-            0,
-            1,
-            2,
-            3,
-        ]
 
 
 def test_t16_a_worker_loop_of_the_users(caplog, monkeypatch):
@@ -230,63 +206,6 @@ def test_t15_a_class_that_only_calls_the_base():
             pass
 
     assert values(Threads(DataLoader(Numbers(3), num_workers=1, batch_size=None))) == [0, 1, 2]
-
-
-FASTAI = (
-    "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
-    "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
-    "prefetch_factor timeout worker_init_fn"
-).split()
-
-
-def test_a_loader_with_nothing_but_what_torchs_iterator_reads():
-    real = DataLoader(Numbers(6), num_workers=2, batch_size=2)
-    fake = types.SimpleNamespace(**{name: getattr(real, name) for name in FASTAI})
-    iterator = LoaderIter(fake)
-    with from_engine(3):
-        assert values(iterator) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_lightnings_combined_loader_shuts_iterators_down():
-    loader = DataLoader(Numbers(30), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    assert hasattr(loader, "_iterator") and isinstance(loader._iterator, TorchIter)
-    pids = worker_pids(loader._iterator)
-    loader._iterator._shutdown_workers()
-    loader._iterator = None
-    assert all(map(gone, pids))
-    assert len(epoch(loader)) == 30
-
-
-def test_memory_that_cannot_be_mapped_hands_over():
-    status, out, err = run_script("""
-        import logging, resource
-        from sample_data import Numbers
-        import rustloader
-        logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s", stream=sys.stdout)
-        for line in open("/proc/self/status"):
-            if line.startswith("VmSize"):
-                used = int(line.split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), resource.RLIM_INFINITY))
-        got = [x.item() for x in DataLoader(Numbers(5), num_workers=1, batch_size=None)]
-        print(got, rustloader.engine_batches())
-    """)
-    assert (status, out) == (0, "rustloader WARNING\n[0, 1, 2, 3, 4] 0\n"), err
-
-
-def test_a_small_address_space_is_still_ours():
-    status, out, err = run_script("""
-        import resource
-        from sample_data import Numbers
-        import rustloader
-        for line in open("/proc/self/status"):
-            if line.startswith("VmSize"):
-                used = int(line.split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), resource.RLIM_INFINITY))
-        got = [x.item() for x in DataLoader(Numbers(5), num_workers=1, batch_size=None)]
-        print(got, rustloader.engine_batches())
-    """)
-    assert (status, out) == (0, "[0, 1, 2, 3, 4] 5\n"), err
 
 
 def refused(*args, **kw):

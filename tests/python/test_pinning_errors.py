@@ -205,7 +205,7 @@ def test_p20_a_worker_dies_after_the_thread(host, acts):
     iterator = iter(loader_of(Acts(9), prefetch_factor=6))
     assert wait_until(lambda: not iterator._pin_memory_thread.is_alive())
     os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    time.sleep(0.3)
+    assert wait_until(lambda: gone(worker_pids(iterator)[0]))
     assert outcomes(iterator, 2) == [("value", 0), ("value", 1)]
     kind, _, text = outcome(next, iterator)
     assert kind == "error" and ("is killed by signal" in text or "Pin memory thread exited" in text)

@@ -200,11 +200,12 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
     if pid == 0:
         with pinning(delay=0.01):
             iterator = iter(loader_of(Large()))
-            os.write(pipe, json.dumps(worker_pids(iterator)).encode())
+            os.write(pipe, json.dumps(worker_pids(iterator)).encode() + b"\\n")
             for batch in iterator:
-                pass
-    pids = json.loads(os.read(reader, 100))
-    time.sleep(0.5)
+                os.write(pipe, b"a batch\\n")
+    lines = os.fdopen(reader)
+    pids = json.loads(lines.readline())
+    assert lines.readline() == "a batch\\n"
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     print(wait_until(lambda: all(map(gone, pids))))

@@ -30,6 +30,7 @@ NO_STACK = STUCK + "Stack unavailable: "
 BATCHES = {
     "plain": 6,
     "twice": 12,
+    "shared": 12,
     "warm": 6,
     "pinned_persistent": 12,
     "doomed": 7,
@@ -131,6 +132,13 @@ TABLE = [
     R("kill", "EPERM", program="stubborn", also="pidfd_open:1+:ENOSYS", calls="1"),
     R("futex_wait", "EPERM ENOSYS", "worker"),
     R("futex_wait", "EINTR EAGAIN", "worker", calls="1 3"),
+    R("futex_wait", "EPERM", "worker", "shared"),
+    R(
+        "futex_wake",
+        "EPERM",
+        program="shared",
+        error=r"(iter: )?PermissionError: \[Errno 1\] futex\(FUTEX_WAKE\) failed.*",
+    ),
     R("futex_wake", "EPERM", error=r"(iter: )?PermissionError: \[Errno 1\] futex\(FUTEX_WAKE\) failed.*"),
     R("ppoll", "EPERM ENOMEM", error=r"(Permission|Memory)Error: .*ppoll failed: .*"),
     R("ppoll", "EINTR", calls="1 3"),
@@ -151,6 +159,9 @@ TABLE = [
     R("proc", "ENOENT", "worker", calls="1+"),
     R("proc", "ENOENT", program="doomed", also="pidfd_open:1+:ENOSYS", calls="1+"),
     R("proc", "ENOENT", program="stubborn", also="pidfd_open:1+:ENOSYS", calls="1+"),
+    # No system calls: they have no errno, and the ends of a worker at them come below.
+    R("task_taken", "EPERM", "worker", "shared", calls="1+"),
+    R("task_done", "EPERM", "worker", "shared", calls="1+"),
 ]
 
 
@@ -164,6 +175,7 @@ def cases():
                 found[f"{row.where}-{row.program}-{points}"] = row, points
     for kind in sorted({row.kind for row in TABLE if row.where == "worker"}):
         programs = {"remove": "burst", "memfd_create": "forking", "seal_write": "forking", "timer": "handled"}
+        programs |= {"task_taken": "shared", "task_done": "shared"}
         program = programs.get(kind, "plain")
         for effect, error in (("exit=3", EXITED), ("kill", KILLED)):
             row = Refusal(kind, "", "worker", program, error)

@@ -229,14 +229,13 @@ def test_a_refused_memfd_hands_over_with_one_line(number):
 @pytest.mark.parametrize(
     "program, errors, number",
     [
-        (twice, [], errno.EPERM),
-        (doomed, KILLED, errno.EPERM),
         (doomed, KILLED, errno.ENOSYS),
         (late, LATE, errno.ENOSYS),
         (stubborn, [], errno.EPERM),
     ],
 )
 def test_without_pidfds_deaths_and_timeouts_are_seen_still(program, errors, number):
+    """Other programs and errors are in test_refusals.py."""
     report = under_seccomp(program, pidfd_open=number, pidfd_send_signal=number)
     assert (report["log"], report["value"]) == ([], errors)
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+import weakref
 
 import pytest
 from sample_data import Dying, Failing, Held, Numbers
@@ -64,6 +66,54 @@ def test_a_timeout_is_an_error_of_two_kinds(rustloader, tmp_path):
     for it in (error, pickle.loads(pickle.dumps(error))):
         assert type(it) is rustloader.LoaderTimeoutError and isinstance(it, RuntimeError)
         assert str(it) == "DataLoader timed out after 0.1 seconds"
+
+
+def test_a_handler_that_raises_while_an_exit_code_is_awaited_is_not_swallowed():
+    from rustloader.workers import deaths
+
+    class Process:
+        exitcode = 3
+
+        @property
+        def sentinel(self):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handler(*_):
+        raise TimeoutError("handler")
+
+    # What the engine reports where the fork server alone knows how a worker ended.
+    death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError, match="handler"):
+            deaths.error_of(death, Process())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert deaths.error_of(death, None)().exitcode is None
+
+
+def test_an_error_of_the_sampler_that_nobody_has_seen_keeps_no_iterator():
+    """Its traceback refers to the iterator, which the garbage collector must find."""
+
+    class Sampler:
+        rest = 6
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.rest -= 1
+            if self.rest < 0:
+                raise LookupError("drawn")
+            return 0
+
+    iterator = iter(DataLoader(Numbers(4), sampler=Sampler(), num_workers=2, batch_size=None))
+    # Four indices are drawn ahead. The third call draws the seventh.
+    assert [next(iterator).item() for _ in range(3)] == [0, 0, 0]
+    pids, reference = worker_pids(iterator), weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert reference() is None and all(map(gone, pids))
 
 
 def test_the_errors_are_public_and_need_no_torch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
-from rustloader.iterator import compat, fallback, settings
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import compat, fallback, fetching, indices, settings
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
@@ -41,7 +43,15 @@ _LENGTH_WARNING = (
 _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
-class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
+class _Streams(_BaseDataLoaderIter):
+    """Comes after torch's iterator in the order of bases, so that its ``_reset`` gets an index stream as well."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._sampler_iter = indices.stream(self._index_sampler, self._sampler_iter)
+
+
+class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     """Iterates over a loader with worker processes.
 
     ``__init__`` first chooses one of two modes. Normally the engine does the work: workers, order and transport. Where
@@ -58,6 +68,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
     _last: Callable[[], BaseException] | None = None
     # An answer that a signal handler kept from the caller. The next call returns it.
     _rescued: list[Any] | None = None
+    # The seeds of the epoch, unless they are torch's.
+    _seeding: Seeding | None = None
+    _threads = 1
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -70,11 +83,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         settings.keep(loader, seen, self)
 
     def _set_up(self, loader: Any) -> None:
+        fetching.check(loader)
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
         # The comparison raises torch's TypeError for values of other types.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            self._engine_settings = settings.EngineSettings.of(loader)
+            self._engine_settings = fallback.settings_for(self, loader)
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)
@@ -96,6 +110,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
         ledger.of(self).serve(settings.scheduling(loader))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
+        seeding = fetching.seeding(loader, int(self._base_seed))
+        if seeding is not None:
+            self._seeding = seeding
+        threads = fetching.threads(loader)
+        if threads > 1:
+            self._threads = threads
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -131,6 +151,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
                 base_seed=int(self._base_seed),
                 init_fn=self._worker_init_fn,
                 num_workers=self._num_workers,
+                seeding=self._seeding,
+                threads=self._threads,
             )
             group.start(self._context, self._dataset, job)
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
@@ -176,19 +198,25 @@ class _MultiProcessingDataLoaderIter(TorchIter, metaclass=IterType):
             super()._reset(loader, first_iter)
             return
         core = self._engine()
-        _BaseDataLoaderIter._reset(self, loader, first_iter)
+        _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
+        message = b""
+        if self._seeding is not None and not first_iter:
+            self._seeding = fetching.next_epoch(loader, self._seeding)
+            message = pickle.dumps({"epoch": self._seeding.epoch})
         if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
         self._rescued = None
         answer: list[Any] = [None, None]
-        core.begin(answer, self._draw(), first_iter)
+        core.begin(answer, self._draw(), first_iter, message)
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
+        if self._seeding is not None:
+            fetching.note_begun(loader, self._seeding)
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:

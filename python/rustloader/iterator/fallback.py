@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing.context
 import types
@@ -11,7 +12,9 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.dataloader import _DatasetKind
 
+from rustloader import options
 from rustloader._core import Engine
 from rustloader.config import stall_limits
 from rustloader.iterator import interrupts
@@ -22,6 +25,8 @@ from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
+
+_NO_QUEUE = "dispatch='shared_queue' does not apply to an iterable dataset; its workers keep round robin"
 
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
 # for the process and signals it without them.
@@ -95,6 +100,16 @@ def fall_back(source: Any, reason: str) -> None:
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
+def settings_for(iterator: Any, loader: Any) -> EngineSettings:
+    """The settings of an iterator's engine. An iterable dataset keeps round robin; one line of the log says so."""
+    settings = EngineSettings.of(loader)
+    if settings.dispatch == "round_robin" or loader._dataset_kind != _DatasetKind.Iterable:
+        return settings
+    if ledger.of(iterator).is_new(_NO_QUEUE):
+        logger.info(_NO_QUEUE)
+    return dataclasses.replace(settings, dispatch="round_robin")
+
+
 def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
     """An engine with these settings, or the reason why there is none."""
     try:
@@ -109,6 +124,8 @@ def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
             dump_index=serialize.dumps_alone,
             is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.warn,
+            shared_queue=settings.dispatch == "shared_queue",
+            **options.window(settings.reorder_window),
         )
     except (OSError, MemoryError) as error:
         return None, f"cannot create the engine: {error}"

@@ -79,6 +79,11 @@ def applied(loader: Any) -> Any:
     return _Loader(loader, changed) if changed else loader
 
 
+def original(loader: Any) -> Any:
+    """The loader itself, of a loader as ``applied`` returns it."""
+    return loader._rustloader_loader if isinstance(loader, _Loader) else loader
+
+
 def keep(loader: Any, seen: Any, iterator: Any) -> None:
     """Makes a loader keep its iterator if only an option makes its workers persistent. torch's ``__iter__`` reads both
     attributes."""

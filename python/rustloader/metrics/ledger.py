@@ -45,6 +45,8 @@ class Ledger:
         self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
+        # Texts that were logged once.
+        self._told: set[str] = set()
         self._ended = Meter()
         self._meters: list[Meter] = []
         # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
@@ -104,6 +106,14 @@ class Ledger:
         is_new = known not in self.fallbacks
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
+
+    def is_new(self, text: str) -> bool:
+        """Whether a text was not yet logged for the loader."""
+        if self._loaders is not None:
+            return self._loaders.is_new(text)
+        known = text in self._told
+        self._told.add(text)
+        return not known
 
     def figures(self) -> Totals:
         return figures_of([self._ended, *self._meters])

@@ -10,6 +10,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from rustloader._core import Engine, Port
+from rustloader.fetch.seeds import Seeding
 
 
 class Connection:
@@ -64,6 +65,10 @@ class Job:
     base_seed: int
     init_fn: Any
     num_workers: int
+    # None: torch's seeds of workers.
+    seeding: Seeding | None = None
+    # Threads that make the samples of a batch, for a map-style dataset.
+    threads: int = 1
     # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
     # that no other worker has received after this many seconds ends the worker.
     sigterm_seconds: float | None = None

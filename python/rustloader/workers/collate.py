@@ -9,6 +9,7 @@ import torch
 from torch.utils.data._utils import collate
 
 from rustloader._core import Port, heap_storage
+from rustloader.fetch import tables
 
 
 def use_arena(port: Port) -> Callable[[], None]:
@@ -50,8 +51,10 @@ def use_arena(port: Port) -> Callable[[], None]:
     table: dict[Any, Any] = collate.default_collate_fn_map
     replaced = {kind: fast[kind] for kind, function in torchs.items() if table.get(kind) is function}
     table.update(replaced)
+    tables.standard_functions.append(tensors)
 
     def restore() -> None:
+        tables.standard_functions.remove(tensors)
         if before is None:
             del torch.UntypedStorage._new_shared
         else:

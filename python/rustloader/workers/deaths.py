@@ -54,9 +54,10 @@ def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
 def _exitcode_of(process: Any) -> int | None:
     # Under forkserver only the fork server learns how a worker ended, and reports it a little later. join() could wait
     # without limit where a program has closed all descriptors.
-    with contextlib.suppress(Exception):
+    # A closed process raises ValueError, and what a program has put in its place AttributeError. Other errors come from
+    # signal handlers.
+    with contextlib.suppress(AttributeError, ValueError):
         multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
-    with contextlib.suppress(Exception):
         exitcode: int | None = process.exitcode
         return exitcode
     return None

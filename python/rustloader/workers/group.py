@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import _utils
 
 from rustloader._core import DeferredSignals, Engine, begin_forks, end_forks
-from rustloader.cleanup import quietly
+from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Payload
@@ -33,7 +33,6 @@ class WorkerGroup:
     def __init__(self, engine: Engine, processes: list[Any], on_exit: weakref.WeakMethod[Callable[[], None]]) -> None:
         self.engine = engine
         self.processes = processes
-        self.ended = False
         self._on_exit = on_exit
         _live.add(self)
 
@@ -58,20 +57,23 @@ class WorkerGroup:
         worker = context.Process(target=main.run, args=(payload,))
         worker.daemon = True
         try:
-            process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
-        finally:
-            payload.close()
-        self.processes.append(worker)
-        self.engine.started(worker_id, worker.pid)
+            try:
+                process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
+            finally:
+                payload.close()
+            self.processes.append(worker)
+            self.engine.started(worker_id, worker.pid)
+        except BaseException as error:
+            # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
+            clean_up_after(error, lambda: process.kill(worker))
+            raise
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds
         later. An interrupt skips to SIGKILL and is raised again."""
-        self.ended = True
         _end([self], grace, KILL_AFTER)
 
     def exit(self) -> None:
-        self.ended = True
         on_exit = self._on_exit()
         if on_exit is not None:
             on_exit()
@@ -140,8 +142,9 @@ def _gone(engines: list[Engine], seconds: float) -> bool:
 
 def _end_all() -> None:
     """Ends all workers at exit: before torch's hook, which disables ``__del__``, and before multiprocessing's, which
-    joins daemonic processes without limit."""
-    here = [group for group in list(_live) if not group.ended and group.engine.is_ours]
+    joins daemonic processes without limit. Groups that a daemon thread is ending get the shorter deadline of the exit,
+    too."""
+    here = [group for group in list(_live) if group.engine.is_ours]
     for group in here:
         # A daemon thread in `next` must not wake up to an error that it can only print.
         group.engine.close(exiting=True)

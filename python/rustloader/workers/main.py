@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
-from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
+from rustloader.fetch import tables, torchs
+from rustloader.fetch.seeds import Apart, Seeds
+from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
-from rustloader.torch_side import is_torchs
 from rustloader.workers import serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
@@ -58,6 +60,10 @@ class _Worker:
         self.fetcher: Any = None
         # The fetcher's `fetch`, if it is torch's own.
         self.torchs_fetch: Any = None
+        # Seeds batches or samples, if an option asks for it.
+        self.seeds: Seeds | None = None
+        # Makes the samples of a batch at the same time, if an option asks for it.
+        self.pool: Pool | None = None
         # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
         # shared with the main process until one side writes to them.
         gc.freeze()
@@ -77,13 +83,17 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
             self.init_failed = True
         else:
+            if job.seeding is not None:
+                self.seeds = Seeds(job.seeding, worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0)
             self.make_fetcher()
 
     def make_fetcher(self) -> None:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset."""
         job = self.job
         collate_fn = job.collate_fn
-        is_torchs_own = _is_torchs_own_fetcher(job.dataset_kind)
+        if self.seeds is not None:
+            collate_fn = self.seeds.for_collating(collate_fn)
+        is_torchs_own = torchs.is_own(job.dataset_kind)
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
@@ -91,9 +101,25 @@ class _Worker:
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
+            if job.threads > 1 and is_torchs_own and not getattr(self.dataset, "__getitems__", None):
+                self.use_threads()
+            elif self.seeds is None:
+                tables.use(self.fetcher, job.collate_fn, self.port.gather)
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
+
+    def use_threads(self) -> None:
+        """Lets threads make the samples, by way of ``__getitems__``, which torch's fetcher prefers."""
+        if self.pool is None:
+            self.pool = Pool(self.job.threads, self.check_stop)
+        before = None if self.seeds is None else self.seeds.mark_sample
+        self.fetcher.dataset = ThreadedDataset(self.dataset, self.pool, before)
+
+    def check_stop(self) -> None:
+        """Raises WorkerStopped when the loader shuts down."""
+        for _ in self.port.stoppable(()):
+            pass
 
     def loop(self) -> None:
         """Answers tasks until the main process ends the worker or is gone."""
@@ -105,6 +131,8 @@ class _Worker:
             if code == RESUME:
                 port.resumed()
                 self.exhausted = False
+                if self.seeds is not None:
+                    self.seeds.begin_epoch(pickle.loads(index)["epoch"], task)
                 if not self.init_failed:
                     self.make_fetcher()
                 continue
@@ -119,7 +147,7 @@ class _Worker:
                 del error, index
                 continue
             try:
-                data = self.fetcher.fetch(self.stoppable(index))
+                data = self.fetcher.fetch(self.indices(task, index))
             except Exception as error:
                 if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
@@ -132,14 +160,19 @@ class _Worker:
                 del data
             del index
 
-    def stoppable(self, index: Any) -> Any:
-        """Wraps an index batch so that a shutdown ends the fetch between two samples, where torch's fetcher only
-        iterates over it."""
-        if not self.job.auto_collation or type(self.fetcher).fetch is not self.torchs_fetch:
-            return index
-        if self.job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
-            return index
-        return self.port.stoppable(index)
+    def indices(self, task: int, index: Any) -> Any:
+        """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch
+        between two samples, and each sample can have its own seed."""
+        job, apart = self.job, Apart.ONE
+        if type(self.fetcher).fetch is not self.torchs_fetch:
+            apart = Apart.NO
+        elif job.auto_collation:
+            if job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
+                apart = Apart.NO
+            else:
+                apart = Apart.EACH if self.pool is None else Apart.ONE
+                index = self.port.stoppable(index)
+        return index if self.seeds is None else self.seeds.begin_batch(task, index, apart)
 
     def send(self, task: int, data: Any) -> None:
         """Sends a batch, or the error that prevents it."""
@@ -165,14 +198,3 @@ class _Worker:
             substitute.exc_msg = error.exc_msg
             payload = serialize.dumps_alone(substitute)
         self.port.send_error(task, payload)
-
-
-def _is_torchs_own_fetcher(dataset_kind: int) -> bool:
-    """Whether the fetcher's class and its ``fetch`` will be torch's. Libraries replace them."""
-    fetch = _utils.fetch
-    kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
-    return (
-        is_torchs(_DatasetKind.create_fetcher, torch_dataloader)
-        and kind.__module__ == fetch.__name__
-        and is_torchs(kind.fetch, fetch)
-    )

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
@@ -13,6 +14,7 @@ use crate::codec::prepare::Ready;
 use crate::engine::delivery::Event;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Incoming, Step};
+use crate::error::Error;
 use crate::interop::exit_guard::call;
 use crate::interop::text::short_text;
 use crate::metrics::SlowTask;
@@ -31,7 +33,7 @@ pub(super) struct Call<'a, 'py> {
 }
 
 impl<'py> Call<'_, 'py> {
-    pub(super) fn begin(&mut self, is_first: bool) -> PyResult<()> {
+    pub(super) fn begin(&mut self, is_first: bool, message: &[u8]) -> PyResult<()> {
         self.state.engine.delivery().on_event(Event::EpochBegan);
         self.state.engine.epoch_begins();
         if self.engine.handle.closing() {
@@ -42,18 +44,27 @@ impl<'py> Call<'_, 'py> {
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(death);
             }
-            self.state.engine.reset()?;
+            self.state.engine.reset(message)?;
             while self.state.engine.resuming() {
-                let step = self.state.engine.step()?;
-                let ignored = matches!(step, Step::Deliver { .. } | Step::Submit | Step::End);
-                if !ignored && self.carry_out(step)?.is_break() {
-                    return Ok(());
+                match self.state.engine.step()? {
+                    // The last worker has resumed, and the new epoch has no task yet.
+                    Step::Submit | Step::End => {}
+                    Step::Deliver { .. } => {
+                        return Err(Error::usage("a batch arrived before the workers had resumed").into());
+                    }
+                    step => {
+                        if self.carry_out(step)?.is_break() {
+                            return Ok(());
+                        }
+                    }
                 }
             }
         }
-        for _ in 0..self.state.engine.max_tasks() {
+        let mut asked = 0;
+        while self.state.engine.primes(asked) {
             self.py.check_signals()?;
             self.draw()?;
+            asked += 1;
         }
         self.give(code::END, self.py.None())
     }
@@ -79,7 +90,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Carries out a step; breaks once there is an answer.
     #[inline]
-    fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, PyErr>) -> PyResult<ControlFlow<()>> {
+    fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, Py<PyBaseException>>) -> PyResult<ControlFlow<()>> {
         let answered = match step {
             Step::Submit => return self.refill().map(ControlFlow::Continue),
             Step::Open { incoming, ready } => return self.open(&incoming, ready).map(ControlFlow::Continue),
@@ -93,7 +104,7 @@ impl<'py> Call<'_, 'py> {
                 }
             }
             Step::Unread(ready) => self.read_ready(ready),
-            Step::Raise(error) => Err(error),
+            Step::Raise(error) => Err(PyErr::from_value(error.into_bound(self.py).into_any())),
             Step::Dead(death) => self.give_death(death),
             Step::End => {
                 self.state.engine.epoch_ends();

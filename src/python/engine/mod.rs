@@ -14,11 +14,13 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use pyo3::{PyTraverseError, PyVisit};
 
 use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
+use super::port::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
@@ -27,12 +29,12 @@ use crate::engine::{Engine, Handle};
 use crate::interop::detached::{DetachedObject, attached};
 use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
-use crate::scheduler::Settings;
+use crate::scheduler::{Dispatch, Settings, Window};
 use crate::sys::clock;
 use crate::worker::watchdog::Parent;
 
 /// The result of `progress`.
-type Counters = (u64, usize, Vec<usize>, Vec<(u64, u32)>);
+type Counters = (u64, usize, Vec<usize>, Vec<(u64, Option<u32>)>);
 
 /// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
 /// be called at any time.
@@ -84,6 +86,8 @@ struct StallLimits {
 impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
+    #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None))]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -96,9 +100,15 @@ impl PyEngine {
         dump_index: Py<PyAny>,
         is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
+        shared_queue: bool,
+        window_batches: Option<usize>,
+        window_bytes: Option<u64>,
     ) -> PyResult<Self> {
-        let settings = Settings::torch(workers, prefetch_factor, in_order);
-        let settings = Settings { persistent, timeout: seconds(timeout), ..settings };
+        let torch = Settings::torch(workers, prefetch_factor, in_order);
+        let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
+        let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
+        let window = window.or(window_batches.map(Window::of_batches));
+        let settings = Settings { persistent, timeout: seconds(timeout), dispatch, window, ..torch };
         let mut engine = py.detach(|| Engine::new(settings))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
@@ -111,13 +121,13 @@ impl PyEngine {
         })
     }
 
-    fn shipment(&self) -> (i32, i32, (u64, u32, u32), (i32, u64)) {
+    fn shipment(&self) -> (i32, i32, Sizes, (i32, u64)) {
         let geometry = self.handle.arena.geometry();
         let parent = Parent::this_process();
         (
             self.handle.arena.raw_fd(),
             self.handle.doorbell.as_fd().as_raw_fd(),
-            (geometry.total, geometry.workers, geometry.ring_slots),
+            (geometry.total, geometry.workers, geometry.ring_slots, geometry.shared_queue),
             (parent.pid, parent.start_time),
         )
     }
@@ -126,7 +136,7 @@ impl PyEngine {
         Ok(self.enter(py)?.state().engine.started(worker, pid)?)
     }
 
-    /// Begins an epoch: all but the first wait for the workers' answers. Then sends an index for each task that may be
+    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each task that may be
     /// outstanding. The answer is `END`, or what arrived instead.
     fn begin<'py>(
         &self,
@@ -134,12 +144,13 @@ impl PyEngine {
         answer: &Bound<'py, PyList>,
         next_index: &Bound<'py, PyAny>,
         is_first: bool,
+        message: &[u8],
     ) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first)
+        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first, message)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does. The next call raises the sampler's error, because
+    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the sampler's error, because
     /// the batch is sound. The result is in `answer` before this returns: an exception of a signal handler cannot lose it.
     fn next<'py>(
         &self,
@@ -267,6 +278,18 @@ impl PyEngine {
         self.finish_wanted.store(true, Ordering::Release);
         if self.gate.try_enter() == Attempt::Entered {
             drop(Access { engine: self, state: self.state.try_lock().ok() });
+        }
+    }
+
+    /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to this engine.
+    ///
+    /// The collector and all who take the lock hold the GIL. A call in progress may keep the lock while it waits without the GIL;
+    /// then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each cycle has a traceback, which the
+    /// collector clears.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self.state.try_lock() {
+            Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),
+            Err(_) => Ok(()),
         }
     }
 

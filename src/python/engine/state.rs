@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
+use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 
 use super::PyEngine;
@@ -13,7 +14,7 @@ use crate::python::gate;
 
 /// The engine, and buffers that are reused for each message and each index batch.
 pub(super) struct State {
-    pub(super) engine: Engine<Py<PyAny>, Ready, PyErr>,
+    pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
 }

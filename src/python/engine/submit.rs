@@ -25,7 +25,7 @@ impl<'py> Call<'_, 'py> {
         let (event, answer) = match (interrupt, drawn) {
             (Ok(()), Ok(())) => (Event::IndexDrawn, Ok(())),
             (Ok(()), Err(error)) if error.is_instance_of::<PyException>(self.py) => {
-                (Event::DrawFailed(error), Ok(()))
+                (Event::DrawFailed(error.into_value(self.py)), Ok(()))
             }
             (Err(error), _) | (_, Err(error)) => (Event::DrawInterrupted, Err(error)),
         };
@@ -40,7 +40,10 @@ impl<'py> Call<'_, 'py> {
             Some(index) => Some(index.into_bound(self.py)),
             None => next_item(self.next_index)?,
         };
-        index.map_or(Ok(()), |index| self.submit(index))
+        match index {
+            Some(index) => self.submit(index),
+            None => Ok(self.state.engine.sampler_ended()?),
+        }
     }
 
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from refusals import load_core, run
 
-PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "forking"]
+PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "forking", "shared"]
 # Its workers are fresh interpreters: of each kind only the first call.
 SLOW = "spawned"
 # Kinds that only one program is there for.

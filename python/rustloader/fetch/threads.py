@@ -1,0 +1,140 @@
+"""``worker_threads``: the samples of a batch are fetched by several threads of the worker."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+logger = logging.getLogger("rustloader")
+
+# Seconds between checks for a shutdown while threads make samples. A stuck one does not delay it further.
+_STOP_CHECK = 0.1
+
+
+class ThreadedDataset:
+    """A dataset whose samples are fetched by threads. torch's fetcher asks it for whole batches.
+
+    Args:
+        dataset: Map-style dataset.
+        pool: The threads.
+        before: Called in the thread before each sample, with its place in the batch; or None.
+    """
+
+    def __init__(self, dataset: Any, pool: Pool, before: Callable[[int], None] | None) -> None:
+        self._dataset, self._pool, self._before = dataset, pool, before
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return self._pool.fetch(_Batch(self._dataset, indices, self._before))
+
+
+class Pool:
+    """The threads of a worker, which start with the first batch.
+
+    They are daemons: neither a shutdown nor the worker's exit waits for one that is stuck in a sample.
+
+    Args:
+        size: Number of threads.
+        check: Raises if the worker has to leave; called every 0.1 s while threads make samples.
+    """
+
+    def __init__(self, size: int, check: Callable[[], object]) -> None:
+        self._size, self._check = size, check
+        self._started = 0
+        self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+
+    def fetch(self, batch: _Batch) -> list[Any]:
+        """Returns a batch's samples in order, or raises the first error, in the order of samples."""
+        self._start()
+        # No thread works on another batch: the last one was awaited.
+        batch.threads = self._started
+        for _ in range(self._started):
+            self._batches.put(batch)
+        while not batch.finished.wait(_STOP_CHECK):
+            self._check()
+        return batch.take()
+
+    def _start(self) -> None:
+        while self._started < self._size:
+            name = f"rustloader-sample-{self._started}"
+            try:
+                threading.Thread(target=_serve, args=(self._batches,), name=name, daemon=True).start()
+            except RuntimeError as error:
+                if not self._started:
+                    raise
+                logger.warning("worker_threads=%d: a worker has %d, because %s", self._size, self._started, error)
+                self._size = self._started
+            else:
+                self._started += 1
+
+
+def _serve(batches: queue.SimpleQueue[_Batch]) -> None:
+    while True:
+        # No name for the batch: an idle thread must not keep its samples.
+        batches.get().work()
+
+
+class _Batch:
+    """A batch whose samples threads take one after the other."""
+
+    def __init__(self, dataset: Any, indices: Iterable[Any], before: Callable[[int], None] | None) -> None:
+        self._dataset, self._before = dataset, before
+        self._indices = iter(indices)
+        self._lock = threading.Lock()
+        self._samples: list[Any] = []
+        # The first error by place. Samples behind one are not begun.
+        self._error: tuple[int, BaseException] | None = None
+        # Threads that are not done with the batch.
+        self.threads = 0
+        self.finished = threading.Event()
+
+    def work(self) -> None:
+        """Makes samples until there are no more."""
+        while self._make_next():
+            pass
+        with self._lock:
+            self.threads -= 1
+            if self.threads == 0:
+                self.finished.set()
+
+    def _make_next(self) -> bool:
+        with self._lock:
+            place = len(self._samples)
+            if self._error is not None:
+                return False
+            try:
+                # Ends with an error when the loader shuts down.
+                index = next(self._indices)
+            except StopIteration:
+                return False
+            except BaseException as error:
+                self._error = place, error
+                return False
+            self._samples.append(None)
+        try:
+            if self._before is not None:
+                self._before(place)
+            self._samples[place] = self._dataset[index]
+        except BaseException as error:
+            self._note(place, error)
+        return True
+
+    def _note(self, place: int, error: BaseException) -> None:
+        """Keeps an error if it is the first by place."""
+        with self._lock:
+            if self._error is None or place < self._error[0]:
+                self._error = place, error
+
+    def take(self) -> list[Any]:
+        """The samples of a finished batch, which it does not keep. Raises the error that comes first."""
+        samples, self._samples = self._samples, []
+        found, self._error = self._error, None
+        if found is None:
+            return samples
+        try:
+            raise found[1]
+        finally:
+            # A frame that keeps its error is a cycle.
+            del found, samples

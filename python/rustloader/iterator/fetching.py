@@ -1,0 +1,89 @@
+"""Decides what the options of a loader change about the way its batches are fetched."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from torch.utils.data import _DatasetKind
+
+from rustloader import options
+from rustloader.fetch import torchs
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import settings
+from rustloader.metrics import ledger
+
+logger = logging.getLogger("rustloader")
+
+# Attribute of a loader: the base seed of its first epoch, and the number of epochs that have begun. It travels with
+# copies and pickles of the loader. Only loaders with ``seed_by`` have it.
+_EPOCHS = "_rustloader_epochs"
+
+
+def check(loader: Any) -> None:
+    """Raises ValueError if the loader's own options do not go with its dataset."""
+    count = options.in_force(settings.original(loader), "worker_threads")
+    if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
+        raise ValueError(
+            f"worker_threads needs a map-style dataset, got {count} for an iterable one, whose samples come one after "
+            "the other; leave worker_threads at 1 and set a larger num_workers"
+        )
+
+
+def threads(loader: Any) -> int:
+    """The number of threads that make the samples of a batch in each worker."""
+    count: int = options.in_force(loader, "worker_threads")
+    reason = _why_one_after_the_other(loader) if count > 1 else None
+    if reason is None:
+        return count
+    _tell(loader, f"worker_threads={count} has no effect: {reason}")
+    return 1
+
+
+def seeding(loader: Any, drawn: int) -> Seeding | None:
+    """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
+    iterator, and counts if this is the loader's first epoch."""
+    seed_by = options.in_force(loader, "seed_by")
+    if seed_by == "worker":
+        return None
+    if seed_by == "sample":
+        reason = _not_apart(loader)
+        if reason is not None:
+            _tell(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
+    return next_epoch(loader, Seeding(seed_by == "sample", drawn, 0))
+
+
+def next_epoch(loader: Any, seeding: Seeding) -> Seeding:
+    """The seeds of the epoch that a loader begins next."""
+    base_seed, epoch = getattr(loader, _EPOCHS, (seeding.base_seed, 0))
+    return dataclasses.replace(seeding, base_seed=base_seed, epoch=epoch)
+
+
+def note_begun(loader: Any, seeding: Seeding) -> None:
+    """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
+    setattr(settings.original(loader), _EPOCHS, (seeding.base_seed, seeding.epoch + 1))
+
+
+def _not_apart(loader: Any) -> str | None:
+    """Why the samples of a batch cannot be told apart, or None."""
+    if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
+        return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
+    if not torchs.is_own(loader._dataset_kind):
+        return "torch's fetcher was replaced"
+    return None
+
+
+def _why_one_after_the_other(loader: Any) -> str | None:
+    """Why threads cannot make the samples of a batch at the same time, or None."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return "the samples of an iterable dataset come one after the other"
+    if not loader._auto_collation:
+        return "with batch_size=None a batch is one sample"
+    return _not_apart(loader)
+
+
+def _tell(loader: Any, text: str) -> None:
+    """Logs a text once per loader."""
+    if ledger.of(settings.original(loader)).is_new(text):
+        logger.info("a DataLoader: %s", text)

@@ -1,0 +1,202 @@
+"""Index streams: torch's index batches, from an array of 8 bytes an index instead of a list of Python ints.
+
+A stream replaces the generator of a BatchSampler over a RandomSampler or a DistributedSampler, or of a RandomSampler
+without batches. It yields the same ints and lists at the same calls, and draws from every generator that a program can
+see at the same moments. Other samplers, subclasses, and samplers with replaced methods keep torch's generator, and so
+does sampling with replacement, which torch draws in small pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+import sys
+from collections.abc import Callable
+from types import CodeType, GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import distributed, sampler
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import BatchSampler, RandomSampler
+
+from rustloader._core import IndexStream
+from rustloader.iterator.interrupts import is_interrupt
+from rustloader.torch_side import known_code
+
+_More = Callable[[], "np.ndarray | None"]
+
+_BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
+_RANDOM = known_code(
+    RandomSampler.__iter__,
+    sampler,
+    "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
+    "randint tolist randperm",
+)
+_SHARD = known_code(
+    DistributedSampler.__iter__,
+    distributed,
+    # Older versions assert, newer ones raise an AssertionError with a text.
+    "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
+    "ceil rank num_replicas num_samples iter",
+    "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
+    "ceil AssertionError rank num_replicas num_samples iter",
+)
+
+
+def stream(index_sampler: Any, torchs: Any) -> Any:
+    """The index stream of a sampler, or torch's iterator where there is none.
+
+    Args:
+        index_sampler: What a loader takes its index batches from.
+        torchs: ``iter(index_sampler)``, unstarted.
+    """
+    if type(index_sampler) is BatchSampler:
+        inner = vars(index_sampler).get("sampler")
+        if _has_arrays(inner) and _is_fresh(torchs, _BATCHES, index_sampler):
+            return IndexStream(
+                torchs, index_sampler, functools.partial(_begin_batches, index_sampler), _size_of, is_interrupt
+            )
+    elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
+        if _is_fresh(torchs, _RANDOM, index_sampler):
+            return IndexStream(torchs, None, functools.partial(_begin, index_sampler), _size_of, is_interrupt)
+    return torchs
+
+
+def _has_arrays(inner: Any) -> bool:
+    """Whether a sampler's indices can come from arrays."""
+    if type(inner) is RandomSampler:
+        return _RANDOM is not None and _code_of(RandomSampler) is _RANDOM and vars(inner).get("replacement") is False
+    return type(inner) is DistributedSampler and _SHARD is not None and _code_of(DistributedSampler) is _SHARD
+
+
+def _code_of(cls: type) -> CodeType | None:
+    return getattr(cls.__iter__, "__code__", None)  # type: ignore[attr-defined]
+
+
+def _is_fresh(iterator: Any, code: CodeType | None, of: Any) -> bool:
+    """Whether an iterator is torch's own generator over a sampler, before its first step."""
+    return (
+        type(iterator) is GeneratorType
+        and iterator.gi_code is code
+        and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED
+        and inspect.getgeneratorlocals(iterator).get("self") is of
+    )
+
+
+# The streams call these at their first `next`, when torch's generators read their samplers.
+
+
+def _begin_batches(batches: BatchSampler) -> tuple[_More, int | None] | None:
+    """The arrays of a BatchSampler and the size of all batches, if it is fixed; None leaves it to torch's generator."""
+    begun = _begin(batches.sampler)
+    if begun is None or not batches.drop_last:
+        return begun
+    size: Any = batches.batch_size
+    return begun[0], size if type(size) is int and 0 <= size < 2**32 else len([None] * size)
+
+
+def _begin(inner: Any) -> tuple[_More, None] | None:
+    if not _has_arrays(inner):
+        return None
+    if type(inner) is RandomSampler:
+        return _Permutations(inner), None
+    shard = _shard(inner)
+    return None if shard is None else (functools.partial(next, iter([shard]), None), None)
+
+
+def _size_of(size: Any) -> int:
+    """The size of a batch whose ``batch_size`` is not a small int, or the error of torch's ``islice``."""
+    itertools.islice((), size)
+    return sys.maxsize if size is None else operator.index(size)
+
+
+class _Permutations:
+    """Returns the permutations of a RandomSampler, one a call, then None.
+
+    Draws each when torch does. If a signal handler raises during a call, the next call goes on where it stopped: what
+    was drawn stays, and nothing is drawn twice.
+    """
+
+    def __init__(self, inner: RandomSampler) -> None:
+        self._sampler: Any = inner
+        self._seed: torch.Tensor | None = None
+        self._generator: Any = None
+        self._is_private = False
+        self._size = 0
+        # As many as whole permutations are left.
+        self._whole = range(0)
+        self._ended = False
+        # The permutation of an interrupted call.
+        self._drawn: list[torch.Tensor] = []
+
+    def __call__(self) -> np.ndarray | None:
+        if self._generator is None:
+            self._start()
+        if self._ended:
+            return None
+        whole, ended = self._whole[1:], not self._whole
+        if ended and self._is_private and self._sampler.num_samples % self._size == 0:
+            # torch draws a permutation here, and uses nothing of it.
+            self._ended = True
+            return None
+        if not self._drawn:
+            # A single call of C code draws and stores: no signal handler runs in between.
+            draw = functools.partial(torch.randperm, generator=self._generator)
+            self._drawn.extend(map(draw, (self._size,)))
+        array = _array(self._drawn[0])
+        if ended:
+            array = array[: self._sampler.num_samples % self._size]
+        # No call may come from here on: a signal handler could run in it.
+        self._whole, self._ended, self._drawn = whole, ended, []
+        return array
+
+    def _start(self) -> None:
+        inner = self._sampler
+        size = len(inner.data_source)
+        generator = inner.generator
+        if generator is None:
+            if self._seed is None:
+                self._seed = torch.empty((), dtype=torch.int64).fill_(-1)
+            # Seeds are not negative.
+            if self._seed.item() < 0:
+                self._seed.random_()
+            generator = torch.Generator()
+            generator.manual_seed(int(self._seed.item()))
+            self._is_private = True
+        self._whole = range(inner.num_samples // size)
+        self._size = size
+        self._generator = generator
+
+
+def _array(permutation: torch.Tensor) -> np.ndarray:
+    """A permutation as a contiguous array, without a copy if it is an ordinary tensor."""
+    if type(permutation) is torch.Tensor and permutation.device.type == "cpu":
+        return permutation.numpy()
+    return np.array(permutation.tolist(), np.int64)
+
+
+def _shard(inner: Any) -> np.ndarray | None:
+    """The indices of a DistributedSampler. None for a state that torch's generator reports, or that is not plain."""
+    rank, replicas, total, count = inner.rank, inner.num_replicas, inner.total_size, inner.num_samples
+    if any(type(value) is not int for value in (rank, replicas, total, count)) or not 0 <= rank < replicas:
+        return None
+    size = len(inner.dataset)
+    fits = size >= total >= 0 if inner.drop_last else size == total or 0 < size < total
+    if not fits or len(range(rank, total, replicas)) != count:
+        return None
+    if not inner.shuffle:
+        indices = np.arange(rank, total, replicas)
+        if total > size:
+            indices %= size
+        return indices
+    generator = torch.Generator()
+    generator.manual_seed(inner.seed + inner.epoch)
+    permutation = _array(torch.randperm(size, generator=generator))
+    own = permutation[rank : min(size, total) : replicas]
+    # The padding repeats the permutation from its start.
+    padding = np.arange(rank + len(own) * replicas, total, replicas) % max(size, 1)
+    return np.concatenate([own, permutation[padding]])

@@ -1,0 +1,74 @@
+//! The engine's side of the queue that workers share: it knows which worker holds each task.
+
+use super::{Engine, Handle};
+use crate::error::{Error, Result};
+use crate::id::TaskId;
+use crate::scheduler::Event;
+use crate::shm::arena::ArenaQueue;
+use crate::shm::block::CONSUMER;
+use crate::shm::queue::Submitter;
+use crate::wire::{ResultEntry, ResultKind, TaskEntry};
+
+/// The producer's end of the queue. A task's number is its position.
+#[derive(Debug)]
+pub(super) struct SharedQueue(Submitter<ArenaQueue>);
+
+impl SharedQueue {
+    /// The queue of an arena, if it has one.
+    pub(super) fn of(handle: &Handle) -> Option<Self> {
+        handle.arena.queue().map(|queue| Self(Submitter::new(queue)))
+    }
+
+    /// Queues a task. The caller wakes a worker.
+    pub(super) fn push(&mut self, entry: &TaskEntry) -> Result<()> {
+        match self.0.push(&entry.to_words()) {
+            Ok(position) if position == entry.task => Ok(()),
+            pushed => Err(Error::corrupt(format!(
+                "task {} has no place in the queue, which has room for all tasks: {pushed:?}",
+                entry.task
+            ))),
+        }
+    }
+
+    /// Notes an answer. [`Error::Corrupt`] unless the worker held the task that it names.
+    pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
+        if entry.kind == ResultKind::Resumed || self.0.answered(entry.task, worker) {
+            return Ok(());
+        }
+        let holder = self.holder(TaskId(entry.task));
+        Err(Error::corrupt(format!(
+            "worker {worker} answers task {}, whose holder is {holder:?}",
+            entry.task
+        )))
+    }
+
+    /// The worker that holds a task and has not answered it.
+    pub(super) fn holder(&self, task: TaskId) -> Option<u32> {
+        self.0.holder(task.0)
+    }
+
+    /// The task that a worker holds, or else the oldest that waits for any worker.
+    pub(super) fn awaited_of(&self, worker: u32) -> Option<TaskId> {
+        self.0.held_by(worker).or_else(|| self.0.oldest_waiting()).map(TaskId)
+    }
+
+    /// The task that a worker held at its end. It is not held any more.
+    pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
+        let held = self.0.held_by(worker)?;
+        self.0.answered(held, worker);
+        Some(TaskId(held))
+    }
+}
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// Takes a task of an abandoned epoch back, unless a worker has it.
+    pub(super) fn withdraw(&mut self, task: TaskId) -> Result<()> {
+        let Some(words) = self.queue.as_mut().and_then(|queue| queue.0.withdraw(task.0)) else {
+            return Ok(());
+        };
+        if let Some(block) = TaskEntry::from_words(&words)?.block {
+            self.arena().release(self.allocator.region(), block, CONSUMER);
+        }
+        self.event(Event::Withdrawn(task))
+    }
+}

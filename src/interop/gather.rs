@@ -1,0 +1,110 @@
+//! The batch of a table: rows of tensors, gathered in one pass instead of a sample at a time.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use super::collate::exact_int;
+use super::tensor::Bridge;
+use super::view::{StackPlan, TensorView};
+use crate::config::DETACH_FROM;
+use crate::tree::layout::is_contiguous;
+
+/// A tensor to write to: its first byte, and the tensor.
+type Target = (*mut u8, Py<PyAny>);
+
+/// Makes the tensor of a plan, which has room for all of its bytes. `None`: the batch is left to torch.
+type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
+
+/// What default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows, stacked. `None` leaves the
+/// batch to torch: an index is not an exact int or not in range, or a tensor is not plain, or its rows are not contiguous.
+pub fn gather<'py>(
+    bridge: &Bridge,
+    tensors: &Bound<'py, PyAny>,
+    index: &Bound<'py, PyAny>,
+    make: &mut Make<'_, 'py>,
+) -> PyResult<Option<Bound<'py, PyList>>> {
+    let py = index.py();
+    let (Ok(tensors), Some((rows, end))) = (tensors.cast_exact::<PyTuple>(), rows(index)) else {
+        return Ok(None);
+    };
+    if tensors.is_empty() || bridge.has_modes(py)? {
+        return Ok(None);
+    }
+    let planned = |tensor: &Bound<'py, PyAny>| {
+        let view = bridge.view(tensor)?;
+        Some((
+            plan(&view, rows.len(), end)?,
+            view.ptr as usize,
+            view.strides[0] as usize * view.dtype.itemsize(),
+        ))
+    };
+    let plans = tensors.iter().map(|tensor| planned(&tensor));
+    let Some(plans) = plans.collect::<Option<Vec<_>>>() else { return Ok(None) };
+    let mut targets = Vec::with_capacity(plans.len());
+    for (tensor, (plan, ..)) in tensors.iter().zip(&plans) {
+        let Some(target) = make(&tensor, plan)? else { return Ok(None) };
+        targets.push(target);
+    }
+    let batch = PyList::empty(py);
+    for ((tensor, (plan, from, step)), (to, made)) in tensors.iter().zip(plans).zip(targets) {
+        // While the GIL is released, other threads may give the tensor other memory.
+        let _storage = match plan.total {
+            DETACH_FROM.. => Some(tensor.call_method0(intern!(py, "untyped_storage"))?),
+            _ => None,
+        };
+        // Python code that ran since may have done so already.
+        if planned(&tensor) != Some((plan, from, step)) {
+            return Ok(None);
+        }
+        let to = to as usize;
+        let copy = || {
+            for (place, row) in rows.iter().enumerate() {
+                let (from, to) = ((from + row * step) as *const u8, (to + place * plan.each) as *mut u8);
+                // SAFETY: the rows are in range, so each lies in the live tensor; the target has a place for each.
+                unsafe { to.copy_from_nonoverlapping(from, plan.each) };
+            }
+        };
+        match plan.total {
+            0 => {}
+            DETACH_FROM.. => py.detach(copy),
+            _ => copy(),
+        }
+        batch.append(made)?;
+    }
+    Ok(Some(batch))
+}
+
+/// The stack of `count` rows of a tensor; `None` if a row below `end` does not exist, or the rows are not contiguous.
+fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
+    let (&length, row) = view.shape.split_first()?;
+    let (&step, strides) = view.strides.split_first()?;
+    let exists = usize::try_from(length).is_ok_and(|length| end <= length) && step >= 0;
+    (exists && is_contiguous(row, strides)).then(|| StackPlan::new(count, row, view.dtype))?
+}
+
+/// The numbers of a list of exact ints, none of them negative, and the end of their range. `None` for anything else.
+fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
+    let row = |item| usize::try_from(exact_int(&item)?).ok();
+    let rows = index.cast_exact::<PyList>().ok()?.iter().map(row).collect::<Option<Vec<_>>>()?;
+    let end = rows.iter().max()?.checked_add(1)?;
+    Some((rows, end))
+}
+
+/// As [`gather`], with tensors that torch allocates. `_core.pyi` documents it.
+#[pyfunction(name = "gather")]
+pub fn gather_in_torch<'py>(
+    tensors: &Bound<'py, PyAny>,
+    index: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyList>>> {
+    let bridge = Bridge::get(index.py())?;
+    gather(bridge, tensors, index, &mut |tensor, plan| {
+        let made = tensor.call_method1(intern!(tensor.py(), "new_empty"), (&plan.shape[..],))?;
+        // A program may have replaced the method.
+        let fits = |view: &TensorView<'_>| {
+            view.dtype == plan.dtype && view.shape == plan.shape && view.strides == plan.strides
+        };
+        let ptr = bridge.view(&made).filter(fits).map(|view| view.ptr.cast_mut());
+        Ok(ptr.map(|ptr| (ptr, made.unbind())))
+    })
+}

@@ -1,0 +1,235 @@
+//! The index stream: the index batches that torch's samplers yield, from an array of 8 bytes an index instead of a list.
+//!
+//! Python draws the permutations (`iterator/indices.py`), this iterator cuts them into batches. Nothing between two draws runs
+//! Python code, so neither a signal handler nor another thread can come between taking indices and returning them.
+
+use std::sync::Mutex;
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyTypeError, PyValueError};
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyList, PyTuple};
+
+use super::exit_guard::{call, next_item};
+
+/// The iterator over the index batches, or the indices, of one epoch. `_core.pyi` documents it.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct IndexStream {
+    /// torch's iterator, unstarted. It takes over if `begin` returns `None`.
+    torchs: Py<PyAny>,
+    /// The BatchSampler, whose `batch_size` is read for each batch as torch does; `None` yields single indices.
+    batches: Option<Py<PyAny>>,
+    begin: Py<PyAny>,
+    size_of: Py<PyAny>,
+    is_interrupt: Py<PyAny>,
+    /// Locked while `next` runs; another `next` then raises as a generator does.
+    state: Mutex<State>,
+}
+
+/// Where the indices come from.
+enum Source {
+    /// `next` was not called yet.
+    Unstarted,
+    /// A function that returns the next array, or `None` at the end.
+    Arrays(Py<PyAny>),
+    Torchs,
+    Ended,
+}
+
+struct State {
+    source: Source,
+    array: Option<PyBuffer<i64>>,
+    /// The position in the array.
+    at: usize,
+    /// The size of all batches, if the last one is dropped unless it is full.
+    full: Option<usize>,
+    /// The begin of a batch that goes on in the next array.
+    pending: Vec<i64>,
+}
+
+impl State {
+    /// Ends the stream and frees its memory.
+    fn end(&mut self) {
+        self.source = Source::Ended;
+        self.array = None;
+        self.pending = Vec::new();
+    }
+}
+
+#[pymethods]
+impl IndexStream {
+    #[new]
+    fn new(
+        torchs: Py<PyAny>,
+        batches: Option<Py<PyAny>>,
+        begin: Py<PyAny>,
+        size_of: Py<PyAny>,
+        is_interrupt: Py<PyAny>,
+    ) -> Self {
+        let state = State { source: Source::Unstarted, array: None, at: 0, full: None, pending: Vec::new() };
+        Self { torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
+    }
+
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Ok(mut state) = self.state.try_lock() else {
+            return Err(PyValueError::new_err("generator already executing"));
+        };
+        if let Source::Unstarted = state.source {
+            self.start(py, &mut state)?;
+        }
+        match state.source {
+            Source::Torchs => next_item(self.torchs.bind(py)),
+            Source::Ended => Ok(None),
+            _ => self.batch(py, &mut state),
+        }
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for object in [&self.torchs, &self.begin, &self.size_of, &self.is_interrupt] {
+            visit.call(object)?;
+        }
+        visit.call(&self.batches)?;
+        match self.state.try_lock().as_deref() {
+            Ok(State { source: Source::Arrays(more), .. }) => visit.call(more),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl IndexStream {
+    fn start(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
+        let begun = self.ask(self.begin.bind(py), state)?;
+        if begun.is_none() {
+            state.source = Source::Torchs;
+        } else {
+            let (more, full) = begun.extract::<(Py<PyAny>, Option<usize>)>()?;
+            state.source = Source::Arrays(more);
+            state.full = full;
+        }
+        Ok(())
+    }
+
+    /// The next batch, or index; `None` at the end.
+    fn batch<'py>(&self, py: Python<'py>, state: &mut State) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let size = self.size(py, state)?;
+        if size == 0 {
+            state.end();
+            return Ok(None);
+        }
+        if state.pending.is_empty()
+            && let Some(indices) = rest(&state.array, state.at).get(..size)
+        {
+            let made = self.made(indices.iter().copied(), py)?;
+            state.at += size;
+            return Ok(Some(made));
+        }
+        let mut ended = false;
+        while !ended && state.pending.len() < size {
+            let rest = rest(&state.array, state.at);
+            let taken = rest.len().min(size - state.pending.len());
+            state.pending.extend(rest[..taken].iter().copied());
+            state.at += taken;
+            ended = taken == 0 && !self.refill(py, state)?;
+        }
+        let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
+        let made = if is_left_out { None } else { Some(self.made(state.pending.iter().copied(), py)?) };
+        state.pending.clear();
+        if ended {
+            state.end();
+        }
+        Ok(made)
+    }
+
+    /// The size of the next batch.
+    #[inline]
+    fn size(&self, py: Python<'_>, state: &mut State) -> PyResult<usize> {
+        let Some(batches) = &self.batches else { return Ok(1) };
+        if let Some(size) = state.full {
+            return Ok(size);
+        }
+        let size = batches.bind(py).getattr(intern!(py, "batch_size"));
+        let size = size.map_err(|error| self.failed(py, error, state))?;
+        match size.cast_exact::<PyInt>().ok().and_then(|size| size.extract::<u32>().ok()) {
+            Some(size) => Ok(size as usize),
+            None => {
+                let size_of = self.size_of.bind(py);
+                self.ask_with(size_of, PyTuple::new(py, [size])?, state)?.extract()
+            }
+        }
+    }
+
+    /// A list of ints, or the single index.
+    #[inline]
+    fn made<'py>(
+        &self,
+        mut indices: impl ExactSizeIterator<Item = i64>,
+        py: Python<'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        match self.batches {
+            Some(_) => Ok(PyList::new(py, indices)?.into_any()),
+            None => Ok(indices.next().into_pyobject(py)?),
+        }
+    }
+
+    /// Takes the next array. False: there is none.
+    fn refill(&self, py: Python<'_>, state: &mut State) -> PyResult<bool> {
+        let Source::Arrays(more) = &state.source else { return Ok(false) };
+        let more = more.clone_ref(py);
+        state.array = None;
+        let array = self.ask(more.bind(py), state)?;
+        if array.is_none() {
+            return Ok(false);
+        }
+        let array = PyBuffer::<i64>::get(&array)?;
+        if !array.is_c_contiguous() {
+            return Err(PyTypeError::new_err("an index stream needs contiguous arrays"));
+        }
+        state.array = Some(array);
+        state.at = 0;
+        Ok(true)
+    }
+
+    fn ask<'py>(&self, function: &Bound<'py, PyAny>, state: &mut State) -> PyResult<Bound<'py, PyAny>> {
+        self.ask_with(function, PyTuple::empty(function.py()), state)
+    }
+
+    fn ask_with<'py>(
+        &self,
+        function: &Bound<'py, PyAny>,
+        args: Bound<'py, PyTuple>,
+        state: &mut State,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        call(function, args).map_err(|error| self.failed(function.py(), error, state))
+    }
+
+    /// Ends the stream, as an error ends a generator; but not for an error that a signal handler raised.
+    fn failed(&self, py: Python<'_>, error: PyErr, state: &mut State) -> PyErr {
+        // Not `value`, which has no traceback.
+        let value = error.clone_ref(py).into_value(py);
+        let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));
+        if asked.and_then(|answer| answer.is_truthy()).unwrap_or(true) {
+            return error;
+        }
+        state.end();
+        if !error.is_instance_of::<PyStopIteration>(py) {
+            return error;
+        }
+        let raised = PyRuntimeError::new_err("generator raised StopIteration");
+        raised.set_cause(py, Some(error));
+        raised
+    }
+}
+
+/// What is left of the array.
+#[inline]
+fn rest(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
+    let Some(items) = array.as_ref().and_then(PyBuffer::as_slice_ptr) else { return &[] };
+    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it: `more` gives each array away.
+    unsafe { items.as_ref() }.get(at..).unwrap_or_default()
+}

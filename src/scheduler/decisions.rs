@@ -1,0 +1,93 @@
+//! What `next` asks itself, and its ends.
+
+use super::reorder::State;
+use super::{Decision, Scheduler};
+use crate::id::WorkerId;
+
+impl<T, R> Scheduler<T, R> {
+    /// Whether any task can be submitted.
+    #[inline]
+    pub(super) fn accepts(&self) -> bool {
+        self.outstanding < self.max_tasks
+            && self.outstanding + self.ready < self.window
+            && self.resuming == 0
+            && self.first_dead.is_none()
+            && !self.shut_down
+            && self.shared.as_ref().is_none_or(|shared| shared.span() < self.span)
+            && self.bytes.as_ref().is_none_or(|bytes| {
+                // A single task may exceed the limit.
+                self.outstanding + self.ready == 0 || bytes.admit(self.outstanding)
+            })
+    }
+
+    /// Whether a window asks for one more index: a worker takes it, so it is not drawn in vain.
+    #[inline]
+    pub(super) fn has_room(&self) -> bool {
+        !self.ended && self.accepts() && (self.shared.is_some() || self.workers.any_open())
+    }
+
+    /// Takes the front of the queue if its result is there, and skips dropped tasks.
+    #[inline]
+    pub(super) fn take_ready(&mut self) -> Option<u32> {
+        while let Some(front) = self.reorder.front() {
+            let slot = self.reorder.slot(front);
+            match slot.state {
+                State::Ready | State::Failed => {
+                    if !self.fills {
+                        self.workers.unload(slot.worker);
+                    }
+                    if let Some(bytes) = &mut self.bytes {
+                        bytes.remove(slot.bytes);
+                    }
+                    self.reorder.pop();
+                    self.ready -= 1;
+                    return Some(front);
+                }
+                State::Outstanding | State::Lost => return None,
+                State::Dropped => {
+                    self.reorder.pop();
+                    self.reorder.release(front);
+                }
+                State::Free => unreachable!("the queue holds slots in use"),
+            }
+        }
+        None
+    }
+
+    /// Delivers the result in `slot`.
+    #[inline]
+    pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
+        let entry = self.reorder.slot(slot);
+        let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
+        match self.reorder.release(slot) {
+            (Some(tag), Some(result)) if failed => self.answer(Decision::Raise { task, worker, tag, result }),
+            (Some(tag), Some(result)) => self.answer(Decision::Deliver { task, worker, tag, result }),
+            _ => unreachable!("a slot that is ready holds its tag and its result"),
+        }
+    }
+
+    /// Raises a death, now and at each later call.
+    pub(super) fn raise_death(&mut self) -> Decision<T, R> {
+        self.raised = self.death();
+        match self.raised {
+            Some(death) => self.answer(Decision::Dead(death)),
+            None => unreachable!("a death is raised only after a worker has died"),
+        }
+    }
+
+    /// Waits, or reports that the timeout has expired.
+    pub(super) fn wait(&mut self) -> Decision<T, R> {
+        debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
+        if self.clock.expired {
+            return self.answer(Decision::TimedOut);
+        }
+        Decision::Wait(self.clock.deadline)
+    }
+
+    /// Answers `next`, which stops the timeout.
+    #[inline]
+    pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
+        self.clock.stop();
+        step
+    }
+}

@@ -1,0 +1,61 @@
+//! The byte limit of a window.
+
+/// Bytes of the ready results, and what the outstanding tasks will add: the size of the largest result so far for each.
+#[derive(Debug)]
+pub(super) struct Bytes {
+    limit: u64,
+    /// Bytes of the ready results of this epoch.
+    ready: u64,
+    /// The largest result of any epoch; 0 before the first.
+    largest: u64,
+}
+
+impl Bytes {
+    pub fn new(limit: u64) -> Self {
+        Self { limit, ready: 0, largest: 0 }
+    }
+
+    /// Counts a result that waits for delivery. Sums saturate, because the sizes come from other processes.
+    pub fn add(&mut self, bytes: u64) {
+        self.ready = self.ready.saturating_add(bytes);
+        self.largest = self.largest.max(bytes);
+    }
+
+    /// Counts the delivery of a result.
+    pub fn remove(&mut self, bytes: u64) {
+        self.ready = self.ready.saturating_sub(bytes);
+    }
+
+    /// Forgets the results of an epoch.
+    pub fn begin_epoch(&mut self) {
+        self.ready = 0;
+    }
+
+    /// Whether there is room for one more task beside the outstanding ones.
+    pub fn admit(&self, outstanding: u32) -> bool {
+        let expected = self.largest.saturating_mul(u64::from(outstanding) + 1);
+        self.ready.saturating_add(expected) <= self.limit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_outstanding_task_counts_as_the_largest_result() {
+        let mut bytes = Bytes::new(100);
+        assert!(bytes.admit(1_000), "no size is known");
+        bytes.add(20);
+        assert!(bytes.admit(3) && !bytes.admit(4), "20 + 4 x 20 fit");
+        bytes.add(10);
+        assert!(bytes.admit(2) && !bytes.admit(3));
+        bytes.remove(20);
+        assert!(bytes.admit(3) && !bytes.admit(4), "10 + 4 x 20 fit");
+        bytes.begin_epoch();
+        assert!(bytes.admit(4) && !bytes.admit(5), "the size is still known");
+        bytes.add(u64::MAX);
+        bytes.add(u64::MAX);
+        assert!(!bytes.admit(u32::MAX));
+    }
+}

@@ -1,0 +1,390 @@
+//! A queue of entries that any worker may take: one producer, the main process, and one consumer per worker.
+//!
+//! The entry at `position` lies in slot `position % capacity`. The slot's state is one word:
+//!
+//! ```text
+//! (position + 1) << 18 | holder       holder: 0 waiting, 1 withdrawn, w + 2 held by worker w
+//!
+//! producer                            worker w
+//! state of an older entry? not waiting
+//! write the entry                     read the state: waiting
+//! state = (position + 1) << 18        read the entry
+//!                                     state: waiting -> w + 2, or try the next position
+//! ```
+//! A worker reads the entry before it claims it. If the swap succeeds, the state was the same all the time, so nothing
+//! has overwritten the entry. At any moment the state says who holds an entry, even if that process was killed.
+//!
+//! Entries are claimed in the order of their positions, so those that wait are the last ones. A producer with fewer than
+//! `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and not
+//! answered yet: [`Submitter`] then remembers the holder. A slot of zeroes holds the entry before the first one.
+
+use super::layout::{QueueControl, QueueSlot, SLOT_WORDS};
+use super::ring::{Entry, Full};
+use crate::error::{Error, Result};
+use crate::sync::Ordering;
+
+/// Bits of a state for the holder: the numbers of all workers, and two more.
+const HOLDER_BITS: u32 = 18;
+/// No worker has claimed the entry.
+const WAITING: u64 = 0;
+/// The producer has taken the entry back.
+const WITHDRAWN: u64 = 1;
+
+/// The state of a slot.
+#[inline]
+fn state_of(position: u64, holder: u64) -> u64 {
+    position.wrapping_add(1) << HOLDER_BITS | holder
+}
+
+/// The holder number of a worker.
+#[inline]
+fn holder_of(worker: u32) -> u64 {
+    u64::from(worker) + 2
+}
+
+/// The worker that a state names, if one holds the entry.
+#[inline]
+fn worker_of(state: u64) -> Option<u32> {
+    u32::try_from((state & ((1 << HOLDER_BITS) - 1)).checked_sub(2)?).ok()
+}
+
+/// Whether an entry waits in a slot of this state.
+pub fn is_waiting(state: u64) -> bool {
+    state != 0 && state & ((1 << HOLDER_BITS) - 1) == WAITING
+}
+
+/// The memory of a queue.
+pub trait QueueMemory {
+    /// The head and the bell.
+    fn control(&self) -> &QueueControl;
+    /// The slots; their number is a power of two and never changes.
+    fn slots(&self) -> &[QueueSlot];
+
+    /// The slot of a position.
+    #[inline]
+    fn slot(&self, position: u64) -> &QueueSlot {
+        let slots = self.slots();
+        &slots[position as usize & (slots.len() - 1)]
+    }
+}
+
+/// The producer's end, used by one thread at a time.
+#[derive(Debug)]
+pub struct Submitter<M> {
+    memory: M,
+    /// The position of the next entry.
+    tail: u64,
+    /// The position of each slot's entry until it is answered or withdrawn.
+    unanswered: Box<[Option<u64>]>,
+    /// Entries that are not answered and whose slots were used again, with the workers that hold them.
+    displaced: Vec<(u64, u32)>,
+}
+
+impl<M: QueueMemory> Submitter<M> {
+    /// The producer's end of an empty queue.
+    pub fn new(memory: M) -> Self {
+        let unanswered = vec![None; memory.slots().len()].into();
+        Self { memory, tail: 0, unanswered, displaced: Vec::new() }
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    /// Queues an entry. Returns its position: the number of entries queued before.
+    #[inline]
+    pub fn push(&mut self, entry: &Entry) -> std::result::Result<u64, Full> {
+        let position = self.tail;
+        let slot = self.memory.slot(position);
+        // SYNC: entry-claimed (pairs with the Release swap in `Claimer::claim`).
+        let old = slot.state.load(Ordering::Acquire);
+        if is_waiting(old) {
+            return Err(Full);
+        }
+        let place = self.place(position);
+        if let Some(last) = self.unanswered[place]
+            && let Some(worker) = worker_of(old)
+        {
+            self.displaced.push((last, worker));
+        }
+        self.unanswered[place] = Some(position);
+        for (word, value) in slot.entry.iter().zip(entry) {
+            word.store(*value, Ordering::Relaxed);
+        }
+        // SYNC: entry-queued (pairs with the Acquire load in `Claimer::claim`).
+        slot.state.store(state_of(position, WAITING), Ordering::Release);
+        self.tail = position + 1;
+        Ok(position)
+    }
+
+    /// Takes an entry back that no worker has claimed, and returns it. No worker gets it any more.
+    pub fn withdraw(&mut self, position: u64) -> Option<Entry> {
+        let place = self.place(position);
+        if self.unanswered[place] != Some(position) {
+            return None;
+        }
+        let slot = self.memory.slot(position);
+        let (waiting, withdrawn) = (state_of(position, WAITING), state_of(position, WITHDRAWN));
+        // The entry was written by this side, so there is nothing to synchronize with.
+        slot.state.compare_exchange(waiting, withdrawn, Ordering::Relaxed, Ordering::Relaxed).ok()?;
+        self.unanswered[place] = None;
+        Some(read(slot))
+    }
+
+    /// Notes the answer of `worker` to an entry. Returns whether it held the entry and had not answered it.
+    #[inline]
+    pub fn answered(&mut self, position: u64, worker: u32) -> bool {
+        let place = self.place(position);
+        if self.unanswered[place] == Some(position) {
+            let held = self.holder(position) == Some(worker);
+            if held {
+                self.unanswered[place] = None;
+            }
+            return held;
+        }
+        let found = self.displaced.iter().position(|it| *it == (position, worker));
+        found.map(|index| self.displaced.swap_remove(index)).is_some()
+    }
+
+    /// The worker that holds an entry that is not answered.
+    #[inline]
+    pub fn holder(&self, position: u64) -> Option<u32> {
+        if self.unanswered[self.place(position)] != Some(position) {
+            let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
+            return displaced.map(|(_, worker)| *worker);
+        }
+        // An answer orders the claim before this load, and so does the end of a process.
+        worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
+    }
+
+    /// The entry that a worker holds and has not answered.
+    pub fn held_by(&self, worker: u32) -> Option<u64> {
+        let displaced = self.displaced.iter().map(|(position, _)| *position);
+        let all = self.unanswered.iter().flatten().copied().chain(displaced);
+        all.filter(|position| self.holder(*position) == Some(worker)).max()
+    }
+
+    /// The oldest entry that no worker has claimed.
+    pub fn oldest_waiting(&self) -> Option<u64> {
+        let all = self.unanswered.iter().flatten().copied();
+        let waits = |position: &u64| {
+            self.memory.slot(*position).state.load(Ordering::Relaxed) == state_of(*position, WAITING)
+        };
+        all.filter(waits).min()
+    }
+
+    #[inline]
+    fn place(&self, position: u64) -> usize {
+        position as usize & (self.unanswered.len() - 1)
+    }
+}
+
+/// A worker's end, used by one thread at a time.
+#[derive(Debug)]
+pub struct Claimer<M> {
+    memory: M,
+    holder: u64,
+}
+
+impl<M: QueueMemory> Claimer<M> {
+    /// The end of worker `worker`.
+    pub fn new(memory: M, worker: u32) -> Self {
+        Self { memory, holder: holder_of(worker) }
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    /// Claims the oldest entry; `None` if none waits. The worker holds it until it answers. [`Error::Corrupt`] if a slot
+    /// has the entry of another slot.
+    #[inline]
+    pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
+        let control = self.memory.control();
+        // A hint. A late value costs steps: the states decide.
+        let mut position = control.head.0.load(Ordering::Relaxed);
+        loop {
+            let slot = self.memory.slot(position);
+            // SYNC: entry-queued (pairs with the Release store in `Submitter::push`).
+            let seen = slot.state.load(Ordering::Acquire);
+            let count = seen >> HOLDER_BITS;
+            if count <= position {
+                return Ok(None);
+            }
+            if count - 1 != position {
+                position = self.overtaken(position, count - 1)?;
+                continue;
+            }
+            if seen == state_of(position, WAITING) {
+                let entry = read(slot);
+                let held = state_of(position, self.holder);
+                // SYNC: entry-claimed (pairs with the Acquire load in `Submitter::push`): the entry was read before.
+                if slot.state.compare_exchange(seen, held, Ordering::Release, Ordering::Relaxed).is_ok() {
+                    control.head.0.fetch_max(position + 1, Ordering::Relaxed);
+                    return Ok(Some((position, entry)));
+                }
+            }
+            position += 1;
+        }
+    }
+
+    /// The position to try after a slot whose entry is `found`, not `position`: all that are older by the queue's capacity
+    /// have been claimed.
+    #[cold]
+    fn overtaken(&self, position: u64, found: u64) -> Result<u64> {
+        let capacity = self.memory.slots().len() as u64;
+        if !(found - position).is_multiple_of(capacity) {
+            return Err(Error::corrupt(format!(
+                "a queue of {capacity} slots has entry {found} in the slot of {position}"
+            )));
+        }
+        Ok(found - capacity + 1)
+    }
+}
+
+/// The words of a slot's entry.
+#[inline]
+fn read(slot: &QueueSlot) -> Entry {
+    let mut entry = [0; SLOT_WORDS];
+    for (value, word) in entry.iter_mut().zip(&slot.entry) {
+        *value = word.load(Ordering::Relaxed);
+    }
+    entry
+}
+
+/// The heap twin of the queue in an arena, for tests, models and benches.
+pub mod heap {
+    use super::{Claimer, QueueControl, QueueMemory, QueueSlot, Submitter};
+    use std::sync::Arc;
+
+    /// A queue on the heap.
+    #[derive(Clone, Debug)]
+    pub struct HeapQueue(Arc<(QueueControl, Box<[QueueSlot]>)>);
+
+    impl HeapQueue {
+        /// A queue of `slots` slots, a power of two.
+        pub fn new(slots: usize) -> Self {
+            assert!(slots.is_power_of_two());
+            Self(Arc::new((QueueControl::default(), (0..slots).map(|_| QueueSlot::default()).collect())))
+        }
+
+        /// The producer's end.
+        pub fn submitter(&self) -> Submitter<Self> {
+            Submitter::new(self.clone())
+        }
+
+        /// A worker's end.
+        pub fn claimer(&self, worker: u32) -> Claimer<Self> {
+            Claimer::new(self.clone(), worker)
+        }
+    }
+
+    impl QueueMemory for HeapQueue {
+        fn control(&self) -> &QueueControl {
+            &self.0.0
+        }
+
+        fn slots(&self) -> &[QueueSlot] {
+            &self.0.1
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::heap::HeapQueue;
+    use super::*;
+
+    fn entry(position: u64) -> Entry {
+        [position * 7; SLOT_WORDS]
+    }
+
+    #[test]
+    fn entries_are_claimed_once_and_in_order() {
+        let queue = HeapQueue::new(4);
+        let (mut main, mut workers) = (queue.submitter(), [queue.claimer(0), queue.claimer(65_535)]);
+        for round in 0..10 {
+            assert_eq!(workers[0].claim().unwrap(), None);
+            for position in round * 4..round * 4 + 4 {
+                assert_eq!(main.push(&entry(position)), Ok(position));
+            }
+            assert_eq!(main.push(&entry(0)), Err(Full), "an entry that waits is not overwritten");
+            for position in round * 4..round * 4 + 4 {
+                let (worker, id) = [(0, 0), (1, 65_535)][position as usize % 2];
+                assert_eq!(workers[worker].claim().unwrap(), Some((position, entry(position))));
+                assert_eq!(main.holder(position), Some(id));
+                assert_eq!(main.held_by(id), Some(position));
+                assert!(!main.answered(position, 1 - id.min(1)), "by a worker that does not hold it");
+                assert!(!main.answered(position + 4, id));
+                assert!(main.answered(position, id));
+                assert!(!main.answered(position, id), "twice");
+                assert_eq!((main.held_by(id), main.holder(position)), (None, None));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_withdrawn_is_not_claimed_and_what_is_claimed_is_not_withdrawn() {
+        let queue = HeapQueue::new(4);
+        let (mut main, mut worker) = (queue.submitter(), queue.claimer(3));
+        (0..4).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
+        assert_eq!(worker.claim().unwrap(), Some((0, entry(0))));
+        assert_eq!(main.oldest_waiting(), Some(1));
+        assert_eq!(main.withdraw(0), None);
+        assert_eq!(main.withdraw(1), Some(entry(1)));
+        assert_eq!(main.withdraw(1), None);
+        assert_eq!(main.withdraw(3), Some(entry(3)));
+        assert_eq!(main.oldest_waiting(), Some(2));
+        assert_eq!(worker.claim().unwrap(), Some((2, entry(2))));
+        assert_eq!((worker.claim().unwrap(), main.oldest_waiting()), (None, None));
+        assert!(!main.answered(1, 3));
+        assert!(main.answered(0, 3) && main.answered(2, 3));
+        // The slots of withdrawn entries serve again.
+        (4..8).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
+        assert_eq!(main.withdraw(3), None);
+        (4..8).for_each(|position| assert_eq!(worker.claim().unwrap(), Some((position, entry(position)))));
+    }
+
+    #[test]
+    fn the_holder_of_an_entry_is_known_after_its_slot_was_used_again() {
+        let queue = HeapQueue::new(2);
+        let (mut main, mut slow, mut quick) = (queue.submitter(), queue.claimer(0), queue.claimer(1));
+        main.push(&entry(0)).unwrap();
+        assert_eq!(slow.claim().unwrap(), Some((0, entry(0))));
+        for position in 1..9 {
+            assert_eq!(main.push(&entry(position)), Ok(position));
+            assert_eq!(quick.claim().unwrap(), Some((position, entry(position))));
+            assert_eq!((main.held_by(0), main.held_by(1)), (Some(0), Some(position)));
+            assert!(main.answered(position, 1));
+        }
+        assert_eq!((main.holder(0), main.withdraw(0)), (Some(0), None));
+        assert!(!main.answered(0, 1));
+        assert!(main.answered(0, 0) && !main.answered(0, 0));
+        assert_eq!((main.held_by(0), main.displaced.len()), (None, 0));
+    }
+
+    #[test]
+    fn a_head_that_stayed_behind_or_a_worker_that_slept_costs_steps_only() {
+        let queue = HeapQueue::new(4);
+        let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
+        for position in 0..103 {
+            main.push(&entry(position)).unwrap();
+            // The head as a worker saw it long ago, or one that ended before it moved the head.
+            queue.control().head.0.store(position / 50, Ordering::Relaxed);
+            assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
+            assert_eq!(queue.control().head.0.load(Ordering::Relaxed), position + 1);
+        }
+        queue.control().head.0.store(1, Ordering::Relaxed);
+        assert_eq!(worker.claim().unwrap(), None);
+    }
+
+    #[test]
+    fn an_entry_in_the_slot_of_another_is_an_error() {
+        let queue = HeapQueue::new(4);
+        queue.slots()[0].state.store(state_of(6, WAITING), Ordering::Relaxed);
+        assert!(matches!(queue.claimer(0).claim(), Err(Error::Corrupt { .. })));
+    }
+}

@@ -1,0 +1,192 @@
+//! The queue that workers share. Run by `make test` with `--cfg loom`.
+//!
+//! A worker that is killed stops between two of its steps. Those that others can see are the swap of a slot, the head
+//! after it, and the mark of a sleeper, so the models leave each of them undone.
+#![cfg(loom)]
+
+use loom::sync::Arc;
+use loom::sync::atomic::Ordering;
+use loom::thread;
+use rustloader::shm::doorbell::Ticket;
+use rustloader::shm::layout::{SLOT_WORDS, Sleeper};
+use rustloader::shm::queue::QueueMemory;
+use rustloader::shm::queue::heap::HeapQueue;
+use rustloader::shm::ring::Entry;
+
+fn entry(position: u64) -> Entry {
+    [position + 10; SLOT_WORDS]
+}
+
+/// The positions that a worker claims in `times` tries. Each entry must be whole.
+fn claimed(queue: &HeapQueue, worker: u32, times: usize) -> Vec<u64> {
+    let mut claimer = queue.claimer(worker);
+    let mut found = Vec::new();
+    for _ in 0..times {
+        if let Some((position, words)) = claimer.claim().unwrap() {
+            assert_eq!(words, entry(position));
+            found.push(position);
+        }
+    }
+    found
+}
+
+#[test]
+fn two_workers_never_claim_the_same_entry_and_none_is_lost() {
+    loom::model(|| {
+        let queue = HeapQueue::new(2);
+        let mut main = queue.submitter();
+        main.push(&entry(0)).unwrap();
+        let other = {
+            let queue = queue.clone();
+            thread::spawn(move || claimed(&queue, 1, 2))
+        };
+        let second = {
+            let queue = queue.clone();
+            thread::spawn(move || claimed(&queue, 0, 1))
+        };
+        main.push(&entry(1)).unwrap();
+        let (mine, others) = (second.join().unwrap(), other.join().unwrap());
+        let rest = claimed(&queue, 2, 2);
+        for (worker, found) in [(0, &mine), (1, &others), (2, &rest)] {
+            assert!(found.is_sorted());
+            found.iter().for_each(|position| assert!(main.answered(*position, worker)));
+        }
+        let mut all = [mine, others, rest].concat();
+        all.sort_unstable();
+        assert_eq!(all, [0, 1]);
+    });
+}
+
+#[test]
+fn a_slot_is_used_again_only_after_its_entry_was_read() {
+    loom::model(|| {
+        let queue = HeapQueue::new(1);
+        let mut main = queue.submitter();
+        main.push(&entry(0)).unwrap();
+        let workers: Vec<_> = (0..2)
+            .map(|worker| {
+                let queue = queue.clone();
+                thread::spawn(move || claimed(&queue, worker, 1))
+            })
+            .collect();
+        // The first entry is held and not answered.
+        let pushed = main.push(&entry(1)).is_ok();
+        let found: Vec<_> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
+        let rest = claimed(&queue, 2, 1);
+        let mut all = [found.concat(), rest].concat();
+        all.sort_unstable();
+        assert_eq!(all, if pushed { vec![0, 1] } else { vec![0] });
+        let holder = found.iter().position(|found| found.contains(&0));
+        assert_eq!(main.holder(0), Some(holder.map_or(2, |worker| worker as u32)));
+    });
+}
+
+#[test]
+fn an_entry_is_claimed_or_withdrawn() {
+    loom::model(|| {
+        let queue = HeapQueue::new(2);
+        let mut main = queue.submitter();
+        main.push(&entry(0)).unwrap();
+        main.push(&entry(1)).unwrap();
+        let worker = {
+            let queue = queue.clone();
+            thread::spawn(move || claimed(&queue, 0, 2))
+        };
+        let withdrawn: Vec<_> = (0..2).filter(|position| main.withdraw(*position).is_some()).collect();
+        let found = worker.join().unwrap();
+        for position in 0..2 {
+            assert_ne!(found.contains(&position), withdrawn.contains(&position), "{position}");
+            assert_eq!(main.holder(position), found.contains(&position).then_some(0));
+        }
+        // Their slots serve the next ones.
+        assert_eq!((main.push(&entry(2)), main.push(&entry(3))), (Ok(2), Ok(3)));
+        assert_eq!(claimed(&queue, 1, 2), [2, 3]);
+    });
+}
+
+#[test]
+fn a_worker_that_stops_after_its_swap_holds_one_entry_and_no_other_worker_waits_for_it() {
+    loom::model(|| {
+        let queue = HeapQueue::new(2);
+        let mut main = queue.submitter();
+        main.push(&entry(0)).unwrap();
+        main.push(&entry(1)).unwrap();
+        let killed = {
+            let queue = queue.clone();
+            thread::spawn(move || {
+                // As in `Claimer::claim`, which it does not finish.
+                let slot = queue.slot(0);
+                let seen = slot.state.load(Ordering::Acquire);
+                slot.state.compare_exchange(1 << 18, seen | 2, Ordering::Release, Ordering::Relaxed).is_ok()
+            })
+        };
+        let found = claimed(&queue, 1, 2);
+        let holds = killed.join().unwrap();
+        assert_eq!(found, if holds { vec![1] } else { vec![0, 1] });
+        assert_eq!(main.held_by(0), holds.then_some(0));
+        main.push(&entry(2)).unwrap();
+        assert_eq!(claimed(&queue, 1, 1), [2]);
+        assert_eq!(main.held_by(0), holds.then_some(0));
+    });
+}
+
+/// A worker's search before its sleep, as in `Port::receive`: whether it has found an entry, or the futex does not wait.
+fn found_or_woken(queue: &HeapQueue, worker: u32, sleeper: &Sleeper) -> (bool, u32) {
+    let Ticket(ticket) = sleeper.announce();
+    (claimed(queue, worker, 1) == [0], ticket)
+}
+
+#[test]
+fn an_entry_that_is_queued_while_workers_fall_asleep_is_claimed_or_rings() {
+    loom::model(|| {
+        let (queue, sleeper) = (HeapQueue::new(2), Arc::new(Sleeper::default()));
+        let main = {
+            let (mut main, sleeper) = (queue.submitter(), sleeper.clone());
+            thread::spawn(move || {
+                main.push(&entry(0)).unwrap();
+                sleeper.must_ring()
+            })
+        };
+        let other = {
+            let (queue, sleeper) = (queue.clone(), sleeper.clone());
+            thread::spawn(move || found_or_woken(&queue, 1, &sleeper))
+        };
+        let (mine, my_ticket) = found_or_woken(&queue, 0, &sleeper);
+        let (others, other_ticket) = other.join().unwrap();
+        let rang = main.join().unwrap();
+        assert!(!(mine && others));
+        if !mine && !others {
+            // Both sleep: the bell has changed for at least one, and a wake of one reaches a sleeper.
+            let bell = sleeper.bell.load(Ordering::Acquire);
+            assert!(rang && (bell != my_ticket || bell != other_ticket));
+        }
+    });
+}
+
+#[test]
+fn a_sleeper_that_was_killed_or_has_found_work_hides_no_other() {
+    loom::model(|| {
+        let (queue, sleeper) = (HeapQueue::new(2), Arc::new(Sleeper::default()));
+        // Killed in its sleep.
+        sleeper.announce();
+        // Finds something else to do: its mark goes, and not that of the others.
+        let busy = {
+            let sleeper = sleeper.clone();
+            thread::spawn(move || {
+                sleeper.announce();
+                sleeper.awake();
+            })
+        };
+        let main = {
+            let (mut main, sleeper) = (queue.submitter(), sleeper.clone());
+            thread::spawn(move || {
+                main.push(&entry(0)).unwrap();
+                sleeper.must_ring()
+            })
+        };
+        let (found, ticket) = found_or_woken(&queue, 0, &sleeper);
+        busy.join().unwrap();
+        let rang = main.join().unwrap();
+        assert!(found || (rang && sleeper.bell.load(Ordering::Acquire) != ticket));
+    });
+}

@@ -1,0 +1,742 @@
+"""The index stream: torch's indices and draws, at torch's calls, without a list of all indices."""
+
+import copy
+import gc
+import itertools
+import pickle
+import random
+import signal
+import sys
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+import torch.utils.data.sampler as torch_sampler
+from support import DataLoader, TorchDataLoader, outcome, run_script, within
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+import rustloader
+from rustloader._core import IndexStream
+
+pytestmark = pytest.mark.ours
+
+
+class Sized:
+    """A dataset whose length can change."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+def the_same(samples):
+    return samples
+
+
+def indices_of(loader):
+    """The iterator over index batches that a loader's iterator without workers has."""
+    return iter(loader)._sampler_iter
+
+
+def states(generator):
+    """The states of all generators that a program can see."""
+    given = [] if generator is None else [generator.get_state()]
+    return [state.numpy().tobytes() for state in [torch.get_rng_state(), *given]]
+
+
+def steps(cls, make, seed, count=None, disturb=lambda step, sampler: None):
+    """What each call gives, and the states of the generators after it. Two calls beyond the end; `count` calls at most.
+
+    Args:
+        make: Makes the loader's arguments and the generator that the program can see.
+        disturb: Called before each call with its number and the BatchSampler.
+    """
+    torch.manual_seed(seed)
+    arguments, generator = make()
+    loader = cls(collate_fn=the_same, **arguments)
+    iterator = indices_of(loader)
+    if cls is DataLoader:
+        assert type(iterator) is IndexStream
+    seen = [states(generator)]
+    ends = 0
+    while ends < 2 and len(seen) != count:
+        disturb(len(seen), loader.batch_sampler)
+        seen.append((outcome(next, iterator), states(generator)))
+        ends += seen[-1][0][0] != "value"
+    return seen
+
+
+def same_steps(make, seed=0, **kw):
+    torchs = steps(TorchDataLoader, make, seed, **kw)
+    assert steps(DataLoader, make, seed, **kw) == torchs
+    return [step for step, _ in torchs[1:]]
+
+
+def random_sampler(size, *, batch_size=3, drop_last=False, seed=None, **kw):
+    """A function that makes the arguments of a loader with a RandomSampler."""
+
+    def make():
+        data = Sized(size)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(data, generator=generator, **kw)
+        return dict(dataset=data, sampler=sampler, batch_size=batch_size, drop_last=drop_last), generator
+
+    return make
+
+
+def shard(size, *, batch_size=3, drop_last=False, epoch=0, change=None, **kw):
+    """A function that makes the arguments of a loader with a DistributedSampler."""
+
+    def make():
+        data = Sized(size)
+        sampler = DistributedSampler(data, **kw)
+        sampler.set_epoch(epoch)
+        vars(sampler).update(change or {})
+        return dict(dataset=data, sampler=sampler, batch_size=batch_size, drop_last=drop_last), None
+
+    return make
+
+
+def random_case(rng):
+    size = rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 300)])
+    batch = dict(batch_size=rng.choice([1, rng.randint(1, 12), size, 400]), drop_last=rng.random() < 0.4)
+    if rng.random() < 0.35:
+        replicas = rng.choice([1, 2, rng.randint(1, 9), size + 3])
+        return shard(
+            size,
+            **batch,
+            num_replicas=replicas,
+            rank=rng.randrange(replicas),
+            shuffle=rng.random() < 0.6,
+            seed=rng.randrange(3),
+            epoch=rng.randrange(3),
+            **({"change": {"drop_last": True}} if size >= replicas and size % replicas == 0 else {}),
+        )
+    if rng.random() < 0.2:
+        batch = dict(batch_size=None)
+    count = rng.choice([None, None, size, 2 * size, rng.randint(1, 3 * size)])
+    return random_sampler(size, **batch, num_samples=count, seed=rng.choice([None, rng.randrange(9)]))
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_thousand_random_cases(part):
+    rng = random.Random(part)
+    for _ in range(100):
+        case = rng.getrandbits(40)
+        made = random_case(random.Random(case))
+        assert same_steps(made, seed=case % 7), case
+
+
+def test_shards_that_drop_the_last_indices():
+    for size, replicas, rank in itertools.product([3, 7, 10, 11], [2, 3, 5], [0, 1]):
+        same_steps(shard(size, num_replicas=replicas, rank=rank, drop_last=False))
+        sampler = dict(num_replicas=replicas, rank=rank, drop_last=True)
+        data = Sized(size)
+        for shuffle in (False, True):
+            arguments = dict(sampler=DistributedSampler(data, shuffle=shuffle, **sampler), batch_size=2)
+            assert same_steps(lambda arguments=arguments, data=data: (dict(dataset=data, **arguments), None))
+
+
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_yields_plain_lists_of_plain_ints(batch_size):
+    stream = indices_of(DataLoader(Sized(10), batch_size=batch_size, shuffle=True))
+    assert iter(stream) is stream
+    for batch in stream:
+        assert type(batch) is (list if batch_size else int)
+        assert {type(index) for index in (batch if batch_size else [batch])} == {int}
+
+
+# Who gets a stream
+
+
+class OwnRandom(RandomSampler):
+    pass
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+class OwnShard(DistributedSampler):
+    pass
+
+
+DATA = Sized(10)
+OTHERS = {
+    "in order": dict(),
+    "a subclass": dict(sampler=OwnRandom(DATA)),
+    "a subclass of the batch sampler": dict(batch_sampler=OwnBatches(RandomSampler(DATA), 3, False)),
+    "a subclass of the distributed sampler": dict(sampler=OwnShard(DATA, 2, 0)),
+    "a subset": dict(sampler=SubsetRandomSampler(range(5))),
+    "with replacement": dict(sampler=RandomSampler(DATA, replacement=True)),
+    "an iterable in batches": dict(batch_sampler=BatchSampler([1, 2, 3], 2, False)),
+    "nested": dict(batch_sampler=BatchSampler(BatchSampler(RandomSampler(DATA), 2, False), 2, False)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_samplers_keep_torchs_iterator(kind):
+    batch = {} if "batch_sampler" in OTHERS[kind] else dict(batch_size=2)
+    iterator = indices_of(DataLoader(DATA, **OTHERS[kind], **batch))
+    assert type(iterator) is types.GeneratorType
+    assert iterator.gi_code.co_qualname == "BatchSampler.__iter__"
+
+
+def test_a_sampler_alone_in_order_keeps_torchs_iterator():
+    assert type(indices_of(DataLoader(DATA, batch_size=None))) is type(iter(range(3)))
+    assert type(indices_of(DataLoader(DATA, batch_size=None, sampler=DistributedSampler(DATA, 2, 0)))) is type(iter([]))
+
+
+@pytest.mark.parametrize("cls", [RandomSampler, BatchSampler, DistributedSampler])
+def test_replaced_methods_take_the_ordinary_way(cls, monkeypatch):
+    calls = []
+    torchs = cls.__iter__
+
+    def counted(self):
+        calls.append(self)
+        return torchs(self)
+
+    inner = DistributedSampler(DATA, 2, 0) if cls is DistributedSampler else RandomSampler(DATA)
+    loader = DataLoader(DATA, batch_sampler=BatchSampler(inner, 3, False), collate_fn=the_same)
+    monkeypatch.setattr(cls, "__iter__", counted)
+    iterator = indices_of(loader)
+    if cls is not BatchSampler:  # torch's generator results from the wrapper all the same
+        assert type(iterator) is types.GeneratorType
+    list(iterator)
+    assert len(calls) == 1
+
+
+def test_a_method_that_yields_something_else_is_called(monkeypatch):
+    def backwards(self):
+        yield from reversed(range(len(self.data_source)))
+
+    monkeypatch.setattr(RandomSampler, "__iter__", backwards)
+    assert next(indices_of(DataLoader(DATA, shuffle=True, batch_size=4))) == [9, 8, 7, 6]
+
+
+def test_an_iterator_that_a_program_puts_in_place_stays(monkeypatch):
+    base = torch.utils.data.dataloader._BaseDataLoaderIter
+    torchs = base._reset
+
+    def skipping(self, loader, first_iter=False):
+        torchs(self, loader, first_iter)
+        next(self._sampler_iter)
+
+    monkeypatch.setattr(base, "_reset", skipping)
+    with within(60):
+        torch.manual_seed(0)
+        ours = list(DataLoader(DATA, shuffle=True, num_workers=1, collate_fn=the_same))
+        torch.manual_seed(0)
+        assert ours == list(TorchDataLoader(DATA, shuffle=True, num_workers=1, collate_fn=the_same))
+    assert len(ours) == 9
+
+
+def test_a_sampler_that_is_replaced_before_the_first_call():
+    def make():
+        data = Sized(10)
+        return dict(dataset=data, sampler=RandomSampler(data), batch_size=3), None
+
+    def replace(with_what):
+        def disturb(step, batches):
+            if step == 1:
+                batches.sampler = with_what
+
+        return disturb
+
+    for other in ([7, 8, 9, 1], SequentialSampler(Sized(5)), RandomSampler(Sized(7)), OwnRandom(Sized(7))):
+        assert same_steps(make, disturb=replace(other))
+    with_replacement = RandomSampler(Sized(7), replacement=True)
+    assert same_steps(make, disturb=replace(with_replacement))
+
+
+def test_the_iterator_without_workers_stays_torchs():
+    iterator = iter(DataLoader(DATA, shuffle=True))
+    assert type(iterator) is torch.utils.data.dataloader._SingleProcessDataLoaderIter
+
+
+def test_install_leaves_loaders_without_workers_alone():
+    with rustloader.installed():
+        iterator = indices_of(TorchDataLoader(DATA, shuffle=True))
+        assert type(iterator) is types.GeneratorType
+        with within(60):
+            iterator = iter(TorchDataLoader(DATA, shuffle=True, num_workers=1))
+            assert type(iterator._sampler_iter) is IndexStream
+
+
+# Loaders
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_epochs_of_loaders_are_torchs(workers, persistent, given):
+    if persistent and not workers:
+        return
+
+    def play(cls):
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(6) if given else None
+        kw = dict(num_workers=workers, persistent_workers=persistent, collate_fn=the_same)
+        loader = cls(Sized(23), batch_size=4, shuffle=True, generator=generator, **kw)
+        seen = []
+        for _ in range(3):
+            for batch in loader:
+                seen.append((batch, states(generator)))
+            seen.append(states(generator))
+        return seen
+
+    with within(120):
+        assert play(DataLoader) == play(TorchDataLoader)
+
+
+@pytest.mark.handover
+def test_torchs_iterator_with_workers_gets_a_stream(monkeypatch, caplog):
+    def process_data(self, data, *args):
+        return torchs(self, data, *args)
+
+    cls = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    torchs = cls._process_data
+    monkeypatch.setattr(cls, "_process_data", process_data)
+    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=the_same, persistent_workers=True)
+    with within(60):
+        torch.manual_seed(2)
+        loader = DataLoader(Sized(23), **kw)
+        iterator = iter(loader)
+        assert type(iterator._sampler_iter) is IndexStream
+        ours = [list(iterator), list(loader)]
+        assert iterator.engine_batches == 0
+        torch.manual_seed(2)
+        loader = TorchDataLoader(Sized(23), **kw)
+        assert ours == [list(loader), list(loader)]
+    assert "_process_data of torch's own iterator was replaced" in caplog.text
+
+
+def test_iterators_that_are_abandoned_or_run_at_the_same_time():
+    def play(cls):
+        torch.manual_seed(3)
+        loader = cls(Sized(20), batch_size=3, shuffle=True, collate_fn=the_same)
+        first, second = iter(loader), iter(loader)
+        seen = [next(second), next(first), next(first)]
+        third = iter(loader)
+        seen += [next(third), *first, *second]
+        del third
+        return seen, list(loader), torch.get_rng_state().tolist()
+
+    assert play(DataLoader) == play(TorchDataLoader)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copied_loaders(copied):
+    def play(cls):
+        torch.manual_seed(4)
+        generator = torch.Generator().manual_seed(1)
+        loader = cls(Sized(20), batch_size=3, shuffle=True, generator=generator, collate_fn=the_same)
+        kept = iter(loader)
+        seen = [next(kept)]
+        other = copied(loader)
+        return seen, list(other), list(kept), list(loader), states(generator)
+
+    assert play(DataLoader) == play(TorchDataLoader)
+
+
+# Moments
+
+
+def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
+    def drawn(cls, make):
+        counts = []
+        draws = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randperm", lambda *args, **kw: draws.append(args) or torchs(*args, **kw))
+            iterator = indices_of(cls(**make()[0]))
+            counts.append(len(draws))
+            for _ in iterator:
+                counts.append(len(draws))
+            counts.append(len(draws))
+        return counts
+
+    torchs = torch.randperm
+    for kw in (dict(), dict(num_samples=25), dict(num_samples=30), dict(num_samples=4)):
+        visible = random_sampler(10, seed=1, **kw)
+        assert drawn(DataLoader, visible) == drawn(TorchDataLoader, visible)
+    # Of a generator that no program can see, only what is needed.
+    assert drawn(DataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 1]
+    assert drawn(TorchDataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 2]
+    assert drawn(DataLoader, random_sampler(10, batch_size=5, num_samples=11)) == [0, 1, 1, 2, 2]
+
+
+def test_attributes_are_read_when_torch_reads_them():
+    def set_size(size, at=2):
+        def disturb(step, batches):
+            if step == at:
+                batches.batch_size = size
+
+        return disturb
+
+    for size in (1, 5, 0, -1, True, None, 2.5, "3", 2**40, 2**70, torch.tensor(2)):
+        for at in (1, 2):
+            assert same_steps(random_sampler(10), disturb=set_size(size, at))
+        if size not in (2**40,):  # torch would make a list of that size
+            assert same_steps(random_sampler(10, drop_last=True), disturb=set_size(size, 1))
+    assert same_steps(random_sampler(10, drop_last=True), disturb=set_size(2))
+
+    def drop_last(at):
+        def disturb(step, batches):
+            batches.drop_last = step >= at
+
+        return disturb
+
+    for at in (1, 2):
+        assert same_steps(random_sampler(10), disturb=drop_last(at))
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("to", [0, 3, 13, 25])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_dataset_that_changes_its_length(at, to, seed):
+    def disturb(step, batches):
+        if step == at:
+            batches.sampler.data_source.size = to
+
+    same_steps(random_sampler(10, seed=seed), disturb=disturb)
+    same_steps(random_sampler(10, seed=seed, num_samples=17), disturb=disturb)
+
+
+def test_a_distributed_sampler_whose_numbers_do_not_fit():
+    def set_size(size):
+        def disturb(step, batches):
+            if step == 1:
+                batches.sampler.dataset.size = size
+
+        return disturb
+
+    for kw in (dict(), dict(change={"drop_last": True})):
+        for size, rank in itertools.product((0, 1, 5, 9, 12), range(3)):
+            same_steps(shard(10, num_replicas=3, rank=rank, **kw), disturb=set_size(size))
+    for change in (
+        {"num_samples": 7},
+        {"total_size": 9},
+        {"rank": 5},
+        {"rank": -1},
+        {"total_size": 12.0},
+        {"seed": "x"},
+    ):
+        assert same_steps(shard(10, num_replicas=3, rank=1, change=change))[0][0] in ("error", "value")
+
+
+# Errors
+
+
+class Failing(Sized):
+    error = None
+
+    def __len__(self):
+        if self.error is not None:
+            raise self.error
+        return self.size
+
+
+@pytest.mark.parametrize("error", [ValueError("no length"), StopIteration(), TypeError("none"), RuntimeError()])
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_ends_the_stream_as_it_ends_a_generator(error, at):
+    def make():
+        data = Failing(10)
+        return dict(dataset=data, sampler=RandomSampler(data), batch_size=3), None
+
+    def disturb(step, batches):
+        batches.sampler.data_source.error = error if step == at else None
+
+    seen = same_steps(make, disturb=disturb)
+    assert seen[-2][0] == "error" and seen[-1] == ("end",)
+
+
+def test_an_error_of_len_keeps_its_cause():
+    data = Failing(10)
+    stream = indices_of(DataLoader(data, sampler=RandomSampler(data)))
+    data.error = StopIteration("here")
+    with pytest.raises(RuntimeError, match="generator raised StopIteration") as raised:
+        next(stream)
+    assert raised.value.__cause__ is data.error
+
+
+def test_generators_that_torch_refuses():
+    def set_generator(generator):
+        return lambda step, batches: setattr(batches.sampler, "generator", generator)
+
+    for wrong in (object(), "generator", 3):
+        seen = same_steps(random_sampler(10), disturb=set_generator(wrong))
+        assert seen[0][0] == "error"
+
+    def on_meta(cls):
+        iterator = indices_of(cls(Sized(10), shuffle=True))
+        with torch.device("meta"):
+            return outcome(next, iterator), outcome(next, iterator)
+
+    assert on_meta(DataLoader) == on_meta(TorchDataLoader)
+    assert on_meta(DataLoader)[0][0] == "error"
+
+
+def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
+    class Own(torch.Tensor):
+        pass
+
+    torchs = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *args, **kw: torchs(*args, **kw).as_subclass(Own))
+    assert len(same_steps(random_sampler(10, num_samples=14))) == 7
+    assert len(same_steps(shard(10, num_replicas=3, rank=2))) == 4
+
+
+def test_attributes_that_are_gone():
+    for name in ("batch_size", "drop_last"):
+        for at in (1, 3):
+
+            def disturb(step, batches, name=name, at=at):
+                if step == at:
+                    delattr(batches, name)
+
+            same_steps(random_sampler(10, drop_last=False), disturb=disturb)
+
+
+# Interrupts, threads, memory
+
+
+class Interrupt(Exception):
+    pass
+
+
+def raises(signum, frame):
+    raise Interrupt
+
+
+def interrupted(make, at):
+    """All batches of a stream, if a signal handler raises at the `at`-th place where one can run, and the states of the
+    generators. Returns None for the batches if there is no such place."""
+    torch.manual_seed(1)
+    arguments, generator = make()
+    stream = indices_of(DataLoader(**arguments))
+    places = itertools.count()
+
+    def profile(frame, event, arg):
+        # Handlers run when a Python function begins and when a C function has returned.
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith("indices.py") and next(places) == at:
+            signal.raise_signal(signal.SIGUSR1)
+
+    batches, interrupts = [], 0
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        while True:
+            sys.setprofile(profile)
+            try:
+                batches.append(next(stream))
+            except Interrupt:
+                interrupts += 1
+            except StopIteration:
+                break
+            finally:
+                sys.setprofile(None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupts == (next(places) > at)
+    return batches if interrupts else None, states(generator)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        random_sampler(7, num_samples=16, batch_size=3),
+        random_sampler(7, num_samples=16, batch_size=3, seed=8),
+        random_sampler(7, batch_size=7, seed=8),
+        random_sampler(7, batch_size=3, drop_last=True),
+        random_sampler(7, num_samples=9, batch_size=None),
+        shard(7, num_replicas=3, rank=2, batch_size=2),
+    ],
+)
+def test_an_interrupt_loses_and_doubles_nothing(make):
+    torch.manual_seed(1)
+    arguments, generator = make()
+    expected = list(indices_of(DataLoader(**arguments))), states(generator)
+    places = 0
+    while True:
+        batches, after = interrupted(make, places)
+        if batches is None:
+            break
+        assert (batches, after) == expected, places
+        places += 1
+    assert places >= 5
+
+
+def test_an_interrupt_in_the_datasets_len():
+    class Interrupting(Sized):
+        times = 2
+
+        def __len__(self):
+            if self.times > 0:
+                self.times -= 1
+                signal.raise_signal(signal.SIGUSR1)
+            return self.size
+
+    data = Interrupting(10)
+    data.times = 0
+    torch.manual_seed(0)
+    expected = list(indices_of(DataLoader(data, shuffle=True, batch_size=4)))
+    torch.manual_seed(0)
+    stream = indices_of(DataLoader(data, shuffle=True, batch_size=4))
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        data.times = 2
+        for _ in range(2):
+            with pytest.raises(Interrupt):
+                next(stream)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert list(stream) == expected
+
+
+def test_ctrl_c_while_the_engine_draws_a_permutation_does_not_end_the_epoch():
+    class Interrupting(Sized):
+        armed = False
+
+        def __len__(self):
+            if self.armed:
+                self.armed = False
+                signal.raise_signal(signal.SIGINT)
+            return self.size
+
+    data = Interrupting(12)
+    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=the_same, persistent_workers=True)
+    with within(60):
+        loader = DataLoader(data, **kw)
+        list(loader)
+        data.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        assert sorted(itertools.chain(*loader)) == list(range(12))
+
+
+def test_next_in_two_threads_raises_as_a_generator_does():
+    inside, on = threading.Event(), threading.Event()
+
+    class Waiting(Sized):
+        waits = False
+
+        def __len__(self):
+            if self.waits:
+                inside.set()
+                assert on.wait(60)
+            return self.size
+
+    data = Waiting(10)
+    stream = indices_of(DataLoader(data, shuffle=True, batch_size=4))
+    data.waits = True
+    first = []
+    thread = threading.Thread(target=lambda: first.append(next(stream)))
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(ValueError, match="generator already executing"):
+        next(stream)
+    on.set()
+    thread.join()
+    assert sorted(itertools.chain(*first, *stream)) == list(range(10))
+
+
+def test_a_stream_in_a_cycle_is_collected():
+    data = Sized(10)
+    loader = DataLoader(data, shuffle=True, batch_size=4)
+    data.stream = indices_of(loader)
+    next(data.stream)
+    gone = weakref.ref(loader.batch_sampler)
+    del data, loader
+    gc.collect()
+    assert gone() is None
+
+
+def test_memory_of_two_million_indices():
+    status, out, err = run_script(
+        """
+        import tracemalloc
+        import torch, rustloader
+
+        class Sized:
+            def __init__(self, size):
+                self.size = size
+            def __len__(self):
+                return self.size
+            def __getitem__(self, index):
+                return index
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+        def grown(size):
+            loader = rustloader.DataLoader(Sized(size), batch_size=64, shuffle=True)
+            before = resident()
+            iterator = iter(loader)
+            next(iterator)
+            return resident() - before
+
+        grown(1000)
+        print(grown(2_000_000))
+        loader = rustloader.DataLoader(Sized(200_000), batch_size=2048, shuffle=True)
+        tracemalloc.start()
+        for _ in iter(loader)._sampler_iter:
+            pass
+        print(tracemalloc.get_traced_memory()[1])
+        """
+    )
+    assert status == 0, err
+    grown, of_python = map(int, out.split())
+    assert 15_000_000 < grown < 18_000_000  # 8 bytes an index, and some noise
+    assert of_python < 300_000  # a batch or two; NumPy's views share torch's memory
+
+
+def test_the_permutation_is_freed_at_the_end(monkeypatch):
+    torchs = torch.randperm
+    alive = []
+
+    def randperm(*args, **kw):
+        permutation = torchs(*args, **kw)
+        alive.append(weakref.ref(permutation.untyped_storage()))
+        return permutation
+
+    monkeypatch.setattr(torch, "randperm", randperm)
+    stream = indices_of(DataLoader(Sized(1000), shuffle=True, batch_size=100))
+    count = sum(1 for _ in stream)
+    assert count == 10 and type(stream) is IndexStream
+    assert [ref() for ref in alive] == [None]
+
+
+def test_the_names_are_those_of_the_installed_torch():
+    from rustloader.iterator import indices
+
+    assert indices._RANDOM is torch_sampler.RandomSampler.__iter__.__code__
+    assert indices._BATCHES is torch_sampler.BatchSampler.__iter__.__code__
+    assert indices._SHARD is DistributedSampler.__iter__.__code__
+
+
+def test_unknown_code_keeps_torchs_iterator(monkeypatch):
+    from rustloader.iterator import indices
+    from rustloader.torch_side import known_code
+
+    def other(self):
+        return iter([self.surprise for _ in self.other])
+
+    here = sys.modules[__name__]
+    assert known_code(other, here, "iter other") is None
+    assert known_code(other, here, "iter", "iter other surprise") is other.__code__
+    assert known_code(other, torch_sampler, "iter other surprise") is None
+    assert known_code(len, here, "") is None
+    monkeypatch.setattr(indices, "_RANDOM", None)
+    assert type(indices_of(DataLoader(DATA, shuffle=True))) is types.GeneratorType

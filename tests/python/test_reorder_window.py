@@ -1,0 +1,498 @@
+"""``reorder_window``: how far the sampler, the workers and finished batches may run ahead of the program."""
+
+import functools
+import itertools
+import random
+import threading
+import time
+
+import pytest
+import torch
+from sample_data import Dying, Failing, FailingSampler, Held, Numbers, Shards, key_error, runtime_error
+from support import (
+    TORCH_MODE,
+    DataLoader,
+    TorchDataLoader,
+    arena_bytes,
+    epoch,
+    from_engine,
+    in_time,
+    outcomes,
+    outcomes_of,
+    trim_pool,
+    values,
+    wait_until,
+)
+from torch.utils.data import Sampler
+
+if not TORCH_MODE:
+    import rustloader
+    from rustloader import options
+
+pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+WINDOWS = [1, 2, 7, 64, "1MiB"]
+KINDS = {
+    "one by one": dict(),
+    "batches": dict(batch_size=3),
+    "drop_last": dict(batch_size=3, drop_last=True),
+    "unbatched": dict(batch_size=None),
+    "batch_sampler": dict(batch_sampler=[[1, 2, 3], [0], [5, 5]]),
+    "nothing": dict(sampler=[]),
+}
+
+
+class Naps(Numbers):
+    """Sample i takes a random time that depends on i alone."""
+
+    def __init__(self, n, seed):
+        super().__init__(n)
+        self.seed = seed
+
+    def __getitem__(self, i):
+        time.sleep(random.Random(f"{self.seed} {i}").expovariate(400))
+        return torch.tensor(i)
+
+
+class Sized(Held):
+    """Sample i has `sizes[i % len(sizes)]` bytes; sample `at` waits for FILE."""
+
+    def __init__(self, n, sizes, at=-1, file=""):
+        super().__init__(n, at, file)
+        self.sizes = sizes
+
+    def __getitem__(self, i):
+        super().__getitem__(i)
+        return torch.full((self.sizes[i % len(self.sizes)] // 4,), i, dtype=torch.int32)
+
+
+class Recorder(Sampler):
+    """Counts what is drawn, and the calls that find it ended. `check` sees each index before it is given."""
+
+    def __init__(self, n, check=lambda i: None):
+        self.n, self.check = n, check
+        self.drawn = self.ends = 0
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.drawn = self.ends = 0
+        return self.Walk(self)
+
+    class Walk:
+        def __init__(self, sampler):
+            self.sampler = sampler
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            sampler = self.sampler
+            if sampler.drawn == sampler.n:
+                sampler.ends += 1
+                raise StopIteration
+            sampler.check(sampler.drawn)
+            sampler.drawn += 1
+            return sampler.drawn - 1
+
+
+def draws_stop_at(sampler, count):
+    """Whether the sampler is asked for `count` indices, and then for no more while nothing is taken."""
+    if not wait_until(lambda: sampler.drawn >= count):
+        return False
+    time.sleep(0.3)
+    return sampler.drawn == count
+
+
+# Batches and their order
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_batches_and_order_are_torchs(window, workers):
+    for kind in KINDS.values():
+        expected = values(TorchDataLoader(Numbers(10), **kind))
+        loader = DataLoader(Numbers(10), num_workers=workers, reorder_window=window, **kind)
+        assert values(epoch(loader)) == expected, kind
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_out_of_order_no_batch_is_lost_or_doubled(window):
+    for workers in (1, 3):
+        loader = DataLoader(Naps(60, 1), num_workers=workers, batch_size=None, reorder_window=window, in_order=False)
+        assert sorted(values(epoch(loader))) == list(range(60))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_an_iterable_dataset_whose_shards_end_early(window, in_order):
+    lengths = [7, 0, 30]
+    loader = DataLoader(
+        Shards(lengths),
+        num_workers=3,
+        batch_size=None,
+        reorder_window=window,
+        in_order=in_order,
+        persistent_workers=in_order,
+    )
+    for _ in range(2):
+        got = values(epoch(loader))
+        for worker, length in enumerate(lengths):
+            assert [i for w, i in got if w == worker] == list(range(length))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_errors_of_the_dataset_stand_in_their_places(window):
+    dataset = Failing(12, {0: key_error, 3: key_error, 7: runtime_error, 11: key_error})
+    expected = outcomes_of(TorchDataLoader(dataset, num_workers=2, batch_size=None), 14)
+    assert outcomes_of(DataLoader(dataset, num_workers=2, batch_size=None, reorder_window=window), 14) == expected
+
+
+def test_a_window_of_pinned_batches(host):
+    loader = DataLoader(Naps(40, 2), num_workers=2, batch_size=2, reorder_window=16, pin_memory=True)
+    expected = values(TorchDataLoader(Numbers(40), batch_size=2))
+    assert values(epoch(loader)) == expected
+    for _ in itertools.islice(loader, 3):
+        pass
+    assert values(epoch(loader)) == expected
+
+
+def test_without_workers_a_window_has_no_effect():
+    sampler = Recorder(5)
+    loader = DataLoader(Numbers(5), sampler=sampler, batch_size=None, reorder_window=3)
+    for taken, _ in enumerate(loader, 1):
+        assert sampler.drawn == taken
+
+
+def test_a_window_set_by_install_applies_to_torchs_class(tmp_path):
+    sampler = Recorder(30)
+    with rustloader.installed(reorder_window=5):
+        loader = TorchDataLoader(Numbers(30), sampler=sampler, batch_size=None, num_workers=2, prefetch_factor=10)
+        iterator = iter(loader)
+    assert sampler.drawn == 5
+    with from_engine(30):
+        assert values(iterator) == list(range(30))
+
+
+@pytest.mark.parametrize("window", [10**12, 2**63])
+def test_a_window_of_any_size_is_taken(window):
+    assert values(epoch(DataLoader(Numbers(9), num_workers=2, batch_size=None, reorder_window=window))) == [*range(9)]
+
+
+def test_a_window_is_a_number_or_a_size():
+    assert [options.window(value) for value in (None, 7, "7", "1.5 kB")] == [
+        {},
+        {"window_batches": 7},
+        {"window_batches": 7},
+        {"window_bytes": 1500},
+    ]
+
+
+# How far ahead
+
+
+def is_within(window, taken, i):
+    # `next` draws for the room of the batch that it is about to return, too.
+    assert i < len(taken) + 1 + window
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
+def test_no_index_is_drawn_beyond_the_window(window, in_order):
+    for seed in range(4):
+        chance = random.Random(f"{window} {seed}")
+        taken = []
+        # `next` draws for the room of the batch that it is about to return.
+        sampler = Recorder(50, functools.partial(is_within, window, taken))
+        workers, prefetch = chance.randint(1, 3), chance.randint(1, 4)
+        loader = DataLoader(
+            Naps(50, seed),
+            sampler=sampler,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            reorder_window=window,
+            in_order=in_order,
+        )
+        iterator = iter(loader)
+        assert sampler.drawn == min(window, workers * prefetch)
+        with from_engine(50):
+            for batch in iterator:
+                taken.append(batch)
+                assert sampler.drawn <= min(50, len(taken) + window)
+                time.sleep(chance.choice([0, 0, 0.002, 0.02]))
+
+
+@pytest.mark.parametrize(
+    "window, drawn", [(1, 1), (7, 7), (19, 19), (20, 20), (30, 30), ("1GiB", 39), (None, 20), (64, 39)]
+)
+def test_the_window_is_filled_while_an_older_batch_is_awaited(window, drawn, tmp_path):
+    """At 39 the worker that is stuck has every second task: the 20 that may be outstanding."""
+    go, sampler = tmp_path / "go", Recorder(100)
+    loader = DataLoader(
+        Held(100, 0, go), sampler=sampler, batch_size=None, num_workers=2, prefetch_factor=10, reorder_window=window
+    )
+    iterator = iter(loader)
+    assert sampler.drawn == min(drawn, 20)
+    seen = []
+
+    def watch():
+        seen.append(draws_stop_at(sampler, drawn))
+        go.touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert next(iterator).item() == 0
+    watcher.join()
+    assert seen == [True], sampler.drawn
+    assert values(iterator) == list(range(1, 100))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64])
+def test_a_sampler_that_has_ended_is_not_asked_again(window):
+    sampler = Recorder(20)
+    loader = DataLoader(
+        Numbers(20), sampler=sampler, batch_size=None, num_workers=2, reorder_window=window, persistent_workers=True
+    )
+    for _ in range(3):
+        assert values(epoch(loader)) == list(range(20))
+        assert (sampler.drawn, sampler.ends) == (20, 1)
+
+
+def test_without_a_window_it_is_asked_for_each_batch_as_by_torch():
+    asked = []
+    for kind in (TorchDataLoader, DataLoader):
+        sampler = Recorder(20)
+        assert values(kind(Numbers(20), sampler=sampler, batch_size=None, num_workers=2)) == list(range(20))
+        asked.append(sampler.ends)
+    assert asked[0] == asked[1] > 1
+
+
+# Bytes
+
+BATCH = 100_000
+
+
+@pytest.mark.parametrize("megabytes, batches", [("0.05MB", 1), ("0.95MB", 9), ("1MB", 9), ("1.15MB", 11)])
+def test_the_bytes_of_finished_batches_stay_below_the_limit(megabytes, batches, tmp_path):
+    go, sampler = tmp_path / "go", Recorder(60)
+    loader = DataLoader(
+        Sized(60, [BATCH], 0, go),
+        sampler=sampler,
+        batch_size=None,
+        num_workers=2,
+        prefetch_factor=10,
+        reorder_window=megabytes,
+        persistent_workers=True,
+    )
+    go.touch()
+    epoch(loader)  # no size is known before the first batch
+    go.unlink()
+    iterator = iter(loader)
+    limit = float(megabytes[:-2]) * 1e6
+    # A stuck worker keeps its share of the tasks, so at least one batch fewer than admitted is finished.
+    held = []
+
+    def watch():
+        held.append(draws_stop_at(sampler, batches) and iterator._core.memory()[1])
+        go.touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert next(iterator)[0] == 0
+    watcher.join()
+    assert held[0] is not False, sampler.drawn
+    finished = batches // 2
+    assert finished * BATCH <= held[0] <= max(limit, BATCH) + (1 << 17)
+    assert [batch[0].item() for batch in iterator] == list(range(1, 60))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batches_of_many_sizes_stay_below_the_limit(in_order):
+    chance = random.Random(5)
+    sizes = [chance.choice([4, 20_000, 60_000, 100_000]) for _ in range(80)]
+    sizes[0] = max(sizes)
+    limit, under_way, taken, first = 400_000, {}, set(), True
+
+    def check(i):
+        under_way[i] = sizes[i]
+        # The batch that `next` is about to return is the program's.
+        held = sorted((size for j, size in under_way.items() if j not in taken), reverse=True)
+        assert first or len(held) <= 2 or sum(held[1:]) <= limit
+
+    sampler = Recorder(80, check)
+    loader = DataLoader(
+        Sized(80, sizes),
+        sampler=sampler,
+        batch_size=None,
+        num_workers=2,
+        prefetch_factor=8,
+        reorder_window="400kB",
+        in_order=in_order,
+        persistent_workers=True,
+    )
+    for _ in range(3):
+        under_way.clear()
+        taken.clear()
+        for batch in loader:
+            taken.add(batch[0].item())
+            time.sleep(chance.choice([0, 0.004]))
+        assert taken == set(range(80))
+        first = False
+
+
+# The sampler's errors
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_an_error_of_the_sampler_costs_no_batch(window):
+    """It is raised by iter(), or by a call of next() in its own place."""
+    for at in range(9):
+        loader = DataLoader(
+            Numbers(9), sampler=FailingSampler(9, at), num_workers=2, batch_size=None, reorder_window=window
+        )
+        first = min(4, window) if isinstance(window, int) else 4
+        if at < first:
+            with pytest.raises(KeyError, match="sampler"):
+                iter(loader)
+            continue
+        got = outcomes_of(loader, 11)
+        assert [it[1] for it in got if it[0] == "value"] == [i for i in range(9) if i != at]
+        assert [it for it in got if it[0] == "error"] == [("error", KeyError, "sampler")]
+        assert got[-2:].count(("end",)) == 2 - (got[-2][0] == "error")
+
+
+@pytest.mark.parametrize("window", [1, 3, 64])
+def test_a_sampler_that_only_fails_ends_neither_the_calls_nor_the_batches(window):
+    asked = 0
+
+    def check(i):
+        nonlocal asked
+        asked += i >= 6
+        if i >= 6:
+            raise KeyError("no more")
+
+    loader = DataLoader(
+        Numbers(9), sampler=Recorder(9, check), num_workers=1, prefetch_factor=1, batch_size=None, reorder_window=window
+    )
+    got = outcomes_of(loader, 16)
+    assert [it[1] for it in got if it[0] == "value"] == list(range(6))
+    assert got[-4:] == [("error", KeyError, "no more")] * 4
+    assert asked <= 12, "it is not asked again before its error is raised"
+
+
+def test_a_generator_that_fails_has_ended():
+    def batches():
+        yield from ([0], [1], [2])
+        raise KeyError("sampler")
+
+    class Once:
+        def __iter__(self):
+            return batches()
+
+    loader = DataLoader(Numbers(9), batch_sampler=Once(), num_workers=1, prefetch_factor=2, reorder_window=8)
+    got = outcomes_of(loader, 6)
+    assert [it for it in got if it[0] == "value"] == [("value", [i]) for i in range(3)]
+    assert got.count(("error", KeyError, "sampler")) == 1 and got[-2:] == [("end",)] * 2
+
+
+@pytest.mark.parametrize("window", [1, 3, 64])
+def test_an_interrupt_in_the_sampler_is_raised_at_once_and_costs_no_batch(window):
+    left = [3, 5, 5, 8]
+
+    def check(i):
+        if left and i == left[0]:
+            left.pop(0)
+            raise KeyboardInterrupt
+
+    loader = DataLoader(
+        Numbers(12),
+        sampler=Recorder(12, check),
+        num_workers=1,
+        prefetch_factor=1,
+        batch_size=None,
+        reorder_window=window,
+    )
+    iterator, got, interrupts = iter(loader), [], 0
+    while True:
+        try:
+            got.append(next(iterator).item())
+        except KeyboardInterrupt:
+            interrupts += 1
+        except StopIteration:
+            break
+    assert (got, interrupts) == (list(range(12)), 4)
+
+
+# Timeouts, deaths, ends
+
+
+def test_a_timeout_loses_nothing(tmp_path):
+    go = tmp_path / "go"
+    loader = DataLoader(Held(30, 0, go), num_workers=2, batch_size=None, reorder_window=20, timeout=0.3)
+    iterator = iter(loader)
+    assert [it[0] for it in outcomes(iterator, 2)] == ["error"] * 2
+    go.touch()
+    assert [in_time(next, iterator) for _ in range(31)] == [*(("value", i) for i in range(30)), ("end",)]
+
+
+def test_what_precedes_a_death_is_delivered():
+    loader = DataLoader(Dying(40, 11, 3), num_workers=2, batch_size=None, reorder_window=20)
+    got = outcomes_of(loader, 13)
+    assert [it[1] for it in got[:11]] == list(range(11))
+    assert [it[:2] for it in got[11:]] == [("error", RuntimeError)] * 2
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, "300kB"])
+def test_an_epoch_that_is_left_early_costs_the_next_one_nothing(window):
+    loader = DataLoader(
+        Sized(40, [30_000]), num_workers=2, batch_size=None, reorder_window=window, persistent_workers=True
+    )
+    for taken in (1, 3, 0, 17, 2):
+        got = [batch[0].item() for batch in itertools.islice(loader, taken)]
+        assert got == list(range(taken))
+        del got
+    iterator = iter(loader)
+    with from_engine(40):
+        assert [batch[0].item() for batch in iterator] == list(range(40))
+    assert iterator._core.memory()[1] < 1 << 20, "what waits in a window is given back"
+    iterator._shutdown_workers()
+
+
+def test_memory_of_a_window_is_freed_with_its_iterator(tmp_path):
+    go = tmp_path / "go"
+    loader = DataLoader(
+        Sized(60, [200_000], 0, go), num_workers=2, prefetch_factor=10, batch_size=None, reorder_window=30
+    )
+    iterator = iter(loader)
+    core = iterator._core
+
+    def watch(memory):
+        wait_until(lambda: memory()[1] > 2_500_000)
+        go.touch()
+
+    watcher = threading.Thread(target=watch, args=[core.memory])
+    watcher.start()
+    assert next(iterator)[0] == 0
+    watcher.join()
+    assert core.memory()[1] > 1_000_000, "finished batches wait in the window"
+    iterator._shutdown_workers()
+    del iterator, core, watcher
+    trim_pool()
+    assert arena_bytes() == 0
+
+
+# The shared queue
+
+
+def test_an_iterable_dataset_keeps_round_robin_and_the_log_says_so_once_per_loader(caplog):
+    caplog.set_level("INFO", logger="rustloader")
+    loader = DataLoader(Shards([4, 4]), num_workers=2, batch_size=None, dispatch="shared_queue", reorder_window=8)
+    for _ in range(2):
+        assert sorted(values(epoch(loader))) == [[w, i] for w in range(2) for i in range(4)]
+    text = "dispatch='shared_queue' does not apply to an iterable dataset; its workers keep round robin"
+    assert [(it.levelname, it.getMessage()) for it in caplog.records] == [("INFO", text)]
+    epoch(DataLoader(Shards([1]), num_workers=1, batch_size=None, dispatch="shared_queue"))
+    epoch(DataLoader(Shards([1]), num_workers=1, batch_size=None, dispatch="round_robin"))
+    assert len(caplog.records) == 2

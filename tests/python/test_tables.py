@@ -1,0 +1,587 @@
+"""Tables: the batches of a TensorDataset are gathered, and equal what torch's fetcher and default_collate make."""
+
+import random
+import types
+
+import pytest
+import torch
+from pinning_support import pinning
+from support import DataLoader, TorchDataLoader, epoch, first_line, within
+from torch.utils.data import BatchSampler, Dataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data._utils import collate, fetch
+
+import rustloader
+from rustloader import _core
+from rustloader.fetch import tables
+
+pytestmark = pytest.mark.ours
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """The number of batches that this process gathers, as a list of them."""
+    batches = []
+
+    def counted(tensors, index):
+        batch = _core.gather(tensors, index)
+        if batch is not None:
+            batches.append(batch)
+        return batch
+
+    monkeypatch.setattr("rustloader.iterator.single.gather", counted)
+    return batches
+
+
+def content(size, dtype):
+    """Random elements of any dtype."""
+    count = torch.Size(size).numel()
+    if dtype == torch.bool:
+        return (torch.arange(count) % 3 == 0).reshape(size)
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    numbers = torch.randint(0, 120, (count * itemsize,), dtype=torch.uint8)
+    return numbers.view(dtype).reshape(size)
+
+
+def random_tensor(rng, length):
+    """A tensor of some dtype, shape and strides, whose rows are contiguous or not."""
+    dtype = rng.choice(DTYPES)
+    row = [rng.choice([0, 1, 1, 2, 3, 4, 7]) for _ in range(rng.randrange(5))]
+    kind = rng.choice(["plain", "plain", "step", "narrow", "expanded", "transposed", "channels", "offset"])
+    if kind == "step":
+        return content([length * 2, *row], dtype)[::2]
+    if kind == "narrow" and row:
+        return content([length, *row[:-1], row[-1] + 2], dtype)[..., 1 : 1 + row[-1]]
+    if kind == "expanded":
+        return content([1, *row], dtype).expand(length, *row)
+    if kind == "transposed":
+        return content([*row, length], dtype).movedim(-1, 0)
+    if kind == "channels" and len(row) == 3:
+        return content([length, row[1], row[2], row[0]], dtype).permute(0, 3, 1, 2)
+    if kind == "offset":
+        return content([length + 3, *row], dtype)[3:]
+    return content([length, *row], dtype)
+
+
+def form(tensor):
+    """All that can be told of a delivered tensor."""
+    assert type(tensor) is torch.Tensor
+    element = tensor.contiguous().reshape(-1)
+    content = element.view(torch.uint8) if element.numel() else element.new_empty(0, dtype=torch.uint8)
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_contiguous(),
+        tensor.requires_grad,
+        tensor.is_inference(),
+        tensor._is_view(),
+        tensor.is_pinned(),
+        tensor.data_ptr() % 16,
+        bytes(content.tolist()),
+    )
+
+
+def forms(batches):
+    assert all(type(batch) is list for batch in batches)
+    return [[form(tensor) for tensor in batch] for batch in batches]
+
+
+def storages(batches):
+    return [[tensor.untyped_storage().nbytes() for tensor in batch] for batch in batches]
+
+
+def random_table(rng):
+    length = rng.choice([1, 2, 5, 23])
+    table = TensorDataset(*(random_tensor(rng, length) for _ in range(rng.randint(1, 3))))
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        count = rng.randint(1, 2 * length)
+        indices = [rng.randrange(-length, length) for _ in range(count)]
+        table, length = (
+            Subset(table, rng.choice([indices, tuple(indices), range(length), torch.tensor(indices)])),
+            count,
+        )
+        length = len(table)
+    return table
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_tables_without_workers(part, gathered):
+    rng = random.Random(part)
+    torch.manual_seed(part)
+    for _ in range(60):
+        table = random_table(rng)
+        kw = dict(batch_size=rng.choice([1, 2, 4, 30]), drop_last=rng.random() < 0.3)
+        if len(table) > 0:
+            kw["shuffle"] = rng.random() < 0.5
+        torch.manual_seed(9)
+        torchs = list(TorchDataLoader(table, **kw))
+        torch.manual_seed(9)
+        ours = list(DataLoader(table, **kw))
+        assert forms(ours) == forms(torchs)
+        assert storages(ours) == storages(torchs)
+        assert [[t.is_shared() for t in batch] for batch in ours] == [[t.is_shared() for t in b] for b in torchs]
+        assert all(tensor.untyped_storage().resizable() for batch in ours for tensor in batch)
+    assert len(gathered) > 60
+
+
+WAYS = {
+    "one worker": dict(num_workers=1),
+    "two workers": dict(num_workers=2),
+    "persistent": dict(num_workers=2, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("part", range(3))
+def test_random_tables_with_workers(way, part):
+    rng = random.Random(part + 100)
+    torch.manual_seed(part)
+    for _ in range(3):
+        table = random_table(rng)
+        kw = dict(batch_size=rng.choice([2, 4]), **WAYS[way])
+        with within(120):
+            torchs, loader = list(TorchDataLoader(table, **kw)), DataLoader(table, **kw)
+            for _ in range(2):
+                assert forms(epoch(loader)) == forms(torchs)
+
+
+def test_large_batches_lie_in_the_arena():
+    table = TensorDataset(torch.randn(4096, 64), torch.arange(4096))
+    kw = dict(batch_size=1024, num_workers=2)
+    with within(60):
+        loader = DataLoader(table, **kw)
+        batches = epoch(loader)
+        assert forms(batches) == forms(TorchDataLoader(table, **kw))
+        figures = rustloader.stats(loader)
+    assert [tensor.untyped_storage().nbytes() for tensor in batches[0]] == [1024 * 64 * 4, 1024 * 8]
+    assert figures.batches == 4
+
+
+class Recording(torch.utils.data.Sampler):
+    """Gives the indices that it is made of."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def outcome(cls, table, batch, **kw):
+    """The batch of an index batch, or the error and the place that it names."""
+    loader = cls(table, batch_sampler=Recording(batch), **kw)
+    try:
+        (made,) = loader
+    except Exception as error:
+        text = str(error)
+        return type(error), first_line(error), text.count("Traceback"), text.strip().splitlines()[-1:]
+    return forms([made])
+
+
+INDICES = [
+    [],
+    [-1, -10],
+    [-11],
+    [3, 10],
+    [9, 9, 0],
+    [True, False],
+    [torch.tensor(3), 4],
+    [2**70],
+    [-(2**70)],
+    [2**63],
+    [None],
+    [1.5],
+    ["a"],
+    (1, 2),
+    range(3),
+    torch.tensor([1, 2]),
+    [[1, 2]],
+    [slice(0, 2)],
+]
+
+
+@pytest.mark.parametrize("number", range(len(INDICES)))
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("subset", [False, True])
+def test_index_batches_of_any_kind(number, workers, subset):
+    table = TensorDataset(torch.arange(30.0).reshape(10, 3), torch.arange(10))
+    if subset:
+        table = Subset(table, [7, 3, 3, -1, 0, 1, 2, 5, 6, 9])
+    batch = INDICES[number]
+    if workers and any(isinstance(part, torch.Tensor) for part in [batch, *batch]):
+        workers = 0  # torch's loader leaves a shared file of each tensor that it sends to a worker
+    with within(60):
+        ours = outcome(DataLoader, table, batch, num_workers=workers)
+        assert ours == outcome(TorchDataLoader, table, batch, num_workers=workers)
+
+
+def test_tensors_that_change_after_construction(gathered):
+    def changed(change):
+        table = TensorDataset(torch.arange(30.0).reshape(10, 3), torch.arange(10))
+        change(table)
+        return table
+
+    def shorter(table):
+        table.tensors = (table.tensors[0], table.tensors[1][:4])
+
+    def as_list(table):
+        table.tensors = list(table.tensors)
+
+    def empty(table):
+        table.tensors = ()
+
+    def of_two(table):
+        table.tensors = (table.tensors[0], [1] * 10)
+
+    def same(table):
+        table.tensors = (table.tensors[0],) * 2
+
+    def scalar(table):
+        table.tensors = (torch.tensor(3),)
+
+    for change in (shorter, as_list, empty, of_two, same, scalar):
+        for batch in ([0, 3], [3, 4], [9]):
+            ours = outcome(DataLoader, changed(change), batch)
+            assert ours == outcome(TorchDataLoader, changed(change), batch), (change, batch)
+    assert len(gathered) == 4  # `shorter` once, `same` three times
+
+
+def test_an_empty_table_and_rows_without_elements(gathered):
+    for shape in ((0,), (0, 3)):
+        assert outcome(DataLoader, TensorDataset(torch.zeros(shape)), [0]) == outcome(
+            TorchDataLoader, TensorDataset(torch.zeros(shape)), [0]
+        )
+    assert gathered == []
+    table = TensorDataset(torch.zeros(5, 0), torch.zeros(5, 0, 3))
+    assert outcome(DataLoader, table, [0, 4]) == outcome(TorchDataLoader, table, [0, 4])
+    assert len(gathered) == 1
+
+
+def test_a_change_in_the_middle_of_an_epoch(gathered):
+    """Torch reads tensors, indices and the fetcher's attributes anew for each batch."""
+
+    def play(cls):
+        data = torch.arange(12)
+        indices = list(range(12))
+        table = TensorDataset(data)
+        iterator = iter(cls(Subset(table, indices), batch_size=2))
+        seen = [next(iterator)]
+        data += 100
+        seen.append(next(iterator))
+        indices[4:6] = [0, 1]
+        seen.append(next(iterator))
+        table.tensors = (torch.arange(12.0),)
+        seen.append(next(iterator))
+        iterator._dataset_fetcher.collate_fn = list
+        seen.append([column for sample in next(iterator) for column in sample])
+        iterator._dataset_fetcher.collate_fn = collate.default_collate
+        iterator._dataset_fetcher.dataset = TensorDataset(torch.arange(12) * 2)
+        seen.append(next(iterator))
+        return [[(tensor.dtype, tensor.tolist()) for tensor in batch] for batch in seen]
+
+    assert play(DataLoader) == play(TorchDataLoader)
+    assert len(gathered) == 5
+
+
+# What takes the ordinary way
+
+
+def ordinary(gathered, table, **kw):
+    """A batch, which must not be gathered and must be torch's."""
+    before = len(gathered)
+    made = outcome(DataLoader, table, [1, 2], **kw)
+    assert made == outcome(TorchDataLoader, table, [1, 2], **kw)
+    assert len(gathered) == before
+    return made
+
+
+def gathers(gathered, table, **kw):
+    before = len(gathered)
+    outcome(DataLoader, table, [1, 2], **kw)
+    return len(gathered) == before + 1
+
+
+@pytest.fixture
+def table(gathered):
+    made = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+    assert gathers(gathered, made)
+    return made
+
+
+class OwnTable(TensorDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[:1]
+
+
+class OwnSubset(Subset):
+    pass
+
+
+class Columns(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return (torch.tensor(index),)
+
+
+def test_other_datasets(table, gathered):
+    stacked = StackDataset(*table.tensors)
+    for other in (
+        OwnTable(*table.tensors),
+        OwnSubset(table, range(5)),
+        Columns(),
+        stacked,
+        Subset(Columns(), range(5)),
+    ):
+        ordinary(gathered, other)
+        assert type(iter(DataLoader(other))._dataset_fetcher) is fetch._MapDatasetFetcher
+    ordinary(gathered, Subset(table, torch.arange(5)))
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_other_tensors(table, gathered):
+    plain = torch.arange(10.0).reshape(5, 2)
+    others = {
+        "grad": plain.clone().requires_grad_(),
+        "conj": torch.complex(plain, plain).conj(),
+        "neg": torch.complex(plain, plain).conj().imag,
+        "rows": plain.t().contiguous().t(),
+        "parameter": torch.nn.Parameter(plain),
+        "subclass": plain.as_subclass(OwnTensor),
+    }
+    for kind, tensor in others.items():
+        dataset = TensorDataset(tensor)
+        before = len(gathered)
+        (ours,), (torchs,) = (next(iter(cls(dataset, batch_size=3))) for cls in (DataLoader, TorchDataLoader))
+        assert len(gathered) == before, kind
+        assert type(ours) is type(torchs) and torch.equal(ours, torchs) and ours.requires_grad == torchs.requires_grad
+        assert ours.stride() == torchs.stride() and ours.is_conj() == torchs.is_conj()
+    for other in (plain.to_sparse(), torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8), plain.to("meta")):
+        dataset = TensorDataset(other)
+        before = len(gathered)
+        kinds = []
+        for cls in (DataLoader, TorchDataLoader):
+            try:
+                kinds.append(type(next(iter(cls(dataset, batch_size=3)))[0]))
+            except Exception as error:
+                kinds.append((type(error), first_line(error)))
+        assert kinds[0] == kinds[1] and len(gathered) == before
+
+
+def test_replaced_functions_of_the_dataset(table, gathered, monkeypatch):
+    def doubled(self, index):
+        return tuple(tensor[index] * 2 for tensor in self.tensors)
+
+    def batched(self, indices):
+        return [(torch.tensor(7),) for _ in indices]
+
+    subset = Subset(table, range(5))
+    for owner, name, function in [
+        (TensorDataset, "__getitem__", doubled),
+        (TensorDataset, "__getitems__", batched),
+        (Dataset, "__getitems__", batched),
+        (Subset, "__getitems__", batched),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, function, raising=False)
+            if owner is not Subset:
+                ordinary(gathered, table)
+            ordinary(gathered, subset)
+    for instance in (table, subset):
+        monkeypatch.setattr(instance, "__getitems__", types.MethodType(batched, instance), raising=False)
+        ordinary(gathered, instance)
+        monkeypatch.undo()
+    # Python does not look at the instance for these.
+    table.__getitem__ = doubled
+    ordinary_batch = outcome(DataLoader, table, [1])
+    assert ordinary_batch == outcome(TorchDataLoader, table, [1])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
+    """Replaced before the iterator begins, and after."""
+
+    def twice(batch, *, collate_fn_map=None):
+        return torch.stack(list(batch) * 2)
+
+    def tuples(batch, *, collate_fn_map=None):
+        return [torch.tensor(len(batch))]
+
+    def fetched(self, index):
+        return [torch.tensor(1)]
+
+    table_of_kinds = collate.default_collate_fn_map
+    patches = [
+        lambda patch: patch.setitem(table_of_kinds, torch.Tensor, twice),
+        lambda patch: patch.delitem(table_of_kinds, torch.Tensor),
+        lambda patch: patch.setitem(table_of_kinds, tuple, tuples),
+        lambda patch: patch.setitem(table_of_kinds, object, tuples),
+        lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
+        lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
+        lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", fetched),
+    ]
+    for replace in patches:
+        before = len(gathered)
+        seen = []
+        for cls in (DataLoader, TorchDataLoader):
+            with monkeypatch.context() as patch:
+                if not late:
+                    replace(patch)
+                iterator = iter(cls(table, batch_size=2))
+                if late:
+                    replace(patch)
+                try:
+                    seen.append(forms([next(iterator)]))
+                except TypeError as error:
+                    seen.append(str(error))
+        assert seen[0] == seen[1] and len(gathered) == before
+    assert gathers(gathered, table)
+
+
+def test_other_settings(table, gathered):
+    ordinary(gathered, table, collate_fn=lambda samples: [samples[0][0]])
+    before = len(gathered)
+    alone = [list(cls(table, batch_size=None)) for cls in (DataLoader, TorchDataLoader)]
+    assert forms([list(sample) for sample in alone[0]]) == forms([list(sample) for sample in alone[1]])
+    assert len(gathered) == before
+
+
+def test_modes_of_torch(table, gathered):
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu"), torch.device("cpu")):
+        seen = []
+        for cls in (DataLoader, TorchDataLoader):
+            iterator = iter(cls(table, batch_size=2))
+            with mode:
+                seen.append(forms([next(iterator)]))
+        assert seen[0] == seen[1]
+    with torch.inference_mode():
+        table = TensorDataset(torch.arange(6.0))
+    assert forms(DataLoader(table, batch_size=2)) == forms(TorchDataLoader(table, batch_size=2))
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    iterator = iter(DataLoader(table, batch_size=2))
+    with Counting():
+        next(iterator)
+    assert torch.stack in seen
+
+
+def test_a_replaced_new_empty_is_not_written_to(table, gathered, monkeypatch):
+    before = len(gathered)
+    for wrong in (torch.zeros(1), torch.zeros(4, dtype=torch.float64), torch.zeros(4, 2).t(), "no tensor"):
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, wrong=wrong, **kw: wrong)
+        assert outcome(DataLoader, table, [1, 2, 3, 0]) == outcome(TorchDataLoader, table, [1, 2, 3, 0])
+    assert len(gathered) == before
+
+
+class Nested(Dataset):
+    """Reads another loader in the worker."""
+
+    def __init__(self, cls):
+        self.cls = cls
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        assert get_worker_info() is not None
+        (batch,) = list(self.cls(TensorDataset(torch.arange(6)), batch_size=6))
+        return [tensor.is_shared() for tensor in batch]
+
+
+def test_a_loader_without_workers_inside_a_worker():
+    with within(60):
+        assert epoch(DataLoader(Nested(DataLoader), batch_size=None, num_workers=1)) == epoch(
+            DataLoader(Nested(TorchDataLoader), batch_size=None, num_workers=1)
+        )
+
+
+def patch_in_worker(worker_id):
+    collate.default_collate_fn_map[torch.Tensor] = lambda batch, collate_fn_map=None: torch.zeros(2)
+
+
+def double_in_worker(worker_id):
+    get_worker_info().dataset.tensors[0].mul_(2)
+
+
+@pytest.mark.parametrize("init", [None, patch_in_worker, double_in_worker])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_start_methods_and_what_workers_change(init, method):
+    def play(cls):
+        table = TensorDataset(torch.arange(2000.0).reshape(10, 200), torch.arange(10))
+        kw = dict(batch_size=5, num_workers=1, multiprocessing_context=method, worker_init_fn=init)
+        return forms(cls(table, **kw))
+
+    with within(120):
+        assert play(DataLoader) == play(TorchDataLoader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinning(workers):
+    table = TensorDataset(torch.randn(100, 64), torch.arange(100))
+    kw = dict(batch_size=50, num_workers=workers, pin_memory=True)
+    with pinning() as host, within(60):
+        batches = list(DataLoader(table, **kw))
+        assert all(host.owns(tensor) for batch in batches for tensor in batch)
+        seen = [[tensor.tolist() for tensor in batch] for batch in batches]
+        del batches
+    assert seen == [[tensor.tolist() for tensor in batch] for batch in TorchDataLoader(table, batch_size=50)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_sample_is_read_one_by_one(workers):
+    """The worker gathers, too: an item of a table is never asked for."""
+
+    def play():
+        with pytest.MonkeyPatch.context() as patch:
+            # A function with the same names, which counts as torch's own.
+            patch.setattr(tables, "_getitem", refuse)
+            patch.setattr(TensorDataset, "__getitem__", refuse)
+            return forms(DataLoader(table, batch_size=4, num_workers=workers))
+
+    def refuse(self, index):
+        raise AssertionError("a sample was read")
+
+    table = TensorDataset(torch.arange(8192.0).reshape(8, 1024))
+    with within(60):
+        assert play() == forms(TorchDataLoader(table, batch_size=4))
+
+
+def test_unknown_code_takes_the_ordinary_way(table, gathered, monkeypatch):
+    assert tables._is_known
+    monkeypatch.setattr(tables, "_is_known", False)
+    ordinary(gathered, table)
+
+
+def test_batches_of_torchs_batch_sampler(table, gathered):
+    sampler = BatchSampler([4, 3, 2, 1, 0], 2, False)
+    batches = list(DataLoader(table, batch_sampler=sampler))
+    assert [batch[1].tolist() for batch in batches] == [[4, 3], [2, 1], [0]]
+    assert forms(batches) == forms(TorchDataLoader(table, batch_sampler=sampler))
