@@ -170,7 +170,7 @@ def test_no_gain_goes_below_the_work_of_the_cores():
 
 
 def test_too_few_batches_predict_nothing():
-    assert predicted([0.01] * 15) is None and predicted([0.01] * 16) is not None
+    assert predicted([0.01] * 7) is None and predicted([0.01] * 8) is not None
 
 
 def test_batches_that_take_no_time():

@@ -415,7 +415,9 @@ def test_as_dict_is_plain_and_flat_is_floats():
     plain = stats.as_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain["batches"] == 2 and plain["workers"][1]["id"] == 1 and plain["slowest"][0]["index"]
+    assert len(plain["recent_seconds"]) == 2 and plain["scheduling"]["dispatch"] == "round_robin"
     flat = stats.as_dict(flat=True)
+    assert flat["scheduling_prefetch_factor"] == 2.0 and not any("recent" in name for name in flat)
     assert flat["batches"] == 2.0 and flat["workers_1_fetch_seconds"] == stats.workers[1].fetch_seconds
     assert flat["arena_high_water_bytes"] == stats.arena.high_water_bytes
     assert all(type(value) is float and math.isfinite(value) and key.isidentifier() for key, value in flat.items())

@@ -77,7 +77,8 @@ class Stats(Figures):
 
         Args:
             flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, for
-                TensorBoard and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``.
+                TensorBoard and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``,
+                without ``recent_seconds``.
 
         Returns:
             The figures by name.
@@ -88,7 +89,10 @@ class Stats(Figures):
             (3, 0.0)
         """
         nested = dataclasses.asdict(self, dict_factory=_with_lists)
-        return dict(_flattened("", nested)) if flat else nested
+        if not flat:
+            return nested
+        del nested["recent_seconds"]  # one value per batch, no metric
+        return dict(_flattened("", nested))
 
     def __repr__(self) -> str:
         return f"<rustloader.Stats: {headline(self)}>"

@@ -16,7 +16,7 @@ _MULTIPLES = (1, 2, 4, 8)
 # A smaller window whose time is within this factor of the best one is preferred, because a window takes memory.
 _NEAR = 1.03
 # Fewer batches per worker predict nothing.
-_ROUNDS = 4
+_ROUNDS = 2
 
 
 class Scheduler(NamedTuple):
