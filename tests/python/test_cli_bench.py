@@ -92,6 +92,7 @@ LOADERS = """
         return DataLoader(dataset, batch_size=4, num_workers=2)
     class Stuck(Numbers):
         def fail(self):
+            open("stuck", "w").close()
             time.sleep(600)
     def stuck():
         dataset = Stuck()
@@ -103,7 +104,7 @@ LOADERS = """
         warnings.warn("a warning of the user's")
         return DataLoader(dataset, batch_size=4, num_workers=1)
     def hanging():
-        open("working", "w").close()
+        open(f"hanging-{os.getpid()}", "w").close()
         time.sleep(600)
 """
 
@@ -351,12 +352,14 @@ def test_a_worker_that_dies_is_named(engine, folder):
 @pytest.mark.slow
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
-def test_a_loader_that_hangs_is_given_up(engine, folder):
+def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
+    # Before the worker hangs, torch is imported and workers start, which takes long on a busy machine.
+    stuck = (folder / "stuck").exists
+    monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
     side = BenchSide("loaders.py:stuck", engine)
-    with probes.Probe(side, 300.0) as process:
+    with probes.Probe(side, 2.0) as process:
         process.ask("about")
         group = process.group
-        process.timeout = 2.0  # torch's import above may take longer
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     lines = str(raised.value).splitlines()
@@ -382,8 +385,10 @@ def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
 @pytest.mark.timeout(LONG)
 def test_a_factory_that_hangs_is_given_up(folder, capsys, monkeypatch):
     # Before the factory hangs, Python starts and torch is imported, which takes long on a busy machine.
-    hangs = (folder / "working").exists
-    monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if hangs() else 300.0)
+    def limit(self, awaited):
+        return self.timeout if (folder / f"hanging-{self.group}").exists() else 300.0
+
+    monkeypatch.setattr(probes.Probe, "limit", limit)
     status, _, err = run("loaders.py:hanging", "--timeout", "8", capsys=capsys)
     assert status == 2
     what = "with torch's iterator, loaders.py:hanging did not return a loader within 8 s"
