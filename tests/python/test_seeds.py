@@ -14,7 +14,7 @@ import torch
 from sample_data import Numbers, as_list
 from support import BOTH, DataLoader, LoaderIter, TorchDataLoader, rustloader
 from test_rng import main_state
-from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
 pytestmark = pytest.mark.ours
@@ -300,6 +300,24 @@ def test_a_dataset_that_makes_whole_batches_gets_the_batchs_seed(workers, persis
     next(iter(make(workers, "sample", BatchDraws(10))))
     next(iter(make(workers, "sample", BatchDraws(10), batch_size=None)))
     assert len(notes(caplog)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_a_subset_have_their_own_seeds(workers, caplog):
+    """torch's Subset has __getitems__, which only asks for one sample after the other."""
+    caplog.set_level(logging.INFO, "rustloader")
+    wanted = epochs(make(0, "sample", Draws(6)))
+    subset = Subset(Draws(10), [0, 1, 2, 3, 4, 5])
+    for dataset in (subset, Subset(Subset(Draws(20), range(10)), range(6))):
+        assert epochs(make(workers, "sample", dataset)) == wanted
+    assert notes(caplog) == []
+    # These do make whole batches.
+    own = Subset(Draws(10), range(6))
+    own.__getitems__ = lambda indices: [own[i] for i in indices]
+    for dataset in (Subset(BatchDraws(10), range(6)), *([own] if workers == 0 else [])):
+        assert epochs(make(workers, "sample", dataset)) == epochs(make(0, "batch", subset))
+        assert len(notes(caplog)) == 1
+        caplog.clear()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

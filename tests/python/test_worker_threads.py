@@ -24,6 +24,7 @@ from support import (
     within,
     worker_pids,
 )
+from torch.utils.data import Subset
 from torch.utils.data._utils import fetch
 
 import rustloader.workers.stalls
@@ -116,6 +117,12 @@ def test_without_the_option_or_without_workers_there_is_no_thread(kw):
             "rustloader" in name for (names,) in DataLoader(Names(4), collate_fn=as_list, **kw) for name in names
         )
     assert all(of_main for ((of_main, *_),) in DataLoader(Who(4), collate_fn=as_list, **kw))
+
+
+@pytest.mark.parametrize("dataset", [Subset(Who(9), range(6)), Subset(Subset(Who(9), range(8)), range(6))])
+def test_samples_of_a_subset_are_made_by_threads(dataset):
+    (batch,) = DataLoader(dataset, batch_size=6, num_workers=1, worker_threads=2, collate_fn=as_list)
+    assert batch == [(False, 0, 1)] * 6
 
 
 # Where threads cannot help

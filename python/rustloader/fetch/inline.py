@@ -25,6 +25,8 @@ class SeededFetcher:
         self._seeds = seeds.Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
         self._batches = 0
         fetcher.collate_fn = self._seeds.for_collating(fetcher.collate_fn)
+        if kind == _DatasetKind.Map and torchs.is_own(kind):
+            fetcher.dataset = torchs.by_sample(fetcher.dataset)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_fetcher"), name)

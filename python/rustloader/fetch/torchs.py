@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import _DatasetKind, _utils
+from torch.utils.data import Subset, _DatasetKind, _utils
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data import dataset as torch_dataset
 
 from rustloader.torch_side import is_torchs
 
@@ -21,6 +22,26 @@ def is_own(dataset_kind: int) -> bool:
     )
 
 
+class Samples:
+    """A dataset without its ``__getitems__``: torch's fetcher asks it for one sample after the other."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+
+def by_sample(dataset: Any) -> Any:
+    """The dataset, or a stand-in where only torch's ``Subset`` turns samples into batches: its ``__getitems__`` asks
+    for them one after the other, too."""
+    inner = dataset
+    while type(inner) is Subset and "__getitems__" not in vars(inner) and is_torchs(Subset.__getitems__, torch_dataset):
+        inner = inner.dataset
+    return dataset if inner is dataset or getattr(inner, "__getitems__", None) else Samples(dataset)
+
+
 def takes_batches(dataset_kind: int, dataset: Any, auto_collation: bool) -> bool:
-    """Whether torch's fetcher asks a dataset for all samples of a batch in one call."""
-    return auto_collation and dataset_kind == _DatasetKind.Map and bool(getattr(dataset, "__getitems__", None))
+    """Whether only a dataset itself can make the samples of a batch, in one call of ``__getitems__``."""
+    is_map = dataset_kind == _DatasetKind.Map
+    return auto_collation and is_map and bool(getattr(by_sample(dataset), "__getitems__", None))

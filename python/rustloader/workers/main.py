@@ -58,6 +58,8 @@ class _Worker:
         self.init_failed = False
         self.exhausted = False
         self.fetcher: Any = None
+        # What the fetcher asks for samples: the dataset, or a stand-in.
+        self.source: Any = dataset
         # The fetcher's `fetch`, if it is torch's own.
         self.torchs_fetch: Any = None
         # Seeds batches or samples, if an option asks for it.
@@ -101,10 +103,13 @@ class _Worker:
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
-            if job.threads > 1 and is_torchs_own and not getattr(self.dataset, "__getitems__", None):
-                self.use_threads()
-            elif self.seeds is None:
+            self.source = self.dataset
+            if self.seeds is None and job.threads == 1:
                 tables.use(self.fetcher, job.collate_fn, self.port.gather)
+            elif is_torchs_own and job.dataset_kind == _DatasetKind.Map:
+                self.fetcher.dataset = self.source = torchs.by_sample(self.dataset)
+                if job.threads > 1 and not getattr(self.source, "__getitems__", None):
+                    self.use_threads()
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
@@ -114,7 +119,7 @@ class _Worker:
         if self.pool is None:
             self.pool = Pool(self.job.threads, self.check_stop)
         before = None if self.seeds is None else self.seeds.mark_sample
-        self.fetcher.dataset = ThreadedDataset(self.dataset, self.pool, before)
+        self.fetcher.dataset = ThreadedDataset(self.source, self.pool, before)
 
     def check_stop(self) -> None:
         """Raises WorkerStopped when the loader shuts down."""
@@ -167,7 +172,7 @@ class _Worker:
         if type(self.fetcher).fetch is not self.torchs_fetch:
             apart = Apart.NO
         elif job.auto_collation:
-            if job.dataset_kind == _DatasetKind.Map and getattr(self.dataset, "__getitems__", None):
+            if job.dataset_kind == _DatasetKind.Map and getattr(self.source, "__getitems__", None):
                 apart = Apart.NO
             else:
                 apart = Apart.EACH if self.pool is None else Apart.ONE
