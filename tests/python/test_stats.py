@@ -625,7 +625,9 @@ def test_what_worker_threads_have_no_effect_on():
 
     assert not scheduling(Whole(4), batch_size=2).per_sample
     assert not scheduling(Numbers(4), batch_size=None).per_sample
-    stream = scheduling(Stream(), batch_size=2, dispatch="shared_queue", worker_threads=4)
+    with rustloader.installed(worker_threads=4):
+        stream = scheduling(Stream(), batch_size=2, dispatch="shared_queue")
+        assert scheduling(Numbers(4), batch_size=2).worker_threads == 4
     assert not stream.per_sample and not stream.map_style
     assert (stream.dispatch, stream.worker_threads) == ("round_robin", 1)
     batches = scheduling(Numbers(4), batch_sampler=[[0, 1], [2]])
@@ -715,6 +717,32 @@ def test_a_few_slow_batches_limit():
     assert found.kind == "head_of_line", found
     assert 'dispatch="shared_queue" and reorder_window=' in found.sentence and found.predicted_gain > 1.3, found
     assert any(f"[{i}] took" in found.sentence for i in (5, 18, 31, 44)), found
+
+
+def test_a_shared_queue_with_a_window_ends_the_waits_for_slow_batches():
+    options = {"batch_size": None, "num_workers": 2}
+    before = rustloader.stats(trained(DataLoader(Slow(52, long_now_and_then), **options)))
+    loader = DataLoader(Slow(52, long_now_and_then), dispatch="shared_queue", reorder_window=32, **options)
+    after = rustloader.stats(trained(loader))
+    assert (after.scheduling.dispatch, after.scheduling.reorder_window) == ("shared_queue", 32)
+    assert len(after.recent_seconds) == 52 and after.workers[0].fetch_measured_seconds > 0
+    assert "shared_queue" not in after.verdict().sentence and "shared_queue" in before.verdict().sentence
+
+
+def test_threads_end_the_waits_for_storage():
+    options = {"batch_size": 4, "num_workers": 1}
+    verdicts = []
+    for threads in (1, 4):
+        loader = trained(DataLoader(Slow(80, long_sample), worker_threads=threads, **options), step=LONG / 2)
+        verdicts.append(rustloader.stats(loader).verdict())
+        (worker,) = rustloader.stats(loader).workers
+        assert worker.fetch_cpu_share < 0.5, worker
+    assert verdicts[0].kind == "storage" and "worker_threads=" in verdicts[0].sentence, verdicts
+    assert verdicts[1].kind in ("step", "storage") and rustloader.stats(loader).scheduling.worker_threads == 4
+
+
+def long_sample(worker, i):
+    return LONG / 4
 
 
 def test_pinning_limits(monkeypatch):
