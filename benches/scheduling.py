@@ -6,7 +6,7 @@ are fair on two cores.
 
     spikes    batches of one sample; 1 in 10 takes 60 ms, the others 4.5 ms; 4 workers. Bound: sum of the naps / 4
     lognormal batches of one sample; log-normal naps of mean 20 ms, sigma 1.5; 4 workers. Bound: sum of the naps / 4
-    step      batches of 4; 1 sample in 40 takes 200 ms, the others 2 ms; the loop takes 10 ms per batch; 4 workers.
+    step      batches of 4; every 40th sample takes 200 ms, the others 2 ms; the loop takes 10 ms per batch; 4 workers.
               Bound: the longer of the loop and the sum of the naps / 4
     storage   batches of 64 samples of 30 ms; 2 workers. Bound: all samples of a batch at the same time
     indices   the first batch of 20,000,000 shuffled indices. Bound: torch.randperm
@@ -22,8 +22,8 @@ import math
 import mmap
 import os
 import random
-import resource
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -103,8 +103,7 @@ def lognormal() -> Row:
 
 
 def step() -> Row:
-    chance = random.Random(3)
-    naps = [0.2 if chance.random() < 1 / 40 else 0.002 for _ in range(800)]
+    naps = [0.2 if index % 40 == 39 else 0.002 for index in range(1600)]
     options = {"dispatch": "shared_queue", "reorder_window": 32}
     bound = max(sum(naps) / 4, len(naps) / 4 * STEP)
     return Row(Naps(naps), {"batch_size": 4, "num_workers": 4}, options, bound, step=STEP)
@@ -239,22 +238,24 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return {"row": name, **{side: statistics.median(times) for side, times in row.times.items()}}
 
 
-def growth() -> dict[str, float]:
-    """Bytes per index that a process grows by, from `iter()` to the first batch of a shuffled range."""
-    grown = {}
-    for name, kind in (("torch", torch.utils.data.DataLoader), ("rustloader", rustloader.DataLoader)):
-        reader, writer = os.pipe()
-        if os.fork() == 0:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            next(iter(kind(range(INDICES), batch_size=64, shuffle=True)))
-            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            os.write(writer, str((after - before) * 1024 / INDICES).encode())
-            os._exit(0)
-        os.wait()
-        grown[name] = float(os.read(reader, 100))
-        os.close(reader)
-        os.close(writer)
-    return grown
+GROWTH = """
+import re, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+if sys.argv[1] == "rustloader":
+    from rustloader import DataLoader
+def first(count):
+    next(iter(DataLoader(range(count), batch_size=64, shuffle=True)))
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+before = first(1000)
+print((first(int(sys.argv[2])) - before) / int(sys.argv[2]))
+"""
+
+
+def growth(name: str) -> float:
+    """Bytes per index that a new process grows by, from `iter()` to the first batch of a shuffled range."""
+    command = [sys.executable, "-c", GROWTH, name, str(INDICES)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def line(result: dict[str, Any]) -> str:
@@ -268,7 +269,7 @@ def picture(results: list[dict[str, Any]]) -> str:
     titles = {
         "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms",
         "lognormal": "log-normal batches, sigma 1.5",
-        "step": "1 sample in 40 takes 200 ms; a step of 10 ms",
+        "step": "every 40th sample takes 200 ms; a step of 10 ms",
     }
     sides = (("torch", "#b0b0b0"), ("rustloader", "#1f5fa8"), ("bound", "#7fa8d9"))
     left, width, top, high = 16, 400, 66, 84
@@ -316,8 +317,7 @@ def main() -> int:
         results.append(measure(name, options.rounds))
         print(line(results[-1]), flush=True)
     if "indices" in names:
-        grown = growth()
-        print(f"indices: {grown['torch']:.1f} bytes per index with torch, {grown['rustloader']:.1f} with rustloader")
+        print(f"indices: {growth('torch'):.2f} bytes per index with torch, {growth('rustloader'):.2f} with rustloader")
     if options.save:
         options.save.write_text(json.dumps(results, indent=1) + "\n")
     if options.plot:
