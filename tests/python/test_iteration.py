@@ -3,6 +3,7 @@
 import collections
 import gc
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -328,3 +329,13 @@ def test_p21_the_profilers_label():
     """)
     assert status == 0, err
     assert "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__" in out.splitlines()
+
+
+def test_a_sleeping_worker_is_woken_for_a_task():
+    loader = DataLoader(Numbers(1), num_workers=1, batch_size=None, persistent_workers=True)
+    list(loader)
+    # Without the wake a worker finds a task at its own check, up to a second later.
+    with within(15):
+        for _ in range(30):
+            time.sleep(0.02)
+            assert list(loader) == [0]
