@@ -22,7 +22,8 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-breakdown compare-peers compare-gpu reliability-figures ecosystem wheel dist docs clean
+	compare-memory compare-growth compare-scheduling compare-breakdown compare-peers compare-gpu reliability-figures \
+	ecosystem wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'

@@ -1,8 +1,7 @@
 """Uneven batches, slow storage, large samplers and tables: `make compare-scheduling`.
 
 Each row runs torch's loader, rustloader's with the row's options, and a lower bound, in alternating order. The figures
-are medians of the rounds. A nap stands for work that needs no processor, so four workers
-are fair on two cores.
+are medians of the rounds. Work is a sleep, which needs no processor, so four workers are fair on two cores.
 
     spikes    batches of one sample; 1 in 10 takes 60 ms, the others 4.5 ms; 4 workers. Bound: sum of the naps / 4
     lognormal batches of one sample; log-normal naps of mean 20 ms, sigma 1.5; 4 workers. Bound: sum of the naps / 4

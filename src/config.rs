@@ -14,9 +14,9 @@ const GIB: u64 = 1 << 30;
 pub const WORKERS_MAX: u32 = 1 << 16;
 /// Batches of one iterator in flight: each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
-/// Tasks by which a shared queue runs ahead of its oldest unanswered one, at least: they bound its slots.
+/// Tasks by which a shared queue may run ahead of its oldest unanswered one: they bound the scheduler's table.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// The same at most, for larger windows.
+/// The same for a window of more batches than that: its size, up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;

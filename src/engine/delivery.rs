@@ -24,8 +24,8 @@
 //! for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed, because a signal handler
 //! may have raised it, and then the sampler still has its index.
 //!
-//! With a window no draw is owed: the scheduler answers `Submit` while there is room. It must not while an error is deferred,
-//! so that a call ends although the sampler always fails; `answer` tells it so.
+//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred it must not,
+//! or a sampler that always fails would keep the call from ending; [`Delivery::answer`] tells it.
 //!
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are part of

@@ -60,7 +60,7 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     handle: Arc<Handle>,
     scheduler: Scheduler<T, Arrival<B>>,
     delivery: Delivery<T, B, E>,
-    /// The workers' rings: tasks, or control messages alone if there is a queue.
+    /// The workers' rings: tasks, or only control messages if there is a queue.
     tasks: Vec<Producer<ArenaRing>>,
     /// The queue that the workers share, if they do.
     queue: Option<SharedQueue>,

@@ -48,7 +48,7 @@ pub fn gather<'py>(
     }
     let batch = PyList::empty(py);
     for ((tensor, (plan, from, step)), (to, made)) in tensors.iter().zip(plans).zip(targets) {
-        // While the GIL is released, other threads may give the tensor other memory.
+        // While the GIL is released, other threads may give the tensor another storage.
         let _storage = match plan.total {
             DETACH_FROM.. => Some(tensor.call_method0(intern!(py, "untyped_storage"))?),
             _ => None,
@@ -61,7 +61,9 @@ pub fn gather<'py>(
         let copy = || {
             for (place, row) in rows.iter().enumerate() {
                 let (from, to) = ((from + row * step) as *const u8, (to + place * plan.each) as *mut u8);
-                // SAFETY: the rows are in range, so each lies in the live tensor; the target has a place for each.
+                // SAFETY: the rows are in range, so each lies in the tensor's memory, which the GIL or `_storage` keeps. The
+                // target is new memory with a place for each. A program that resizes the storage in another thread
+                // meanwhile would break torch.stack, too.
                 unsafe { to.copy_from_nonoverlapping(from, plan.each) };
             }
         };

@@ -140,7 +140,8 @@ impl IndexStream {
         let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
         let made = if is_left_out { None } else { Some(self.made(state.pending.iter().copied(), py)?) };
         state.pending.clear();
-        if ended {
+        // Not after an incomplete batch: torch then reads `batch_size` once more.
+        if made.is_none() {
             state.end();
         }
         Ok(made)

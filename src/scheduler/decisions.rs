@@ -1,4 +1,4 @@
-//! What `next` asks itself, and its ends.
+//! The conditions of `next`, and its answers.
 
 use super::reorder::State;
 use super::{Decision, Scheduler};
@@ -20,7 +20,7 @@ impl<T, R> Scheduler<T, R> {
             })
     }
 
-    /// Whether a window asks for one more index: a worker takes it, so it is not drawn in vain.
+    /// Whether `next` asks for one more index to fill the window. A worker will take it, so no draw is wasted.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         !self.ended && self.accepts() && (self.shared.is_some() || self.workers.any_open())

@@ -55,7 +55,7 @@ pub struct Scheduler<T, R> {
     window: u32,
     /// The byte limit of the window, if it has one.
     bytes: Option<Bytes>,
-    /// Limit of the distance between the oldest unanswered task of a shared queue and the newest.
+    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest; see [`Settings::queue_span`].
     span: usize,
     /// `next` fills the window. Otherwise it asks for one index per delivery, as torch does.
     fills: bool,
@@ -81,7 +81,7 @@ pub struct Scheduler<T, R> {
 impl<T, R> Scheduler<T, R> {
     /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
-        let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_slots(), settings.fills());
+        let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
         let Window { batches, bytes } = window.unwrap_or(Window { batches: max_tasks, bytes: None });
         let limit = TASKS_MAX as usize;
@@ -263,7 +263,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With a
-    /// shared queue it is known for dead workers alone.
+    /// shared queue it is known only for dead workers.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;

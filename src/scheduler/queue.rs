@@ -62,8 +62,8 @@ impl<T, R> Scheduler<T, R> {
         slot
     }
 
-    /// Drops what is stale, once all workers have acknowledged: the queue has not given it back, so a worker has taken it
-    /// and will not answer it.
+    /// Drops the stale tasks that are left once all workers have resumed: a worker took each from the queue, and will not
+    /// answer it any more.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

@@ -18,7 +18,7 @@ pub(super) enum State {
     Failed,
     /// The worker was exhausted before the task, and will not answer it.
     Dropped,
-    /// The worker died before it answered the task, or all workers before one took it.
+    /// The worker died before it answered the task, or the last worker died while it waited in the shared queue.
     Lost,
 }
 

@@ -12,7 +12,7 @@ pub enum Dispatch {
     /// The next active worker in cyclic order below its fair share, `max_tasks / active workers`: a slow worker cannot
     /// hold all tasks.
     FairShare,
-    /// Whichever worker takes the task from a queue that all share. For map-style datasets alone.
+    /// The task waits in a queue that all workers share, until one takes it. Only for map-style datasets.
     SharedQueue,
 }
 
@@ -96,11 +96,11 @@ impl Settings {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
 
-    /// Positions of the shared queue, a power of two: the oldest unanswered task and the newest one are less than this
-    /// apart.
-    pub fn queue_slots(&self) -> usize {
+    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the scheduler's table of
+    /// them, not the slots of the queue, which hold waiting tasks only.
+    pub fn queue_span(&self) -> usize {
         let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
-        QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize)).next_power_of_two()
+        QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize))
     }
 }
 
@@ -142,7 +142,8 @@ pub enum Event<R> {
     WorkerDied {
         /// The worker.
         worker: WorkerId,
-        /// The task that it had taken from the shared queue and not answered. Other policies know it without.
+        /// The task that it had taken from the shared queue and not answered; `None` under the other policies, which bind
+        /// tasks to workers.
         held: Option<TaskId>,
     },
     /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.

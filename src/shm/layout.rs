@@ -150,7 +150,8 @@ impl MainState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// How many of this side sleep or are about to. Each adds and subtracts itself; one that was killed stays.
+    /// Number of this side's processes that sleep or are about to. Each adds and subtracts itself; one that is killed in
+    /// its sleep stays counted.
     pub asleep: AtomicU32,
     /// Counts the rings; the word that a worker's futex waits on.
     pub bell: AtomicU32,
@@ -390,7 +391,7 @@ pub struct BlockEntry {
     pub warm: AtomicU64,
 }
 
-/// What an arena is made for.
+/// Requirements of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Needs {
     /// Number of workers, at least 1.

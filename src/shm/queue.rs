@@ -154,7 +154,7 @@ impl<M: QueueMemory> Submitter<M> {
             let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
             return displaced.map(|(_, worker)| *worker);
         }
-        // An answer orders the claim before this load, and so does the end of a process.
+        // The worker's answer orders its claim before this load, and so does its end. Before either the claim may be missed.
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 

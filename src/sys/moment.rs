@@ -1,5 +1,5 @@
-//! Moments of a worker's task that are no system calls, for tests: a failpoint can end the process there. An errno has no
-//! effect.
+//! Points in a worker's task, other than system calls, at which a failpoint of a test can end the process. An errno has no
+//! effect there.
 
 use super::failpoint::failpoint;
 

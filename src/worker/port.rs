@@ -33,7 +33,7 @@ pub enum Received {
 #[derive(Debug)]
 struct Ends {
     tasks: Consumer<ArenaRing>,
-    /// The queue of the workers, if they share one. Then the ring has control messages alone.
+    /// The queue of the workers, if they share one. The ring then carries only control messages.
     queue: Option<Claimer<ArenaQueue>>,
     results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
@@ -186,7 +186,7 @@ impl Port {
         self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
     }
 
-    /// Where the worker sleeps: on a bell of its own, or on that of the queue.
+    /// What the worker sleeps on: its own bell, or that of the shared queue.
     fn sleeper(&self) -> &Sleeper {
         self.arena.sleeper_of(self.worker)
     }

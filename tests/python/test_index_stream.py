@@ -387,7 +387,7 @@ def test_attributes_are_read_when_torch_reads_them():
         return disturb
 
     for size in (1, 5, 0, -1, True, None, 2.5, "3", 2**40, 2**70, torch.tensor(2)):
-        for at in (1, 2):
+        for at in (1, 2, 5):  # the last one after an incomplete batch
             assert same_steps(random_sampler(10), disturb=set_size(size, at))
         if size not in (2**40,):  # torch would make a list of that size
             assert same_steps(random_sampler(10, drop_last=True), disturb=set_size(size, 1))
@@ -501,7 +501,7 @@ def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
 
 def test_attributes_that_are_gone():
     for name in ("batch_size", "drop_last"):
-        for at in (1, 3):
+        for at in (1, 3, 5):
 
             def disturb(step, batches, name=name, at=at):
                 if step == at:

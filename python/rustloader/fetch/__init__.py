@@ -1,1 +1,1 @@
-"""What options change about torch's fetchers, in workers and in the main process."""
+"""Changes to torch's fetchers, in workers and in the main process: seeds, threads, tables."""

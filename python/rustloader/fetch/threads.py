@@ -10,7 +10,7 @@ from typing import Any
 
 logger = logging.getLogger("rustloader")
 
-# Seconds between checks for a shutdown while threads make samples. A stuck one does not delay it further.
+# Seconds between checks for a shutdown while threads make samples: a stuck thread delays a shutdown by no more.
 _STOP_CHECK = 0.1
 
 

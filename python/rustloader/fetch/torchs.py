@@ -1,4 +1,4 @@
-"""What is known of torch's fetcher before it runs."""
+"""Properties of torch's fetcher that are known before it runs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__
 
 
 class _Streams(_BaseDataLoaderIter):
-    """Comes after torch's iterator in the order of bases, so that its ``_reset`` gets an index stream as well."""
+    """Follows torch's iterator in the MRO, so that torch's own ``_reset`` makes an index stream, too."""
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)

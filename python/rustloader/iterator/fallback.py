@@ -101,7 +101,7 @@ def fall_back(source: Any, reason: str) -> None:
 
 
 def settings_for(iterator: Any, loader: Any) -> EngineSettings:
-    """The settings of an iterator's engine. An iterable dataset keeps round robin; one line of the log says so."""
+    """The settings of an iterator's engine. An iterable dataset keeps round robin, which is logged once."""
     settings = EngineSettings.of(loader)
     if settings.dispatch == "round_robin" or loader._dataset_kind != _DatasetKind.Iterable:
         return settings

@@ -1,4 +1,4 @@
-"""What ``rustloader.DataLoader`` changes in torch's iterator without workers. Its class stays torch's."""
+"""Prepares torch's iterator without workers: index streams, seeds, tables. Its class stays torch's."""
 
 from __future__ import annotations
 

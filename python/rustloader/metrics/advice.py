@@ -9,15 +9,15 @@ from rustloader.metrics.prediction import Prediction, Scheduler, predict
 from rustloader.metrics.work import Shares, in_dataset
 from rustloader.options import byte_size
 
-# A smaller predicted gain is not worth an advice.
+# A smaller predicted gain is not recommended.
 _GAIN = 1.05
-# Maximum number of threads per worker in an advice, and their number if the loop had no step that says how many.
+# Maximum of recommended threads per worker, and their number if the loop has no training step to derive it from.
 _MOST_THREADS, _USUAL_THREADS = 64, 16
 
 
 def shared_queue(stats: Figures, workers: int) -> Prediction | None:
     """The reorder window to try with ``dispatch="shared_queue"``, and its predicted gain; None if there is nothing to
-    gain, or the option has no effect, or the figures do not say so."""
+    gain, the option has no effect, or the figures do not suffice."""
     settings = stats.scheduling
     if settings is None or not settings.in_order or not settings.map_style or not stats.batches or workers < 2:
         return None
@@ -49,7 +49,7 @@ def shared_queue_text(stats: Figures, found: Prediction) -> str:
 
 
 def worker_threads(stats: Figures, workers: int, needed: int | None, shares: Shares) -> int | None:
-    """The ``worker_threads`` to try; None if more threads do not help, or the figures do not say so.
+    """The ``worker_threads`` to try; None if more threads do not help, or the figures do not suffice.
 
     Args:
         stats: figures of workers that wait for storage.

@@ -136,8 +136,8 @@ impl PyEngine {
         Ok(self.enter(py)?.state().engine.started(worker, pid)?)
     }
 
-    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each task that may be
-    /// outstanding. The answer is `END`, or what arrived instead.
+    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
+    /// task that may be outstanding. The answer is `END`, or what arrived instead.
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -150,8 +150,9 @@ impl PyEngine {
         Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first, message)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the sampler's error, because
-    /// the batch is sound. The result is in `answer` before this returns: an exception of a signal handler cannot lose it.
+    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
+    /// sampler's error, because the batch is sound. The result is in `answer` before this returns: an exception of a signal
+    /// handler cannot lose it.
     fn next<'py>(
         &self,
         py: Python<'py>,
