@@ -86,6 +86,21 @@ def _walks(events):
     return walks
 
 
+def ended_sampler(program, theirs, ours):
+    """torch asks a sampler that has ended again for each batch that is left. A shared queue asks until the end."""
+    if not program.shares:
+        return
+    for record in (theirs, ours):
+        ended, kept = set(), []
+        for event in record["main"]:
+            if event[:2] == ["sampler", "StopIteration"]:
+                if event[3] in ended:
+                    continue
+                ended.add(event[3])
+            kept.append(event)
+        record["main"] = kept
+
+
 def generators_in_an_epoch(program, theirs, ours):
     """A sampler that draws while it is walked is at another place in the midst of an epoch. At the epoch's end the
     generators are where torch's are."""
@@ -181,6 +196,7 @@ LIST = [
     loader_has_its_options,
     worker_of_a_batch,
     sampler_is_ahead,
+    ended_sampler,
     generators_in_an_epoch,
     frames_of_torchs_fetcher,
     seeds,

@@ -88,8 +88,10 @@ class Run:
 
 
 def run_all(programs, jobs):
-    """Runs programs with both loaders, `jobs` processes at a time; gives (program, record, ...), as ``seeded.runs`` says:
-    usually torch's record and ours."""
+    """Runs programs, `jobs` processes at a time; gives (program, record, ...), usually torch's record and ours.
+
+    ``seeded.runs`` says which runs a program has.
+    """
     warn_once()
     waiting = ((p, k, *run) for p in programs for k, run in enumerate(seeded.runs(p)))
     under_way, records = {}, {}

@@ -8,7 +8,6 @@ from torch.utils import data
 from . import describe
 from .parts import Part
 
-
 # Tells the walks of samplers apart.
 _walks = itertools.count()
 

@@ -47,8 +47,9 @@ def differences(program, records):
 
 
 def passes(program, events):
-    """What each pass over the data gave: values, that there was an error, and where main's generators were at the end.
-    With the first one's (a persistent iterator draws no further base seed). In order, or sorted; of an epoch in any order that was left, only how many."""
+    """What each pass over the data gave: values, that there was an error, and where main's generators were at the end
+    of the first one (a persistent iterator draws no further base seed). In order, or sorted; of an epoch in any order
+    that was left, only how many."""
     found, open_passes = [], {}
     for k, event in enumerate(events):
         if event[0] == "opened":
