@@ -1,6 +1,7 @@
 """Programs run through both loaders, with equal records: see ``differential/``."""
 
 import copy
+import dataclasses
 
 import pytest
 from differential import compare, generate, play, processes, shrink
@@ -167,3 +168,46 @@ def test_a_difference_is_shrunk_to_what_it_needs(monkeypatch):
     smaller, found = shrink.shrink(start)
     assert found == ["here"]
     assert smaller == Program(samples=("f32",), num_workers=2, persistent=True, size=1, epochs=1, take=1)
+
+
+# Options: what they may not change is compared.
+
+SHARED = Program(
+    samples=("int", "f32"), structure="tuple", sampler="random", size=20, collate="list", dispatch="shared_queue"
+)
+AHEAD = dataclasses.replace(SHARED, dispatch=None, reorder_window=3)
+SEEDED = dataclasses.replace(SHARED, samples=("int", "sample seed"), seed_by="sample")
+
+
+def a_sample_made_twice(record):
+    record["workers"]["1-0"].append(next(e for e in record["workers"]["1-0"] if e[0] == "get"))
+
+
+def another_index(record):
+    [event for event in record["main"] if event[:2] == ["sampler", "next"]][3][2] = [["int", "99"]]
+
+
+def a_window_too_full(record):
+    events(record, "counters")[2][1] += 9
+
+
+def another_generator_at_the_end(record):
+    events(record, "rng")[-1][1] += 1
+
+
+@pytest.mark.parametrize(
+    "program, damages",
+    [
+        (SHARED, [another_batch, batches_in_another_order, a_sampler_asked_too_early, a_sample_made_twice]),
+        (AHEAD, [another_batch, another_index, a_window_too_full, another_generator_at_the_end, a_call_left_out]),
+        (SEEDED, [another_batch, batches_in_another_order]),
+    ],
+    ids=["shared queue", "window", "seeds"],
+)
+def test_a_difference_is_found_with_options(program, damages):
+    ((_, *records),) = processes.run_all([program], 2)
+    assert compare.differences(program, *records) == []
+    for damage in damages:
+        changed = copy.deepcopy(records)
+        damage(changed[-1])
+        assert compare.differences(program, *changed), damage.__name__

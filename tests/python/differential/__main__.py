@@ -39,9 +39,9 @@ def main():
     programs = [Program.from_json(args.replay)] if args.replay else itertools.islice(generator, args.programs)
     start, different, tried = time.monotonic(), 0, coverage.Coverage()
     runs = processes.run_all(programs, args.jobs)
-    for program, theirs, ours in runs:
-        tried.add(program, theirs)
-        found = compare.differences(program, theirs, ours)
+    for program, *records in runs:
+        tried.add(program, records[0])
+        found = compare.differences(program, *records)
         if found:
             different += 1
             if args.shrink:
@@ -52,7 +52,7 @@ def main():
                 with open(args.save, "a") as f:
                     f.write(report)
         if args.show:
-            print(json.dumps({"torch": theirs, "ours": ours}, indent=1))
+            print(json.dumps(dict(zip(compare.NAMES, records, strict=False)), indent=1))
         if tried.programs % 100 == 0:
             print(f"... {tried.programs} programs, {different} with differences", file=sys.stderr, flush=True)
         if args.seconds and time.monotonic() - start > args.seconds:

@@ -4,14 +4,27 @@ import collections
 import json
 import re
 
-from . import describe, intended, play
+from . import describe, intended, intended_options, play, seeded
+
+NAMES = ("torch's run", "our run", "our other run")
 
 
-def differences(program, theirs, ours):
-    """Texts, one for each difference; none when all is as it should be."""
-    broken = [f"{name}: {r['broken']}" for name, r in (("torch's run", theirs), ("our run", ours)) if "broken" in r]
+def differences(program, *records):
+    """Texts, one for each difference; none when all is as it should be. The records are of ``seeded.runs(program)``."""
+    broken = [f"{name}: {r['broken']}" for name, r in zip(NAMES, records, strict=False) if "broken" in r]
     if broken:
         return broken
+    found = [text for record in records[1:] for text in wrong_in_itself(records[0], record)]
+    if program.is_seeded:
+        return found + seeded.differences(program, records)
+    theirs, ours = (json.loads(json.dumps(r)) for r in records)
+    found += intended.level(program, theirs, ours)
+    found += intended_options.level(program, theirs, ours)
+    found += main(program, theirs["main"], ours["main"])
+    return found + workers(program, theirs, ours)
+
+
+def wrong_in_itself(theirs, ours):
     found = []
     if ours["handed over"]:
         found.append(f"fell back to torch's iterator: {ours['handed over']}")
@@ -19,10 +32,7 @@ def differences(program, theirs, ours):
         found.append(f"{ours['missing']} batches did not come from the engine")
     if ours["stderr"] and describe.normal(ours["stderr"]) != describe.normal(theirs["stderr"]):
         found.append(f"stderr: {ours['stderr']}\ntorch's: {theirs['stderr']}")
-    theirs, ours = (json.loads(json.dumps(r)) for r in (theirs, ours))
-    found += intended.level(program, theirs, ours)
-    found += main(program, theirs["main"], ours["main"])
-    return found + workers(program, theirs, ours)
+    return found
 
 
 def first_difference(theirs, ours):
@@ -115,8 +125,7 @@ def passes(events):
 
 def workers(program, theirs, ours):
     found = []
-    events = theirs["main"]
-    left_early = program.breaks_off or any(e[0] == "limit" or e[:2] == ["iter", "error"] for e in events)
+    left_early = intended_options.was_left(program, theirs["main"])
     names = sorted({*theirs["workers"], *ours["workers"]})
     if any("nobody" in name for name in names):
         found.append(f"calls outside of a worker's loop: {names}")
@@ -128,8 +137,10 @@ def workers(program, theirs, ours):
             least = required(program, theirs["main"], name, max(a, b, key=len))
             if min(len(a), len(b)) < least and program.is_ordered:
                 found.append(f"worker {name}: {least} calls are behind the batches; torch {len(a)}, ours {len(b)}")
-            # In another order of batches it is timing how much a persistent worker does before it is reset.
-            length = min(len(a), len(b)) if program.is_ordered or not program.persistent else 1
+            # In another order of batches it is timing how much a persistent worker does before it is reset; with a
+            # window it is another number of tasks.
+            same_number = program.is_ordered and not program.has_window
+            length = min(len(a), len(b)) if same_number or not program.persistent else 1
             a, b = a[:length], b[:length]
         different = first_difference(a, b)
         if different:

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from . import samples
-from .program import DIMENSIONS, MAP, Program, wrong
+from .program import DIMENSIONS, MAP, OPTIONS, Program, wrong
 
 # Candidates of which a new program is the best. Each is made around a pair that has occurred too rarely.
 CANDIDATES = 12
@@ -108,6 +108,11 @@ def draw(r, fixed, start_method):
     if workers:
         more = {name: pick(name) for name in ("prefetch_factor", "persistent", "timeout", "context", "init")}
         more["in_order"] = pick("in_order", [True, True, False])
+    if "given" in fixed or any(name in fixed for name in OPTIONS) or r.random() < 0.7:
+        more |= {name: pick(name) for name in OPTIONS}
+        more["given"] = pick("given") if any(more[name] for name in OPTIONS) else "keyword"
+    if more.get("seed_by") and "samples" not in fixed and r.random() < 0.5:
+        kinds = [r.choice(samples.DRAWN), *r.sample(samples.SIMPLE, len(kinds) - 1)]
     return Program(
         seed=r.randrange(2**31),
         dataset=dataset,

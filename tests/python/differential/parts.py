@@ -68,13 +68,14 @@ class Dataset(Part):
     def sample(self, i):
         """Sample i; the call is noted, with the states of the random generators before it."""
         global last
-        last = int(i)
-        fails = self.fails("dataset", last)
-        self.recorder("get", [describe.name_of(type(i)), last, fails], rng())
+        # Other threads may set it as well.
+        number = last = int(i)
+        fails = self.fails("dataset", number)
+        self.recorder("get", [describe.name_of(type(i)), number, fails], rng())
         if fails:
             self.fail("dataset")
         p = self.program
-        made = [samples.MAKE[kind](abs(last) + self.shift) for kind in p.samples]
+        made = [samples.MAKE[kind](abs(number) + self.shift) for kind in p.samples]
         if p.structure == "alone":
             return made[0]
         return {"tuple": tuple, "list": list, "dict": lambda m: dict(zip(p.samples, m, strict=True))}[p.structure](made)
@@ -160,6 +161,8 @@ class Collate(Part):
             self.fail("collate")
         if kind == "list":
             return list(batch) if isinstance(batch, list) else [batch]
+        if kind == "draws":
+            return [samples.draws(0), batch]
         if kind == "dict":
             return {"batch": batch, "size": size}
         if kind == "tensors that share":

@@ -50,6 +50,12 @@ class Session:
         self.program, self.which = program, which
         self.note = recorder.make(folder)
         self.cls = LOADERS[which]
+        self.options = program.options if which == "ours" else {}
+        if self.options and program.given == "install":
+            # Without workers torch's class stays torch's.
+            self.cls = LOADERS["torch" if program.num_workers else "ours"]
+            rustloader.install(**self.options)
+            self.options = {}
         self.iterator_class = ITERATORS[which] if program.num_workers else torchs._SingleProcessDataLoaderIter
         self.iterators = []
         self.caught = []
@@ -118,6 +124,7 @@ class Session:
         more.update(samplers.sampler(p, self.note, self.dataset, self.generator))
         more.update(parts.collate(p, self.note))
         more.update(parts.init(p, self.note))
+        more.update(self.options)
         kind, made = self.attempt(
             "loader",
             lambda: self.cls(

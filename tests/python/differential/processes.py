@@ -16,7 +16,7 @@ import warnings
 import torch
 import torch.utils.data
 
-from . import play
+from . import play, seeded
 
 # Seconds that a run may take. torch's loader takes 0.1 to 2 s, and a hundred times that on a machine that is very busy.
 LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400}
@@ -88,24 +88,30 @@ class Run:
 
 
 def run_all(programs, jobs):
-    """Runs programs with both loaders, `jobs` processes at a time; gives (program, torch's record, our record)."""
+    """Runs programs, `jobs` processes at a time; gives (program, record, ...), usually torch's record and ours.
+
+    ``seeded.runs`` says which runs a program has.
+    """
     warn_once()
-    waiting = ((p, which) for p in programs for which in ("torch", "ours"))
+    waiting = ((p, k, *run) for p in programs for k, run in enumerate(seeded.runs(p)))
     under_way, records = {}, {}
     try:
         while True:
             while len(under_way) < jobs and (item := next(waiting, None)):
-                run = Run(*item)
+                program, number, which, variant = item
+                run = Run(variant, which)
+                run.of = program, number
                 under_way[run.result] = run
             if not under_way:
                 return
             for run in wait(under_way):
                 del under_way[run.result]
-                pair = records.setdefault(id(run.program), {})
-                pair[run.which] = run.finish()
-                if len(pair) == 2:
-                    del records[id(run.program)]
-                    yield run.program, pair["torch"], pair["ours"]
+                program, number = run.of
+                finished = records.setdefault(id(program), {})
+                finished[number] = run.finish()
+                if len(finished) == len(seeded.runs(program)):
+                    del records[id(program)]
+                    yield program, *(record for _, record in sorted(finished.items()))
     finally:
         for run in under_way.values():
             run.finish()

@@ -35,7 +35,7 @@ DIMENSIONS = {
     ),
     "batch_size": ("none", "1", "some", "larger"),
     "drop_last": (False, True),
-    "collate": ("default", "wrapped default", "list", "dict", "tensors that share", "convert"),
+    "collate": ("default", "wrapped default", "list", "dict", "tensors that share", "convert", "draws"),
     "num_workers": (0, 1, 2, 3, 4),
     "prefetch_factor": (None, 1, 2, 3, 4, 5, 6, 7, 8),
     "persistent": (False, True),
@@ -81,7 +81,35 @@ DIMENSIONS = {
         "in a thread",
         "iterator class",
     ),
+    # The options beyond torch's, which only rustloader's loader gets.
+    "dispatch": (None, "shared_queue"),
+    "reorder_window": (None, 1, 3, 32, "64kB"),
+    "worker_threads": (None, 3),
+    "seed_by": (None, "batch", "sample"),
+    "given": ("keyword", "install"),
 }
+
+OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by")
+
+BATCHES = ("batch sampler", "list of batches", "array of batches")
+
+# Samplers whose order depends on no generator of the main process.
+UNMOVED = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
+
+# What a program does that is the same with other workers if its random numbers are.
+SEEDED_PATTERNS = (
+    "full epochs",
+    "break",
+    "dataset changed",
+    "guarded",
+    "pickled",
+    "copied",
+    "deep copied",
+    "dropped at once",
+    "shut down",
+    "subclass",
+    "in a thread",
+)
 
 # The start methods: fork in the large set, the others in a small one of their own.
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -116,6 +144,11 @@ class Program:
     epochs: int = 2
     take: int = 3
     start_method: str = "fork"
+    dispatch: str | None = None
+    reorder_window: int | str | None = None
+    worker_threads: int | None = None
+    seed_by: str | None = None
+    given: str = "keyword"
 
     # --- what follows from the values
 
@@ -126,7 +159,42 @@ class Program:
     @property
     def of_the_worker(self):
         """Whether batches depend on which worker makes them, and on what it made before."""
-        return self.init == "changes the dataset" or any(kind in samples.OF_THE_WORKER for kind in self.samples)
+        if self.init == "changes the dataset" or self.collate == "draws":
+            return True
+        return any(kind in samples.OF_THE_WORKER for kind in self.samples)
+
+    @property
+    def options(self):
+        """The options that it sets."""
+        return {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
+
+    @property
+    def shares(self):
+        """Whether its workers share a queue, so that it is timing which of them makes a batch."""
+        return self.dispatch == "shared_queue" and self.is_map and self.num_workers > 0
+
+    @property
+    def has_window(self):
+        """Whether a window decides how far the sampler is ahead."""
+        return self.reorder_window is not None and self.num_workers > 0
+
+    @property
+    def has_threads(self):
+        """Whether threads make the samples of a batch."""
+        several = self.worker_threads is not None and self.num_workers > 0
+        return several and self.dataset == "map" and self.batch_size is not None
+
+    @property
+    def is_seeded(self):
+        """Whether it draws what ``seed_by`` seeds: other numbers than with torch, the same with any workers."""
+        return self.seed_by is not None and (self.collate == "draws" or any(k in samples.DRAWN for k in self.samples))
+
+    @property
+    def sampler_draws(self):
+        """Whether walking the sampler moves a generator that the program can see, after the first index as well."""
+        if self.sampler in ("lazy", "walk", "infinite"):
+            return True
+        return self.generator and self.sampler in ("random", "shuffle", "replacement")
 
     @property
     def breaks_off(self):
@@ -191,12 +259,64 @@ class Program:
         return cls(**values)
 
 
+def wrong_with_options(p):
+    """The same about options: what depends on how far the sampler is ahead, or on who makes a batch."""
+    if p.given == "install" and not p.options:
+        return "nothing to install"
+    if p.worker_threads and not p.is_map and p.given == "keyword":
+        return "worker_threads refuses an iterable dataset"
+    if "sample seed" in p.samples and not p.seed_by:
+        return "there is no seed to ask for"
+    if "around" in p.samples and p.seed_by:
+        return "it says how the worker's generators were seeded"
+    if p.is_seeded:
+        return wrong_if_seeded(p)
+    may_change = p.num_workers > 1 or p.pattern == "attributes"
+    if p.shares and (p.of_the_worker or p.error_in == "init") and may_change:
+        return "it is timing which worker makes a batch"
+    if (p.shares or p.has_window) and p.of_the_worker and p.persistent and p.breaks_off:
+        return "it is timing what the worker made before"
+    if p.has_threads and "draws" in p.samples:
+        return "it is timing which thread draws first"
+    if p.has_threads and p.error_in == "collate" and (p.batch_size != 1 or p.sampler in BATCHES):
+        return "it is timing which sample of the batch was made last"
+    together = p.breaks_off or p.pattern in ("pickled", "copied", "deep copied")
+    if p.has_window and p.sampler_draws and together:
+        return "what an epoch that goes on, or was left, has drawn changes the next one"
+    if p.has_window and p.error_in == "sampler" and p.sampler != "eager":
+        return "the sampler fails when it is asked"
+    return None
+
+
+def wrong_if_seeded(p):
+    """Why a program that draws what seed_by seeds cannot be the same with other workers, or without."""
+    if not p.is_map:
+        return "the samples of an iterable dataset belong to their worker"
+    if not set(p.samples) <= {*samples.DRAWN, *samples.SIMPLE}:
+        return "what a process sends to another is not always the same object as before"
+    if p.collate not in ("default", "wrapped default", "list", "draws"):
+        return "tensors are sent in another way than they are made"
+    if p.init == "changes the dataset" or p.error_in in ("init", "sampler") or p.error == "StopIteration":
+        return "without workers something else happens"
+    if p.pattern not in SEEDED_PATTERNS:
+        return "without workers, or with fewer, the loader is at another place"
+    if p.persistent and p.sampler not in UNMOVED:
+        return "each epoch of other workers draws a base seed, which a sampler sees"
+    if p.persistent and p.pattern in ("pickled", "copied", "deep copied", "dataset changed"):
+        return "persistent workers have an earlier copy"
+    if p.sampler_draws and (p.breaks_off or p.pattern in ("pickled", "copied", "deep copied")):
+        return "how far the sampler was asked decides what comes next"
+    if p.has_threads and "draws" in p.samples:
+        return "threads share their generators"
+    return None
+
+
 def wrong(p):
     """Why a program makes no sense or is left out; None for a good one."""
     iterable = not p.is_map
     if p.start_method != "fork" and (p.num_workers not in (1, 2) or p.epochs > 2):
         return "a worker that imports torch takes seconds to start"
-    custom_batches = p.sampler in ("batch sampler", "list of batches", "array of batches")
+    custom_batches = p.sampler in BATCHES
     default_collate = p.collate in ("default", "wrapped default") and not (p.batch_size is None and not custom_batches)
     if iterable != (p.sampler == "none"):
         return "an iterable dataset has no sampler"
@@ -234,7 +354,7 @@ def wrong(p):
         return "an infinite sampler has no epoch"
     if p.sampler == "infinite" and p.size == 0:
         return "nothing to repeat"
-    if not p.is_ordered and p.of_the_worker and (p.is_map or p.breaks_off):
+    if not p.is_ordered and p.of_the_worker and not p.is_seeded and (p.is_map or p.breaks_off):
         return "it is timing which worker makes a batch"
     if not p.is_ordered and p.error_in in ("init", "iter"):
         return "it is timing which tasks the broken worker gets"
@@ -254,4 +374,4 @@ def wrong(p):
         return "several kinds need a structure"
     if p.pattern == "two iterators" and p.persistent and not p.is_ordered:
         return "a reset of an unordered epoch"
-    return None
+    return wrong_with_options(p)

@@ -54,6 +54,8 @@ class Recorder:
         self.main_thread = threading.get_ident()
         self.events = []
         self._file = None
+        # The threads of a worker write to one file.
+        self._lock = threading.Lock()
 
     def __call__(self, *event):
         if os.getpid() == self.main:
@@ -61,13 +63,17 @@ class Recorder:
                 event = ("in another thread", *event)
             self.events.append(list(event))
             return
+        with self._lock:
+            self._open()
+        self._write(*event)
+
+    def _open(self):
         if self._file is None or self._file[0] != os.getpid():
             info = get_worker_info()
             name = f"{generation}-{'nobody' if info is None else info.id}-{os.getpid()}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = (os.getpid(), os.open(os.path.join(self.folder, name), flags, 0o600))
             self._write("worker", about(info), [])
-        self._write(*event)
 
     def _write(self, *event):
         os.write(self._file[1], json.dumps(event).encode() + b"\n")

@@ -8,6 +8,9 @@ from torch.utils import data
 from . import describe
 from .parts import Part
 
+# Tells the walks of samplers apart.
+_walks = itertools.count()
+
 
 class Noting(Part, data.Sampler):
     """Notes the calls on another sampler, whose indices it passes on."""
@@ -22,11 +25,11 @@ class Noting(Part, data.Sampler):
 
     def __iter__(self):
         self.recorder("sampler", "iter")
-        return self.Walk(self, iter(self.inner))
+        return self.Walk(self, iter(self.inner), next(_walks))
 
     class Walk:
-        def __init__(self, sampler, walk):
-            self.sampler, self.walk = sampler, walk
+        def __init__(self, sampler, walk, number):
+            self.sampler, self.walk, self.number = sampler, walk, number
 
         def __iter__(self):
             return self
@@ -36,9 +39,9 @@ class Noting(Part, data.Sampler):
             try:
                 index = next(self.walk)
             except BaseException as e:
-                note("sampler", type(e).__name__)
+                note("sampler", type(e).__name__, None, self.number)
                 raise
-            note("sampler", "next", describe.value(index))
+            note("sampler", "next", describe.value(index), self.number)
             return index
 
 

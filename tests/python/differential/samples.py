@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+import rustloader
+
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
@@ -114,6 +116,10 @@ NAN = [0.0, -0.0, float("nan"), float("inf"), 5e-324]
 
 # Those whose content depends on which worker makes them, and on what it made before.
 OF_THE_WORKER = ("draws", "around")
+# Those that seed_by decides.
+DRAWN = ("draws", "sample seed")
+# Those that are the same from a worker and without one.
+SIMPLE = ("int", "float", "bool", "str", "bytes", "scalar", "f32", "f64", "dict")
 
 COLLATED = {
     "int": lambda i: i,
@@ -149,6 +155,7 @@ COLLATED = {
     "mixed dtypes": lambda i: numbers(i, 2, dtype=torch.float64 if i % 3 == 1 else torch.float32),
     "draws": draws,
     "around": around,
+    "sample seed": lambda i: rustloader.sample_seed(),
 }
 
 REFUSED = {

@@ -7,8 +7,8 @@ from .program import Program, wrong
 
 
 def differs(program):
-    ((_, theirs, ours),) = processes.run_all([program], 2)
-    return compare.differences(program, theirs, ours)
+    ((_, *records),) = processes.run_all([program], 2)
+    return compare.differences(program, *records)
 
 
 def shrink(program):
