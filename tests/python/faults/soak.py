@@ -208,6 +208,9 @@ class Soak:
             "in_order": rng.random() < 0.7,
             "multiprocessing_context": rng.choice(METHODS),
             "pin_memory": rng.random() < 0.25,
+            "dispatch": rng.choice([None, "shared_queue"]),
+            "reorder_window": rng.choice([None, None, 1, 3, 32, "64kB"]),
+            "worker_threads": None if spec.stream else rng.choice([None, None, 3]),
         }
         if fault is not None and fault.name == "late":
             options["timeout"] = 0.3 if options["multiprocessing_context"] == "fork" else 0
