@@ -441,6 +441,7 @@ def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
         lambda patch: patch.setitem(table_of_kinds, object, tuples),
         lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
         lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
+        lambda patch: patch.setattr(torch.Tensor, "__getitem__", lambda tensor, index: torch.zeros(2)),
         lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", fetched),
     ]
     for replace in patches:

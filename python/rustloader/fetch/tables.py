@@ -18,6 +18,7 @@ _Gather = Callable[[Any, list[Any]], "list[torch.Tensor] | None"]
 _default_collate: Any = collate.default_collate
 _collate: Any = collate.collate
 _stack: Any = torch.stack
+_row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
@@ -75,6 +76,7 @@ class TableFetcher(_MapDatasetFetcher):
             and collate.collate is _collate
             and _default_collate.__globals__["collate"] is _collate
             and torch.stack is _stack
+            and torch.Tensor.__getitem__ is _row
             and TensorDataset.__getitem__ is _getitem
             and Subset.__getitems__ is _getitems
             and _MapDatasetFetcher.fetch is _fetch
