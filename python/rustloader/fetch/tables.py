@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import BuiltinFunctionType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _getitems: Any = Subset.__getitems__
 # Whether torch's code is what a gather stands for.
 _is_known = all(
     (
+        # A program may have replaced these before this import.
+        type(_stack) is BuiltinFunctionType,
+        type(_row) is WrapperDescriptorType,
         known_code(_default_collate, collate, "collate default_collate_fn_map"),
         known_code(_fetch, _utils.fetch, "auto_collation hasattr dataset __getitems__ collate_fn"),
         known_code(_getitem, dataset, "tuple tensors"),
