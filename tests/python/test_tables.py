@@ -1,6 +1,8 @@
 """Tables: the batches of a TensorDataset are gathered, and equal what torch's fetcher and default_collate make."""
 
 import random
+import subprocess
+import sys
 import types
 
 import pytest
@@ -441,6 +443,7 @@ def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
         lambda patch: patch.setitem(table_of_kinds, object, tuples),
         lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
         lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
+        lambda patch: patch.setattr(torch.Tensor, "__getitem__", lambda tensor, index: torch.zeros(2)),
         lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", fetched),
     ]
     for replace in patches:
@@ -491,6 +494,20 @@ def test_modes_of_torch(table, gathered):
     with Counting():
         next(iterator)
     assert torch.stack in seen
+
+
+@pytest.mark.parametrize("owner, name", [("torch", "stack"), ("torch.Tensor", "__getitem__")])
+def test_functions_that_were_replaced_before_the_import(owner, name):
+    script = f"""
+import torch
+torchs = {owner}.{name}
+{owner}.{name} = lambda *args, **kw: torchs(*args, **kw) * 2
+import rustloader
+loader = rustloader.DataLoader(rustloader.TensorDataset(torch.arange(4)), batch_size=2)
+print([batch.tolist() for batch, in loader])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[[0, 2], [4, 6]]\n"
 
 
 def test_a_replaced_new_empty_is_not_written_to(table, gathered, monkeypatch):

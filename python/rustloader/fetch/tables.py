@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import BuiltinFunctionType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ _Gather = Callable[[Any, list[Any]], "list[torch.Tensor] | None"]
 _default_collate: Any = collate.default_collate
 _collate: Any = collate.collate
 _stack: Any = torch.stack
+_row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
 # Whether torch's code is what a gather stands for.
 _is_known = all(
     (
+        # A program may have replaced these before this import.
+        type(_stack) is BuiltinFunctionType,
+        type(_row) is WrapperDescriptorType,
         known_code(_default_collate, collate, "collate default_collate_fn_map"),
         known_code(_fetch, _utils.fetch, "auto_collation hasattr dataset __getitems__ collate_fn"),
         known_code(_getitem, dataset, "tuple tensors"),
@@ -75,6 +80,7 @@ class TableFetcher(_MapDatasetFetcher):
             and collate.collate is _collate
             and _default_collate.__globals__["collate"] is _collate
             and torch.stack is _stack
+            and torch.Tensor.__getitem__ is _row
             and TensorDataset.__getitem__ is _getitem
             and Subset.__getitems__ is _getitems
             and _MapDatasetFetcher.fetch is _fetch
