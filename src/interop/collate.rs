@@ -35,7 +35,7 @@ pub fn stack<M: Memory>(
     let (ptr, tensor) = tensor_for(py, bridge, &plan, alloc)?;
     match sources.flatten() {
         // On an error torch's own function raises it again, in its own words.
-        None => Ok(bridge.stack_into(batch, &tensor).is_ok().then_some(tensor)),
+        None => Ok(bridge.stack_into(batch, &tensor).ok()),
         Some(sources) => {
             let to = ptr as usize;
             py.detach(move || {

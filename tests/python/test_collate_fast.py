@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import run_script
 from torch.utils.data import default_collate
 
 from rustloader._core import _collate
@@ -107,3 +108,23 @@ def test_numbers(batch: Any) -> None:
 )
 def test_numbers_that_torch_does(batch: Any) -> None:
     assert numbers(batch) is None
+
+
+def test_a_stack_that_was_replaced_before_the_import_is_called_as_by_torch() -> None:
+    status, out, err = run_script(
+        """
+        import torch
+        torchs = torch.stack
+        def stack(tensors, dim=0, *, out=None):  # ignores the memory that it is given
+            return torchs(tensors, dim) + 1
+        torch.stack = stack
+        import rustloader
+        data = [torch.full((8,), float(i)) for i in range(4)]
+        for loader in (torch.utils.data.DataLoader, rustloader.DataLoader):
+            print([batch.tolist() for batch in loader(data, batch_size=2, num_workers=1)])
+        """,
+        head="",
+    )
+    assert status == 0, err
+    first, second = out.splitlines()
+    assert first == second

@@ -204,11 +204,11 @@ impl Bridge {
         self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
     }
 
-    /// `torch.stack(batch, 0, out=out)`.
-    pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<()> {
+    /// `torch.stack(batch, 0, out=out)`. That is `out`, unless the program had replaced the function.
+    pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<Py<PyAny>> {
         let py = batch.py();
         let options = [(intern!(py, "out"), out)].into_py_dict(py)?;
-        self.stack.bind(py).call((batch, 0), Some(&options)).map(drop)
+        self.stack.bind(py).call((batch, 0), Some(&options)).map(Bound::unbind)
     }
 
     /// Whether a default device, a function mode or a dispatch mode may change the result of torch's operators.
