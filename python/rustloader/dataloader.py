@@ -133,8 +133,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             options.Options(**given)  # raises for a value that an option cannot have
             super().__init__(*args, **kwargs)
             # Frameworks rebuild a loader from its attributes.
-            for name, value in given.items():
-                setattr(self, name, value)
+            options.give(self, given)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:

@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import multiprocessing
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
@@ -105,10 +107,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
 def byte_size(text: str) -> int:
     """The bytes of a size such as "512MiB" or "1.5 GB". Raises ValueError for other texts and for less than 1."""
     match = _SIZE.fullmatch(text.strip())
-    count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if count < 1:
+    count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if not 1 <= count < math.inf:
         raise ValueError(text)
-    return count
+    return int(count)
 
 
 _WINDOW = 'a positive integer (batches), or a size such as "512MiB"'
@@ -135,16 +137,18 @@ def window(value: int | str | None) -> dict[str, int]:
     if value is None:
         return {}
     parsed = _parse_window(value) if isinstance(value, str) else value
-    return {"window_bytes": byte_size(parsed)} if isinstance(parsed, str) else {"window_batches": parsed}
+    name, limit = ("window_bytes", byte_size(parsed)) if isinstance(parsed, str) else ("window_batches", parsed)
+    return {name: min(limit, sys.maxsize)}  # more than a machine can hold
 
 
 def _one_of(*choices: str) -> dict[str, Any]:
     """The checks of an option that is one of several words."""
 
     def check(name: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be {expected}, got {value!r}")
         if value not in choices:
-            error = ValueError if isinstance(value, str) else TypeError
-            raise error(f"{name} must be {expected}, got {value!r}")
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
 
     def parse(text: str) -> str:
         if text.lower() not in choices:
@@ -290,11 +294,30 @@ def keywords() -> list[str]:
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
 
 
+# Attribute of a loader: the names of the options that its constructor was given. Programs have attributes and methods
+# of these names of their own.
+GIVEN = "_rustloader_options"
+
+
+def of_loader(loader: Any, name: str) -> Any:
+    """The value of an option that a loader's constructor was given, or None."""
+    given = getattr(loader, GIVEN, ())
+    return getattr(loader, name, None) if type(given) is tuple and name in given else None
+
+
+def give(loader: Any, values: dict[str, Any]) -> None:
+    """Sets options of a loader as its constructor does."""
+    for name, value in values.items():
+        setattr(loader, name, value)
+    if values:
+        setattr(loader, GIVEN, tuple(dict.fromkeys((*getattr(loader, GIVEN, ()), *values))))
+
+
 def in_force(loader: Any, name: str) -> Any:
-    """The value of an option for a loader, which may be of another class and not have the attribute. Raises as
-    ``Options`` does for a value that the program has set there."""
+    """The value of an option for a loader of any class. Raises as ``Options`` does for a value that the program has
+    set there."""
     option = option_of(name)
-    value = getattr(loader, name, None)
+    value = of_loader(loader, name)
     if value is None:
         return option.default
     option.check(name, value)

@@ -9,6 +9,7 @@ import re
 import typing
 from multiprocessing.context import BaseContext
 
+import numpy as np
 import pytest
 from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
@@ -136,6 +137,7 @@ WRONG = [
     ("reorder_window", "many", ValueError),
     ("reorder_window", 1.5, TypeError),
     ("reorder_window", True, TypeError),
+    ("reorder_window", "9" * 400 + "B", ValueError),
     ("seed_by", "epoch", ValueError),
     ("worker_threads", 0, ValueError),
 ]
@@ -148,10 +150,40 @@ def test_it_checks_its_values(name, value, error):
     if name in options.keywords():
         with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
             rustloader.DataLoader(range(2), **{name: value})
-        loader = rustloader.DataLoader(range(2))
+        loader = rustloader.DataLoader(range(2), **{name: OTHER[name][0]})
         setattr(loader, name, value)
         with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
             options.in_force(loader, name)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_names_of_options_that_a_program_uses_itself_are_no_options(kind, workers):
+    class Mine(TorchDataLoader if kind == "torch" else rustloader.DataLoader):
+        def dispatch(self, batch):
+            return batch
+
+        reorder_window = property(lambda self: 1 / 0)
+
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+            self.seed_by = "epoch"
+            self.worker_threads = 0
+
+    with rustloader.installed():
+        assert [x.tolist() for x in Mine(range(4), batch_size=2, num_workers=workers)] == [[0, 1], [2, 3]]
+
+
+def test_a_window_beyond_the_machine_is_no_limit():
+    for value in (10**30, "9" * 30 + "B"):
+        loader = rustloader.DataLoader(range(4), num_workers=1, batch_size=None, reorder_window=value)
+        iterator = iter(loader)
+        assert list(iterator) == [0, 1, 2, 3] and iterator.engine_batches == 4
+
+
+def test_an_array_is_no_word():
+    with pytest.raises(TypeError, match=r"^dispatch must be "):
+        rustloader.Options(dispatch=np.array(["a", "b"]))
 
 
 def test_sizes():

@@ -232,6 +232,18 @@ def test_an_epoch_that_could_not_begin_gives_its_number_to_the_next(tmp_path):
     assert list(loader) == wanted[2]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_refuses_attributes_has_seeds(workers):
+    class Frozen(DataLoader):
+        def __setattr__(self, name, value):
+            if name.startswith("_rustloader_epochs"):
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    wanted = epochs(make(workers, "sample"))
+    assert epochs(make(workers, "sample", cls=Frozen)) == wanted
+
+
 def test_the_base_seed_comes_from_the_loaders_generator():
     generator = torch.Generator().manual_seed(11)
     base = base_seed(generator=torch.Generator().manual_seed(11))

@@ -119,6 +119,18 @@ def test_without_the_option_or_without_workers_there_is_no_thread(kw):
     assert all(of_main for ((of_main, *_),) in DataLoader(Who(4), collate_fn=as_list, **kw))
 
 
+class Count(Numbers):
+    """The number of threads."""
+
+    def __getitem__(self, i):
+        return threading.active_count()
+
+
+def test_there_are_no_more_threads_than_samples_in_a_batch():
+    batches = list(DataLoader(Count(10), batch_size=3, num_workers=1, worker_threads=10**9, collate_fn=as_list))
+    assert max(max(batch) for batch in batches) <= 3 + 2  # the main thread and the watchdog's are there, too
+
+
 @pytest.mark.parametrize("dataset", [Subset(Who(9), range(6)), Subset(Subset(Who(9), range(8)), range(6))])
 def test_samples_of_a_subset_are_made_by_threads(dataset):
     (batch,) = DataLoader(dataset, batch_size=6, num_workers=1, worker_threads=2, collate_fn=as_list)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from rustloader import options
 from rustloader.bench.passes import Limits, run_pass
 from rustloader.bench.settings import Setting
 from rustloader.bench.timeline import Recorder, watch
@@ -42,8 +43,7 @@ class BenchSide(Side):
             warnings.filterwarnings("ignore", "This DataLoader will create")
         self.make(self._setting.workers, ", or pass --workers 2")
         loader = self.loader
-        for name, value in self._setting.options:
-            setattr(loader, name, value)  # torch's iterator does not read them
+        options.give(loader, dict(self._setting.options))  # torch's iterator does not read them
         if self._records is not None:
             self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import operator
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,7 +49,7 @@ class Pool:
 
     def fetch(self, batch: _Batch) -> list[Any]:
         """Returns a batch's samples in order, or raises the first error, in the order of samples."""
-        self._start()
+        self._start(batch.size)
         # No thread works on another batch: the last one was awaited.
         batch.threads = self._started
         for _ in range(self._started):
@@ -56,8 +58,9 @@ class Pool:
             self._check()
         return batch.take()
 
-    def _start(self) -> None:
-        while self._started < self._size:
+    def _start(self, samples: int) -> None:
+        """Starts threads, no more than a batch has samples."""
+        while self._started < min(self._size, max(samples, 1)):
             name = f"rustloader-sample-{self._started}"
             try:
                 threading.Thread(target=_serve, args=(self._batches,), name=name, daemon=True).start()
@@ -81,6 +84,7 @@ class _Batch:
 
     def __init__(self, dataset: Any, indices: Iterable[Any], before: Callable[[int], None] | None) -> None:
         self._dataset, self._before = dataset, before
+        self.size = operator.length_hint(indices, sys.maxsize)
         self._indices = iter(indices)
         self._lock = threading.Lock()
         self._samples: list[Any] = []

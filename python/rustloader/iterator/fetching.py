@@ -62,7 +62,8 @@ def next_epoch(loader: Any, seeding: Seeding) -> Seeding:
 
 def note_begun(loader: Any, seeding: Seeding) -> None:
     """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
-    setattr(settings.original(loader), _EPOCHS, (seeding.base_seed, seeding.epoch + 1))
+    # Past a class that refuses attributes.
+    object.__setattr__(settings.original(loader), _EPOCHS, (seeding.base_seed, seeding.epoch + 1))
 
 
 def _not_apart(loader: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader import options
@@ -41,7 +41,8 @@ class EngineSettings:
 def scheduling(loader: Any) -> SchedulingStats:
     """The settings that statistics show, of a loader as ``applied`` returns it."""
     map_style = loader._dataset_kind == _DatasetKind.Map
-    batch_size = getattr(loader, "batch_size", None)
+    sampler = loader._index_sampler
+    batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
     return SchedulingStats(
         prefetch_factor=loader.prefetch_factor,
         in_order=bool(loader.in_order),
@@ -72,11 +73,13 @@ def applied(loader: Any) -> Any:
     changed = {}
     for name, value in options.current().items():
         option = options.option_of(name)
-        if (getattr(loader, name, None) if option.keyword else getattr(loader, name)) in option.unset:
+        own = options.of_loader(loader, name) if option.keyword else getattr(loader, name)
+        if own in option.unset:
             changed[name] = option.effective(value)
     if "persistent_workers" in changed and not isinstance(loader, DataLoader):
         del changed["persistent_workers"]  # loaders of other classes make a new iterator each time
-    return _Loader(loader, changed) if changed else loader
+    given = tuple(name for name in options.keywords() if name in changed or options.of_loader(loader, name) is not None)
+    return _Loader(loader, changed | {options.GIVEN: given}) if changed else loader
 
 
 def original(loader: Any) -> Any:
