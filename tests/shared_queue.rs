@@ -172,15 +172,15 @@ fn each_task_is_answered_once_by_the_worker_that_holds_it() {
     let children: Vec<Child> = (0..WORKERS).map(|worker| start(&arena, worker)).collect();
     let (mut sent, mut by) = (0, BTreeSet::new());
     let end = Instant::now() + LIMIT;
-    while sent < 3000 || !main.unanswered.is_empty() {
-        assert!(Instant::now() < end, "{:?} are not answered", main.unanswered);
-        while sent < 3000 && main.unanswered.len() < OUTSTANDING as usize {
+    // Until more than one worker has taken tasks: a busy machine may let one alone run for a while.
+    while sent < 3000 || by.len() < 2 || !main.unanswered.is_empty() {
+        assert!(Instant::now() < end, "{:?} are not answered; {by:?} have taken tasks", main.unanswered);
+        while (sent < 3000 || by.len() < 2) && main.unanswered.len() < OUTSTANDING as usize {
             main.send(sent);
             sent += 1;
         }
         by.extend(main.take().into_iter().map(|(_, worker)| worker));
     }
-    assert!(by.len() > 1, "more than one worker has taken tasks");
     assert_eq!(main.payloads(), 0);
     // They sleep, and are told to leave.
     std::thread::sleep(Duration::from_millis(50));
