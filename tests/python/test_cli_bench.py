@@ -104,7 +104,8 @@ LOADERS = """
         warnings.warn("a warning of the user's")
         return DataLoader(dataset, batch_size=4, num_workers=1)
     def hanging():
-        open(f"hanging-{os.getpid()}", "w").close()
+        for name in ("working", f"hanging-{os.getpid()}"):
+            open(name, "w").close()
         time.sleep(600)
 """
 

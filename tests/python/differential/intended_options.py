@@ -19,8 +19,9 @@ def level(program, theirs, ours):
 
 
 def loader_has_its_options(program, theirs, ours):
-    """A loader keeps the options that it was given, and with seed_by the number of its epochs."""
-    own = {*(OPTIONS if program.given == "keyword" else ()), *(["_rustloader_epochs"] if program.seed_by else ())}
+    """A loader keeps the options that it was given, with their names, and with seed_by the number of its epochs."""
+    own = {*((*OPTIONS, "_rustloader_options") if program.given == "keyword" else ())}
+    own |= {"_rustloader_epochs"} if program.seed_by else set()
     for event in ours["main"]:
         if event[0] == "the loader has":
             event[1] = [name for name in event[1] if name not in own]
