@@ -400,7 +400,7 @@ class StuckSamples(Numbers):
     def wait_in_sample(self):
         end = time.monotonic() + 240
         while not (self.folder / "go").exists():
-            assert time.monotonic() < end, "nobody lets it go"
+            assert time.monotonic() < end, "it was not released in time"
             time.sleep(0.01)
 
 
