@@ -434,6 +434,9 @@ class IndexStream:
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
+    def skip(self, count: int) -> None:
+        """Leaves out the first ``count`` index batches, at the first ``next``: this costs their arrays, and no Python
+        object per index. More batches than there are end the stream. ValueError: ``next`` was called before."""
 
 @final
 class StoppableIndices:
