@@ -130,10 +130,16 @@ class Engine:
         """Registers a started worker."""
 
     def begin(
-        self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool, message: bytes
+        self,
+        answer: list[Any],
+        next_index: Iterator[Any] | Callable[[], Any],
+        is_first: bool,
+        message: bytes,
+        first_worker: int = 0,
     ) -> None:
         """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
-        worker that has not answered for the epoch before gets no second message."""
+        worker that has not answered for the epoch before gets no second message. ``first_worker`` gets the first task,
+        unless the workers share a queue. ValueError: there is no such worker."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
         """Puts a code and its value into ``answer``. Waits without the GIL.
@@ -434,6 +440,9 @@ class IndexStream:
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
+    def skip(self, count: int) -> None:
+        """Leaves out the first ``count`` index batches, at the first ``next``: this costs their arrays, and no Python
+        object per index. More batches than there are end the stream. ValueError: ``next`` was called before."""
 
 @final
 class StoppableIndices:

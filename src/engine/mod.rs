@@ -142,6 +142,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.max_tasks()
     }
 
+    /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
+    pub fn begin_with(&mut self, worker: u32) -> Result<()> {
+        self.scheduler.begin_with(WorkerId(worker))
+    }
+
     /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)

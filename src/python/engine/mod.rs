@@ -138,6 +138,7 @@ impl PyEngine {
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
     /// task that may be outstanding. The answer is `END`, or what arrived instead.
+    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0))]
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -145,9 +146,15 @@ impl PyEngine {
         next_index: &Bound<'py, PyAny>,
         is_first: bool,
         message: &[u8],
+        first_worker: u32,
     ) -> PyResult<()> {
+        self.check_worker(first_worker)?;
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first, message)
+        Call { py, engine: self, state: access.state(), answer, next_index }.begin(
+            is_first,
+            message,
+            first_worker,
+        )
     }
 
     /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
