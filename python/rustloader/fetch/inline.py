@@ -22,13 +22,13 @@ class SeededFetcher:
     Attributes:
         inner: torch's fetcher.
         seeds: The seeds, with their counters.
+        number: Number of the next batch among those that are made for this epoch.
     """
 
     def __init__(self, fetcher: Any, kind: int, seeding: seeds.Seeding) -> None:
         self.inner, self._kind = fetcher, kind
         self.seeds = seeds.Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
-        # Number of the next batch among those that are made for this epoch.
-        self._number = 0
+        self.number = 0
         fetcher.collate_fn = self.seeds.for_collating(fetcher.collate_fn)
         if kind == _DatasetKind.Map and torchs.is_own(kind):
             fetcher.dataset = torchs.by_sample(fetcher.dataset)
@@ -38,15 +38,15 @@ class SeededFetcher:
 
     def fetch(self, index: Any) -> Any:
         """Makes a batch, as torch's fetcher does."""
-        number = self._number
-        self._number += 1
+        number = self.number
+        self.number += 1
         with _streams_kept():
             return self.inner.fetch(self.seeds.begin_batch(number, index, self._apart()))
 
     def go_back(self, batches: int) -> None:
         """Makes the next batches those before the present one: with a map-style dataset they get the seeds that they
         had."""
-        self._number -= batches
+        self.number -= batches
 
     def _apart(self) -> seeds.Apart:
         fetcher = self.inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
-from rustloader.config import BACK
+from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
@@ -22,8 +23,7 @@ from rustloader.stateful_dataloader.state import OWN, VERSION, Plan
 from rustloader.torch_side import in_torch
 from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, is_stateful
-
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
 
 _EMPTY = (
     "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
@@ -97,7 +97,9 @@ class _Positioned(_BaseDataLoaderIter):
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
             warnings.warn(_EMPTY, stacklevel=4)
 
-    def _own(self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, int]] | None) -> Any:
+    def _own_part(
+        self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, int]] | None
+    ) -> Any:
         """This package's part of a state."""
         seeding = self._seeding
         return {
@@ -136,33 +138,41 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
         seen = settings.applied(loader)
         self._seeding = self._seeds_from_here(fetching.seeding(seen, int(self._base_seed)))
         single.prepare_fetcher(self, loader, self._seeding)
-        torchs = self._sampler_iter
-        if start.replay and self._dataset_kind == _DatasetKind.Map:
-            self._sample_from(torchs, plan.low - start.replay)
-            replay: Any = list(itertools.islice(self.sampling.iterator, start.replay))
-        else:
-            self._sample_from(torchs, plan.low)
-            replay = start.replay
-        self._sampler_iter = self.sampling.iterator
+        if isinstance(self._dataset_fetcher, SeededFetcher):
+            resuming.load_counters(self._dataset_fetcher.seeds, start)
+        self._sampler_iter = self._resume_sampler(self._sampler_iter)
         self._num_yielded = plan.yielded
-        self._take_first(replay)
+
+    def _resume_sampler(self, torchs: Any) -> Any:
+        """Takes the first snapshot, and makes the batches again that the saved one lacks."""
+        start, low = self._start, self.origin.low
+        fetcher, count = self._dataset_fetcher, int(start.replay)
+        with contextlib.suppress(Exception):  # `state_dict` raises it again
+            first = self._maker.first(fetcher, self._dataset)
+            if self._maker.has_state:
+                self._snapshots.append((0, first))
+        is_map = self._dataset_kind == _DatasetKind.Map
+        self._sample_from(torchs, low - count if is_map else low)
+        if count:
+            if is_map:
+                batches: Any = list(itertools.islice(self.sampling.iterator, count))
+            else:
+                # The index batches of an iterable dataset are all alike.
+                batches = itertools.repeat(next(iter(self._index_sampler)), count)
+            resuming.replay(fetcher, batches, self._dataset_kind)
+        return self.sampling.iterator
 
     @property
     def _answers(self) -> int:
         return self._num_yielded - self.origin.yielded + self._raised
-
-    def _take_first(self, replay: Any) -> None:
-        fetcher = self._dataset_fetcher
-        first = self._maker.first(fetcher, self._dataset)
-        if self._maker.has_state:
-            self._snapshots.append((0, first))
-        resuming.replay(fetcher, replay, self._dataset_kind)
 
     def _next_data(self) -> Any:
         answers = self._answers
         if self._drawn_at != answers:
             self._drawn.clear()
             self._drawn_at = answers
+        elif self._drawn and isinstance(self._dataset_fetcher, SeededFetcher):
+            self._dataset_fetcher.number = answers
         if not self._drawn:
             # A single call of C code draws and stores: no signal handler runs in between.
             self._drawn.extend(itertools.islice(self._sampler_iter, 1))
@@ -223,7 +233,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             "dataset_state": made["dataset_state"],
             "_iterator_finished": self.finished and not back,
         }
-        state[OWN] = self._own(low, ahead, sampled.own, [record])
+        state[OWN] = self._own_part(low, ahead, sampled.own, [record])
         return state
 
     def _made(self, answers: int, is_now: bool) -> tuple[dict[str, Any], dict[str, int]]:
@@ -293,17 +303,17 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
             job.starts = self._starts(plan)
         return job
 
-    def _starts(self, plan: Plan) -> list[WorkerStart]:
+    def _starts(self, plan: Plan) -> list[WorkerStart | None]:
         """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
         if self._dataset_kind == _DatasetKind.Iterable:
-            return plan.workers
+            return [*plan.workers]
         ordinals = [_last_ordinals(plan, worker) for worker in range(self._num_workers)]
         oldest = min((found[0] for found in ordinals if found), default=plan.low)
         self._sample_from(iter(self._index_sampler), oldest)
         self._begun = True
         again = dict(zip(range(oldest, plan.low), self.sampling.iterator, strict=False))
         return [
-            dataclasses.replace(start, replay=[(ordinal, again[ordinal]) for ordinal in found if ordinal in again])
+            dataclasses.replace(start, replay=[again[ordinal] for ordinal in found if ordinal in again])
             for start, found in zip(plan.workers, ordinals, strict=True)
         ]
 
@@ -400,7 +410,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
             },
             "_steps_since_snapshot": 0,
             "_iterator_finished": not back and self.finished,
-            OWN: self._own(low, ahead, sampled.own, records),
+            OWN: self._own_part(low, ahead, sampled.own, records),
         }
 
     def _worker_states(self, counts: list[int]) -> tuple[dict[str, Any], list[dict[str, int]]]:
@@ -414,7 +424,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
             before = start.replay if isinstance(start.replay, int) else len(start.replay)
             count, made = self._snapshot(worker, answers)
             if made is None:
-                made = start.as_snapshot(worker)
+                made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state
             replay = answers - count + (before if count == 0 else 0)

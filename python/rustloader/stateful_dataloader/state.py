@@ -98,6 +98,57 @@ def check_workers(plan: Plan, num_workers: int) -> None:
         )
 
 
+def fresh(loader: Any) -> dict[str, Any]:
+    """The state of a loader before its first epoch."""
+    dataset, count = loader.dataset, loader.num_workers
+    sampled = sampling.fresh(loader._index_sampler)
+    own = {
+        "version": VERSION,
+        "epoch": loader._epochs,
+        "base_seed": None,
+        "delivered": 0,
+        "ahead": [],
+        "sampler": sampled.own,
+        "dataset": dataset_of(loader),
+        "seeds": None,
+        "workers": None,
+    }
+    parts = {
+        "_sampler_iter_state": sampled.sampler_iter_state,
+        "_index_sampler_state": sampled.index_sampler_state,
+        "_sampler_iter_yielded": 0,
+        "_IterableDataset_len_called": loader._IterableDataset_len_called,
+        "_shared_seed": None,
+    }
+    if count == 0:
+        fetcher_state = None
+        if loader._dataset_kind == _DatasetKind.Iterable:
+            fetcher_state = {"dataset_iter_state": None, "fetcher_ended": False}
+        return {
+            **parts,
+            "_num_yielded": 0,
+            "fetcher_state": fetcher_state,
+            "dataset_state": dataset.state_dict() if is_stateful(dataset) else None,
+            "_iterator_finished": False,
+            OWN: own,
+        }
+    snapshots = {
+        f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
+        for worker in range(count)
+    }
+    return {
+        "_snapshot": {
+            "_snapshot_step": 0,
+            "_last_yielded_worker_id": count - 1,
+            "_main_snapshot": {"_num_workers": count, **parts, "_base_seed": None},
+            "_worker_snapshots": snapshots,
+        },
+        "_steps_since_snapshot": 0,
+        "_iterator_finished": False,
+        OWN: own,
+    }
+
+
 def dataset_of(loader: Any) -> dict[str, Any]:
     """What a state says about the dataset."""
     dataset = loader.dataset
@@ -145,7 +196,9 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
     yielded = _count(state, "_num_yielded")
     records = own.get("workers") or [{}]
     replay = _count(records[0], "replay", 0)
-    start = _worker_start({"dataset_state": state.get("dataset_state"), "fetcher_state": state.get("fetcher_state")}, replay)
+    start = _worker_start(
+        {"dataset_state": state.get("dataset_state"), "fetcher_state": state.get("fetcher_state")}, replay
+    )
     start.batches, start.samples = _count(records[0], "batches", 0), _count(records[0], "samples", 0)
     if not own and kind == _DatasetKind.Iterable and _has_no_state(start):
         start.replay = yielded
@@ -228,8 +281,8 @@ def _worker_start(snapshot: Any, replay: int) -> WorkerStart:
 def _check_kind(start: WorkerStart, kind: int, loader: Any) -> None:
     if start.dataset_state is not None and not is_stateful(loader.dataset):
         raise ValueError(
-            f"the state has a state of the dataset, and {type(loader.dataset).__qualname__} has no load_state_dict: load "
-            "it into a loader over the same dataset"
+            f"the state has a state of the dataset, and {type(loader.dataset).__qualname__} has no load_state_dict: "
+            "load it into a loader over the same dataset"
         )
     if start.iterator_state is not None and kind == _DatasetKind.Map:
         raise ValueError(

@@ -55,6 +55,17 @@ class WorkerStart:
     batches: int = 0
     samples: int = 0
 
+    def as_snapshot(self, worker_id: int, is_iterable: bool) -> dict[str, Any]:
+        """The snapshot that this was read from."""
+        fetcher_state = {"dataset_iter_state": self.iterator_state, "fetcher_ended": self.ended}
+        return {
+            "worker_id": worker_id,
+            "dataset_state": self.dataset_state,
+            "fetcher_state": fetcher_state if is_iterable else None,
+            "batches": self.batches,
+            "samples": self.samples,
+        }
+
     def __reduce__(self) -> Any:
         # Under spawn, multiprocessing's reducers would move the state's tensors into memory that the workers share.
         return _start_of, (by_value.dumps(self.__dict__),)
