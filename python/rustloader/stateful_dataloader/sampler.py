@@ -1,7 +1,7 @@
 """Samplers with a state, under the names of ``torchdata.stateful_dataloader.sampler``.
 
-A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a sampler by itself,
-or that were written for torchdata's.
+A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a sampler by
+itself, or that were written for torchdata's.
 """
 
 from __future__ import annotations
@@ -92,21 +92,22 @@ class _RandomIterator(Iterator[int]):
         self._count = sampler.num_samples
         self._state: torch.Tensor = sampler.generator.get_state()
         self.yielded = 0
-        self._drawn = self._draw()
+        # The indices drawn last, and how many were yielded before them.
+        self._drawn, self._before = self._draw(), 0
 
-    def _draw(self) -> Iterator[int]:
+    def _draw(self) -> list[int]:
         generator = self._sampler.generator
         if self._sampler.replacement:
-            return iter(torch.randint(self._size, (self._CHUNK,), dtype=torch.int64, generator=generator).tolist())
-        return iter(torch.randperm(self._size, generator=generator).tolist())
+            return torch.randint(self._size, (self._CHUNK,), dtype=torch.int64, generator=generator).tolist()
+        return torch.randperm(self._size, generator=generator).tolist()
 
     def __next__(self) -> int:
         if self.yielded == self._count:
             raise StopIteration
-        index = next(self._drawn, None)
-        if index is None:
-            self._drawn = self._draw()
-            index = next(self._drawn)
+        if self.yielded - self._before == len(self._drawn):
+            self._drawn, self._before = self._draw(), self.yielded
+        # No call from here on: a signal handler that raises in it would lose the index.
+        index = self._drawn[self.yielded - self._before]
         self.yielded += 1
         return index
 
@@ -117,8 +118,8 @@ class _RandomIterator(Iterator[int]):
         yielded, state = state_dict["yielded"], state_dict["generator"]
         self._sampler.generator.set_state(state)
         self._state = state
-        self._drawn = self._draw()
         self.yielded = 0
+        self._drawn, self._before = self._draw(), 0
         for _ in itertools.islice(self, yielded):
             pass
 
@@ -126,8 +127,8 @@ class _RandomIterator(Iterator[int]):
 class BatchSampler(torch_sampler.BatchSampler):
     """Yields the indices of another sampler in batches; its iterator has a state.
 
-    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated anew, and
-    as many indices are left out.
+    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated anew,
+    and as many indices are left out.
 
     Args:
         sampler: Yields the indices.
@@ -155,13 +156,19 @@ class _BatchIterator(Iterator[list[int]]):
         self._batch_size: int = batches.batch_size
         self._drop_last: bool = batches.drop_last
         self._indices: Iterator[int] = iter(self._sampler)
+        # The batch that is being filled.
+        self._pending: list[int] = []
         self.samples_yielded = 0
 
     def __next__(self) -> list[int]:
-        batch = list(itertools.islice(self._indices, self._batch_size))
-        self.samples_yielded += len(batch)
-        if not batch or (self._drop_last and len(batch) < self._batch_size):
+        batch = self._pending
+        batch.extend(itertools.islice(self._indices, self._batch_size - len(batch)))
+        count = len(batch)
+        if not count or (self._drop_last and count < self._batch_size):
             raise StopIteration
+        # No call from here on: a signal handler that raises in it would lose the batch.
+        self._pending = []
+        self.samples_yielded += count
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +272,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of indices that the present epoch has yielded; after a load, the number that was loaded."""
+        """Returns the number of indices that the present epoch has yielded, or that a loaded state leaves out."""
         return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,7 +282,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
             ValueError: The state has no number of indices, or a negative one.
         """
         if self._YIELDED not in state_dict:
-            raise ValueError(f"the state of a StatefulDistributedSampler must have {self._YIELDED!r}, got {state_dict!r}")
+            raise ValueError(f"the state of a distributed sampler must have {self._YIELDED!r}, got {state_dict!r}")
         yielded = state_dict[self._YIELDED]
         if yielded < 0:
             raise ValueError(f"{self._YIELDED!r} must not be negative, got {yielded}")
