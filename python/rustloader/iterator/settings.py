@@ -75,6 +75,8 @@ def applied(loader: Any) -> Any:
     changed = {}
     for name, value in options.current().items():
         option = options.option_of(name)
+        if not option.unset:  # no option of loaders
+            continue
         own = options.of_loader(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
             changed[name] = option.effective(value)
