@@ -75,12 +75,14 @@ def read(state: Any, loader: Any) -> Plan:
         plan = _without_workers(state, own, loader)
     else:
         raise ValueError(
-            "the state has neither '_snapshot' nor '_num_yielded', which states of a StatefulDataLoader have: load what "
-            "state_dict() returned"
+            "the state has neither '_snapshot' nor '_num_yielded', which states of a StatefulDataLoader have: load "
+            "what state_dict() returned"
         )
     plan.finished, plan.resumed = finished, True
-    plan.ahead = tuple(sorted(_counts(own, "ahead"))) if own else ()
     if own:
+        ahead = sorted(_counts(own, "ahead"))
+        # The workers of an iterable dataset have positions of their own.
+        plan.ahead = tuple(ahead) if loader._dataset_kind == _DatasetKind.Map else ()
         plan.epoch = _count(own, "epoch")
         plan.base_seed = _of(own, "base_seed", int, type(None))
         seeds = own.get("seeds")
@@ -184,8 +186,8 @@ def _check_own(own: Any, loader: Any) -> None:
     lengths = saved.get("length"), present["length"]
     if None not in lengths and lengths[0] != lengths[1]:
         raise ValueError(
-            f"the state is of a dataset of length {lengths[0]}, and this loader's has {lengths[1]}: load it into a loader "
-            "over the same dataset, or begin without a state"
+            f"the state is of a dataset of length {lengths[0]}, and this loader's has {lengths[1]}: load it into a "
+            "loader over the same dataset, or begin without a state"
         )
     sampling.check(_of(own, "sampler", dict), loader)
 
