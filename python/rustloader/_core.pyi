@@ -156,6 +156,15 @@ class Engine:
         """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
         undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
 
+    def position(self, answers: int, back: int) -> tuple[int, list[int], list[int], int]:
+        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back`` batches
+        and the errors after each of these.
+
+        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number of
+        the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count as
+        such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer, or -1.
+        ValueError: more than 8 batches back, or more than were delivered. Lock-free; after the end the last position."""
+
     def start_pinning(
         self,
         begin: Callable[[], None],
