@@ -202,7 +202,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             return
         kept = self._snapshots
         # The one before the oldest position that can be asked for, and all later ones.
-        while len(kept) > 1 and kept[1][0] <= answers - BACK:
+        while len(kept) > 1 and kept[1][0] <= answers - 8:
             kept.pop(0)
         kept.append((answers + 1, made))
 
@@ -459,7 +459,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         """All snapshots that a state can need. They are gone with the engine."""
         core, answers = self._engine(), self._num_yielded - self.origin.yielded + self._raised
         found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
-        for back in range(BACK, -1, -1):
+        for back in range(8, -1, -1):
             try:
                 counts = core.position(answers, back)[2]
             except ValueError:

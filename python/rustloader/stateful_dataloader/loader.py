@@ -16,6 +16,8 @@ from rustloader.stateful_dataloader.set_epoch import record
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.torch_side import in_torch
 
+# Draws of samplers without a generator of their own.
+_DRAWN = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 _Iter = _StatefulSingleProcessIter | _StatefulMultiProcessingIter
 
@@ -133,6 +135,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if state_dict != {}:
             plan = state.read(state_dict, self)
             loaded = copy.deepcopy(dict(state_dict)), plan
+            if plan.finished:
+                # Now: a program that seeds its generator for the next epoch has the last word.
+                self._restore_sampler(plan)
         iterator = self._iterator
         if iterator is not None and iterator.delivered_nothing():
             warnings.warn(
@@ -186,10 +191,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(plan)
             return
         # The epoch of the state has ended, and the next one begins.
-        draws = plan.next
-        if draws is None:
-            sampling.run_out(self._index_sampler, plan.sampler)
-            draws = {}
+        draws = plan.next or {}
         following = Plan(
             epoch=plan.epoch + 1,
             base_seed=draws.get("base_seed"),
@@ -207,6 +209,13 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return
         self._begin(following)
 
+    def _restore_sampler(self, plan: Plan) -> None:
+        """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
+        if plan.next is None:
+            sampling.run_out(self._index_sampler, plan.sampler, plan.low)
+        else:
+            sampling.restore(self._index_sampler, plan.next.get("sampler"))
+
     def _plan_of_next(self) -> Plan:
         """The beginning of the next epoch, with the draws that a state has made."""
         kept = self._draws
@@ -214,9 +223,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return Plan(epoch=self._epochs)
         draws = kept[0]
         start = _random_start(draws)
-        # Nothing was drawn from a generator of the program's own.
-        is_drawn = start is not None and "seed" in start["start"]
-        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start if is_drawn else None)
+        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start)
 
     def _draws_of_next(self) -> dict[str, Any]:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
@@ -242,6 +249,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
 
 def _random_start(draws: dict[str, Any]) -> dict[str, Any] | None:
-    """What a sampler draws its order from, as a part of a state; None for samplers that draw nothing."""
+    """The draw of a sampler's order, as a part of a state; None for a sampler that draws nothing, or from a generator of
+    its own."""
     start = draws.get("sampler")
-    return {"start": start} if start and ("seed" in start or "generator" in start) else None
+    return None if not start or _DRAWN.isdisjoint(start) else {"start": start}

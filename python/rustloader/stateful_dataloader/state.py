@@ -103,7 +103,7 @@ def check_workers(plan: Plan, num_workers: int) -> None:
 def fresh(loader: Any) -> dict[str, Any]:
     """The state of a loader before its first epoch."""
     dataset, count = loader.dataset, loader.num_workers
-    sampled = sampling.fresh(loader._index_sampler)
+    sampled = sampling.unstarted(loader._index_sampler)
     own = {
         "version": VERSION,
         "epoch": loader._epochs,
