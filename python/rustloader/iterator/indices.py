@@ -30,14 +30,14 @@ from rustloader.torch_side import known_code
 
 _More = Callable[[], "np.ndarray | None"]
 
-_BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
-_RANDOM = known_code(
+BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
+RANDOM = known_code(
     RandomSampler.__iter__,
     sampler,
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
 )
-_SHARD = known_code(
+SHARD = known_code(
     DistributedSampler.__iter__,
     distributed,
     # Older versions assert, newer ones raise an AssertionError with a text.
@@ -58,11 +58,11 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
-        if _has_arrays(inner) and _is_fresh(torchs, _BATCHES, index_sampler):
+        if _has_arrays(inner) and _is_fresh(torchs, BATCHES, index_sampler):
             begin = functools.partial(_begin_batches, index_sampler, start)
             return IndexStream(torchs, index_sampler, begin, _size_of, is_interrupt)
     elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
-        if _is_fresh(torchs, _RANDOM, index_sampler):
+        if _is_fresh(torchs, RANDOM, index_sampler):
             return IndexStream(torchs, None, functools.partial(_begin, index_sampler, start), _size_of, is_interrupt)
     return torchs
 
@@ -70,8 +70,8 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
 def _has_arrays(inner: Any) -> bool:
     """Whether a sampler's indices can come from arrays."""
     if type(inner) is RandomSampler:
-        return _RANDOM is not None and _code_of(RandomSampler) is _RANDOM and vars(inner).get("replacement") is False
-    return type(inner) is DistributedSampler and _SHARD is not None and _code_of(DistributedSampler) is _SHARD
+        return RANDOM is not None and _code_of(RandomSampler) is RANDOM and vars(inner).get("replacement") is False
+    return type(inner) is DistributedSampler and SHARD is not None and _code_of(DistributedSampler) is SHARD
 
 
 def _code_of(cls: type) -> CodeType | None:

@@ -7,7 +7,7 @@ itself, or that were written for torchdata's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -177,6 +177,7 @@ class _BatchIterator(Iterator[list[int]]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples_yielded = state_dict["samples_yielded"]
         self._indices = load_batch_state(state_dict, self._sampler)
+        self._pending = []
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
@@ -189,24 +190,29 @@ def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, A
     return state
 
 
-def load_batch_state(state: dict[str, Any], sampler: Any) -> Iterator[Any]:
+def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
     """Loads what ``batch_state`` has returned; returns the iterator over the indices that are left.
 
     Raises:
         ValueError: The state is of a sampler or an iterator that has one, and this has none.
     """
     if "sampler_state" in state:
-        _stateful(sampler).load_state_dict(state["sampler_state"])
+        as_stateful(sampler).load_state_dict(state["sampler_state"])
     indices = iter(sampler)
     if "sampler_iter_state" in state:
-        _stateful(indices).load_state_dict(state["sampler_iter_state"])
+        as_stateful(indices).load_state_dict(state["sampler_iter_state"])
     has_state = isinstance(sampler, Stateful) or isinstance(indices, Stateful)
     if not has_state and not isinstance(sampler, _InfiniteConstantSampler):
         return itertools.islice(indices, state["samples_yielded"], None)
     return indices
 
 
-def _stateful(of: Any) -> Stateful:
+def as_stateful(of: Any) -> Stateful:
+    """The sampler or iterator itself, which a saved state is for.
+
+    Raises:
+        ValueError: It has no state.
+    """
     if not isinstance(of, Stateful):
         raise ValueError(
             f"the state is of a sampler with a state of its own, and {type(of).__qualname__} has no load_state_dict: "
