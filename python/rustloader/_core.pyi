@@ -11,6 +11,7 @@ from rustloader.config import StallLimits
 
 __all__ = [
     "ARENA_MIN",
+    "BACK_BATCHES",
     "BATCH",
     "DEAD",
     "END",
@@ -61,6 +62,9 @@ __version__: Final[str]
 
 # Bytes of the smallest arena, which takes half of the remaining address space.
 ARENA_MIN: Final[int]
+
+# Batches that `Engine.position` can go back.
+BACK_BATCHES: Final[int]
 
 # Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
