@@ -3,11 +3,12 @@
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
-use pyo3::exceptions::PyBaseException;
+use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::prelude::*;
 
 use super::PyEngine;
 use crate::codec::prepare::Ready;
+use crate::engine::gate::Attempt;
 use crate::engine::{Ending, Engine};
 use crate::error::Error;
 use crate::python::gate;
@@ -57,9 +58,27 @@ impl Drop for Access<'_> {
 }
 
 impl PyEngine {
+    pub(super) fn check_worker(&self, worker: u32) -> PyResult<()> {
+        if worker < self.handle.arena.geometry().workers {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!("there is no worker {worker}")))
+    }
+
     /// Waits for exclusive access without the GIL.
     pub(super) fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
         gate::enter(py, &self.gate, &self.handle)?;
+        self.access()
+    }
+
+    /// Enters if no thread has exclusive access, this one included.
+    pub(super) fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
+        self.handle.check_ours()?;
+        let entered = self.gate.try_enter() == Attempt::Entered;
+        entered.then(|| self.access()).transpose()
+    }
+
+    fn access(&self) -> PyResult<Access<'_>> {
         let state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
