@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
+from rustloader._core import BACK_BATCHES
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
@@ -202,11 +203,13 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             return
         kept = self._snapshots
         # The one before the oldest position that can be asked for, and all later ones.
-        while len(kept) > 1 and kept[1][0] <= answers - 8:
+        while len(kept) > 1 and kept[1][0] <= answers - BACK_BATCHES:
             kept.pop(0)
         kept.append((answers + 1, made))
 
     def _answers_before(self, back: int) -> int:
+        if back > BACK_BATCHES:
+            raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
         answers = self._answers
         while back:
             answers -= 1
@@ -458,7 +461,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         """All snapshots that a state can need. They are gone with the engine."""
         core, answers = self._engine(), self._num_yielded - self.origin.yielded + self._raised
         found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
-        for back in range(8, -1, -1):
+        for back in range(BACK_BATCHES, -1, -1):
             try:
                 counts = core.position(answers, back)[2]
             except ValueError:
