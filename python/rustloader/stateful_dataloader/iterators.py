@@ -20,6 +20,7 @@ from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
+from rustloader.stateful_dataloader.set_epoch import Recorder
 from rustloader.stateful_dataloader.state import OWN, VERSION, Plan
 from rustloader.torch_side import in_torch
 from rustloader.workers import resuming
@@ -267,12 +268,12 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
     _ended = False
     # Whether the index batches of the epoch are there already.
     _begun = False
-    # Returns the epoch that the program has told its dataset, or None.
-    _told_epoch: Callable[[], int | None] | None = None
+    # Has the epoch that the program has told its dataset.
+    _recorder: Recorder | None = None
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Any = None) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], recorder: Recorder | None) -> None:
         self._prepare(loader, plan, about_dataset)
-        self._told_epoch = told
+        self._recorder = recorder
         # A map-style dataset without a state needs its position alone.
         self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
@@ -345,7 +346,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     def _epoch_message(self) -> dict[str, Any]:
         message = super()._epoch_message()
-        told = None if self._told_epoch is None else self._told_epoch()
+        told = None if self._recorder is None else self._recorder.last
         return message if told is None else message | {"set_epoch": told}
 
     def _raise_failed_start(self) -> None:

@@ -205,9 +205,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = state.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        told = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
+        recorder = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
         in_torch(self.check_worker_number_rationality)
-        return _StatefulMultiProcessingIter(self, plan, about, told)
+        return _StatefulMultiProcessingIter(self, plan, about, recorder)
 
     def _begin(self, plan: Plan) -> None:
         # The workers of the last iterator leave before new ones start.
