@@ -15,6 +15,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from rustloader._core import BACK_BATCHES
+from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
@@ -30,6 +31,10 @@ from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
 _EMPTY = (
     "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
     "Take the state after the loop to begin with the next epoch"
+)
+_FROZEN = (
+    "the state of {} has not changed over {} batches: a loop that resumes from it begins at the same place again. Let "
+    "state_dict() of the dataset, or of its iterator, return the position"
 )
 
 
@@ -51,6 +56,9 @@ class _Positioned(_BaseDataLoaderIter):
     _about_dataset: dict[str, Any]
     _seeding: Seeding | None = None
     _raised = 0
+    # From `_note_end` to the loop of the program.
+    _frames_to_caller = 4
+    _has_warned = False
 
     def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
         """Sets what the first epoch starts from. Comes before torch's constructor."""
@@ -90,6 +98,11 @@ class _Positioned(_BaseDataLoaderIter):
         """Sets what the next epoch starts from, of a persistent loader."""
         self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
 
+    def _warn_if_frozen(self, made: dict[str, Any]) -> None:
+        if made.get("frozen") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_FROZEN.format(type(self._dataset).__qualname__, FROZEN_AFTER), stacklevel=5)
+
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the present epoch."""
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
@@ -97,7 +110,7 @@ class _Positioned(_BaseDataLoaderIter):
     def _note_end(self) -> None:
         """Warns of an epoch without batches that comes out of a state."""
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
-            warnings.warn(_EMPTY, stacklevel=4)
+            warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
 
     def _own_part(
         self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, int]] | None
@@ -245,6 +258,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
         maker, start = self._maker, self._start
         if is_now and maker.has_state:
             made = maker.state(self._dataset_fetcher, self._dataset)
+            self._warn_if_frozen(made)
             return made, {"delivered": answers, "replay": 0, "batches": made["batches"], "samples": made["samples"]}
         count, payload = 0, None
         for after, snapshot in reversed(self._snapshots):
@@ -268,12 +282,13 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
     _ended = False
     # Whether the index batches of the epoch are there already.
     _begun = False
+    _frames_to_caller = 5
     # Has the epoch that the program has told its dataset.
-    _recorder: Recorder | None = None
+    _told_epoch: Recorder | None = None
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], recorder: Recorder | None) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Recorder | None) -> None:
         self._prepare(loader, plan, about_dataset)
-        self._recorder = recorder
+        self._told_epoch = told
         # A map-style dataset without a state needs its position alone.
         self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
@@ -346,7 +361,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     def _epoch_message(self) -> dict[str, Any]:
         message = super()._epoch_message()
-        told = None if self._recorder is None else self._recorder.last
+        told = None if self._told_epoch is None else self._told_epoch.last
         return message if told is None else message | {"set_epoch": told}
 
     def _raise_failed_start(self) -> None:
@@ -426,7 +441,9 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         for worker, answers in enumerate(counts):
             start = starts[worker] if starts else WorkerStart()
             count, made = self._snapshot(worker, answers)
-            if made is None:
+            if made is not None:
+                self._warn_if_frozen(made)
+            else:
                 made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state

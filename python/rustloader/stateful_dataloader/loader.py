@@ -205,15 +205,15 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = state.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        recorder = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
+        told = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
         in_torch(self.check_worker_number_rationality)
-        return _StatefulMultiProcessingIter(self, plan, about, recorder)
+        return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _begin(self, plan: Plan) -> None:
         # The workers of the last iterator leave before new ones start.
         self._iterator = None
         iterator = self._make_iterator(plan)
-        for _ in range(plan.drop):
+        for _ in range(iterator.origin.drop):
             next(iterator, None)
         self._iterator = iterator
 
