@@ -78,7 +78,7 @@ class Training:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def run(self, kill_at=None, ranks=1):
+    def run(self, kill_at=None, ranks=1, status=0):
         """Reads what it prints, to the end or until each rank has done the step `kill_at`: then it is killed."""
         run, wanted = Run(), {(rank, kill_at) for rank in range(ranks)}
         try:
@@ -87,8 +87,8 @@ class Training:
                 if kill_at is not None and wanted <= run.steps.keys():
                     self.kill()
                     wanted = {None}
-            status = self.process.wait()
-            assert status == (0 if kill_at is None else -signal.SIGKILL), f"status {status}\n{run.output}"
+            found, status = self.process.wait(), status if kill_at is None else -signal.SIGKILL
+            assert found == status, f"status {found} in place of {status}\n{run.output}"
         finally:
             self.hung.cancel()
             self.kill()
