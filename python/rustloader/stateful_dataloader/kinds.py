@@ -18,6 +18,7 @@ from torch.utils.data.sampler import (
 )
 
 from rustloader.iterator import indices
+from rustloader.iterator.starts import shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
 from rustloader.torch_side import known_code
 
@@ -187,9 +188,9 @@ def _check_start(start: Any, kind: Kind) -> None:
 
 def _check_shard(start: Mapping[str, Any], inner: DistributedSampler[Any]) -> None:
     check_shard_start(start)
+    present = shard_start(inner) or {}
     for name, (text, way_out) in _SHARD_TEXTS.items():
-        present = length_of(inner.dataset) if name == "dataset_length" else getattr(inner, name)
-        _compare(start[name], present, text, way_out)
+        _compare(start[name], present.get(name), text, way_out)
 
 
 def check_shard_start(start: Mapping[str, Any]) -> None:
