@@ -21,6 +21,13 @@ pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
+// --- Positions ---
+
+/// Batches before the last answer to which a position can go back.
+pub const BACK_BATCHES: usize = 8;
+/// Answers that are kept for it: errors between these batches count here alone.
+pub const BACK_ANSWERS: usize = 1 << 10;
+
 // --- Arena ---
 
 /// Bytes of the smallest arena: below this a loader falls back to torch's iterator.

@@ -2,6 +2,7 @@
 
 The loader:
     DataLoader: Loads batches with worker processes; torch's arguments, torch's batches in torch's order.
+    StatefulDataLoader: Saves and loads its position in the epoch, too.
 
 Loaders that a framework builds:
     install, uninstall: Make every DataLoader of torch in this process use the engine, and undo that.
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.options import Options as Options
+    from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
 
 # The modules that define the public names; all other names are torch's.
 _HOMES = {
@@ -89,10 +91,18 @@ _HOMES = {
     ),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "options": ("Options",),
+    "stateful_dataloader.loader": ("StatefulDataLoader",),
 }
 _OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for name in names}
 if not sys.platform.startswith("linux"):
-    _NEED_THE_ENGINE = ("_core", "fetch.seeds", "installation", "metrics.report", "metrics.stats")
+    _NEED_THE_ENGINE = (
+        "_core",
+        "fetch.seeds",
+        "installation",
+        "metrics.report",
+        "metrics.stats",
+        "stateful_dataloader.loader",
+    )
     _OURS |= {name: "rustloader.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(

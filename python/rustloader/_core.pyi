@@ -130,10 +130,16 @@ class Engine:
         """Registers a started worker."""
 
     def begin(
-        self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any], is_first: bool, message: bytes
+        self,
+        answer: list[Any],
+        next_index: Iterator[Any] | Callable[[], Any],
+        is_first: bool,
+        message: bytes,
+        first_worker: int = 0,
     ) -> None:
         """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
-        worker that has not answered for the epoch before gets no second message."""
+        worker that has not answered for the epoch before gets no second message. ``first_worker`` gets the first task,
+        unless the workers share a queue. ValueError: there is no such worker."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
         """Puts a code and its value into ``answer``. Waits without the GIL.
@@ -149,6 +155,15 @@ class Engine:
     def progress(self) -> tuple[int, int, list[int], list[tuple[int, int | None]]] | None:
         """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
         undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
+
+    def position(self, answers: int, back: int) -> tuple[int, list[int], list[int], int]:
+        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back`` batches
+        and the errors after each of these.
+
+        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number of
+        the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count as
+        such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer, or -1.
+        ValueError: more than 8 batches back, or more than were delivered. Lock-free; after the end the last position."""
 
     def start_pinning(
         self,
@@ -434,6 +449,9 @@ class IndexStream:
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
+    def skip(self, count: int) -> None:
+        """Leaves out the first ``count`` index batches, at the first ``next``: this costs their arrays, and no Python
+        object per index. More batches than there are end the stream. ValueError: ``next`` was called before."""
 
 @final
 class StoppableIndices:

@@ -25,6 +25,11 @@ KILLED_AFTER = 5.0
 INTERRUPT_AFTER = 0.02
 # Seconds to wait for the fork server to report how a worker ended.
 STATUS_AFTER = 1.0
+# CPU seconds that each worker may spend on snapshots of its dataset in an epoch: this many, so that small states have
+# one after each batch from the start, plus this share of the time since the epoch began, so that large states cost no
+# more than this share of the batch rate.
+SNAPSHOT_ALLOWANCE = 0.02
+SNAPSHOT_SHARE = 0.02
 # Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import options
+from rustloader import options, stateful_install
 from rustloader.install_handle import Installed
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
+from rustloader.replacement import Replacement, full_name
 from rustloader.torch_side import IterType, TorchIter
 
 logger = logging.getLogger("rustloader")
 
 _NAME = "_MultiProcessingDataLoaderIter"
 _lock = threading.RLock()
-# Names that held the engine's class before the installation, with their namespaces. Uninstalling keeps them.
-_kept: dict[tuple[int, str], dict[str, Any]] = {}
-# Replaced tuples: (replacement, original).
-_tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-_logged = False
-_warned_of: weakref.WeakSet[type] = weakref.WeakSet()
+_torchs = Replacement(TorchIter, OurIter, "torch's iterator")
 
 
 @options.takes(options.Options)
@@ -45,7 +38,8 @@ def install(values: dict[str, Any]) -> None:
     Raises:
         TypeError: An option has the wrong type.
         ValueError: An option cannot have that value.
-        RuntimeError: The program has replaced torch's iterator class.
+        RuntimeError: The program has replaced torch's iterator class or, with ``stateful=True``, torchdata's loader;
+            or torchdata cannot be imported.
 
     Examples:
         >>> rustloader.install(prefetch_factor=4)
@@ -60,10 +54,16 @@ def install(values: dict[str, Any]) -> None:
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not OurIter and present is not TorchIter:
             raise RuntimeError(
-                f"torch.utils.data.dataloader.{_NAME} was replaced by {_full_name(present)}; "
+                f"torch.utils.data.dataloader.{_NAME} was replaced by {full_name(present)}; "
                 "call rustloader.install() before that is imported"
             )
+        before = options.current()
         options.add(values)
+        try:
+            _follow_stateful()
+        except RuntimeError:
+            options.replace(before)
+            raise
         if IterType.stand_in is None:
             _put_in()
 
@@ -81,20 +81,17 @@ def uninstall() -> None:
     """
     with _lock:
         options.replace({})
+        _follow_stateful()
         if IterType.stand_in is None:
             if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has restored it
                 torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
             return
         IterType.stand_in = None
-        for _, namespace, key, value in _places(OurIter):
-            if (id(namespace), key) not in _kept:
-                namespace[key] = _restored(value)
-        _kept.clear()
-        _tuples.clear()
+        _torchs.take_out()
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not TorchIter:
             text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install(), and stays so"
-            logger.warning(text, _NAME, _full_name(present))
+            logger.warning(text, _NAME, full_name(present))
 
 
 def is_installed() -> bool:
@@ -123,7 +120,7 @@ def installed(values: dict[str, Any]) -> Installed:
     Raises:
         TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
         ValueError: An option cannot have that value; on entering.
-        RuntimeError: The program has replaced torch's iterator class; on entering.
+        RuntimeError: As from ``install()``; on entering.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -147,84 +144,21 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
         with _lock:
             if was_installed:
                 options.replace(before)
+                _follow_stateful()
             else:
                 uninstall()
 
 
+def _follow_stateful() -> None:
+    """Replaces torchdata's class, or restores it, as the options say."""
+    if options.current().get("stateful", False):
+        stateful_install.put_in()
+    else:
+        stateful_install.take_out()
+
+
 def _put_in() -> None:
     """Replaces torch's class wherever loaded modules hold it."""
-    older = list(_derived(TorchIter))
-    homes = {cls.__module__ for cls in older} - {torch_dataloader.__name__}
-    _kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(OurIter)})
-    _kept.pop((id(vars(torch_dataloader)), _NAME), None)  # the program has restored it
-    rebound = []
-    for module, namespace, key, value in _places(TorchIter):
-        # Code of derived classes may name torch's class as their base: `super(Name, self)`.
-        if module not in homes:
-            namespace[key] = _replaced(value)
-            rebound.append(f"{module}.{key}")
     IterType.stand_in = OurIter
-    _log(rebound, older)
-
-
-def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """The places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "rustloader":
-            continue
-        try:
-            # getattr would make lazy modules load.
-            namespace = object.__getattribute__(module, "__dict__")
-        except AttributeError:
-            continue
-        for key, value in list(namespace.items()):
-            if value is wanted or (type(value) is tuple and any(item is wanted for item in value)):
-                yield module_name, namespace, key, value
-
-
-def _replaced(value: Any) -> Any:
-    if value is TorchIter:
-        return OurIter
-    made = tuple(OurIter if item is TorchIter else item for item in value)
-    _tuples.append((made, value))
-    return made
-
-
-def _restored(value: Any) -> Any:
-    if value is OurIter:
-        return TorchIter
-    for made, original in _tuples:
-        if made is value:
-            return original
-    return tuple(TorchIter if item is OurIter else item for item in value)
-
-
-def _derived(cls: Any) -> Iterator[type]:
-    """The classes derived from torch's iterator, without the engine's and its subclasses."""
-    for derived in cls.__subclasses__():
-        if derived is not OurIter:
-            yield derived
-            yield from _derived(derived)
-
-
-def _log(rebound: list[str], older: list[type]) -> None:
-    global _logged
-    # A spawned process runs the script's top level again, and must not repeat the message.
-    process = multiprocessing.current_process()
-    quiet = _logged or process.daemon or getattr(process, "_inheriting", False)
-    level = logging.DEBUG if quiet else logging.INFO
-    _logged = True
     text = "".join(f", {name}={value!r}" for name, value in options.current().items())
-    logger.log(level, "DataLoaders with workers use the Rust engine%s; replaced: %s", text, ", ".join(rebound))
-    for cls in older:
-        if cls not in _warned_of:
-            _warned_of.add(cls)
-            logger.warning(
-                "%s was derived from torch's iterator before rustloader.install(), and stays on it; "
-                "call install() before the class is made",
-                _full_name(cls),
-            )
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    _torchs.put_in(f"DataLoaders with workers use the Rust engine{text}")

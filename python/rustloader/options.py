@@ -36,7 +36,8 @@ class Option:
     Attributes:
         text: Description in docstrings.
         help: Description of the flag of ``run``.
-        unset: Values of a loader's attribute that the option overrides: torch's defaults.
+        unset: Values of a loader's attribute that the option overrides: torch's defaults. Empty if loaders have no such
+            attribute.
         check: Raises TypeError or ValueError for an invalid (name, value).
         parse: Converts a text of the environment or the command line, or raises ValueError.
         expected: Describes valid texts, as in "must be ...".
@@ -269,6 +270,17 @@ class Options:
         metavar="N",
         keyword=True,
         default=1,
+    )
+    stateful: bool | None = _field(
+        "True puts ``rustloader.StatefulDataLoader`` into ``torchdata.stateful_dataloader``, for frameworks that use "
+        "torchdata's (default: None, torchdata's own).",
+        "put rustloader.StatefulDataLoader into torchdata.stateful_dataloader",
+        unset=(),
+        check=_check_bool,
+        parse=_parse_bool,
+        expected="1 or 0",
+        flag="--stateful",
+        flag_value=True,
     )
 
     def __post_init__(self) -> None:

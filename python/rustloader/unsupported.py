@@ -52,6 +52,13 @@ def sample_seed() -> int:
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
+class StatefulDataLoader(DataLoader[Any]):
+    """Always a NotImplementedError: states need the engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
+
+
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
     """Only logs a warning: loaders stay on torch's iterator, with their own options."""

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::answers::Answers;
 use super::page;
 use super::pin::PinControl;
 use super::process::Process;
@@ -49,6 +50,7 @@ pub struct Handle {
     /// access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
+    pub(super) answers: Mutex<Answers>,
 }
 
 impl Handle {
@@ -65,6 +67,7 @@ impl Handle {
             closing: AtomicBool::new(false),
             exiting: AtomicBool::new(false),
             last: Mutex::new(None),
+            answers: Mutex::new(Answers::new(workers)),
         })
     }
 

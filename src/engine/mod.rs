@@ -4,6 +4,7 @@
 //! and the workers' pidfds in one call. With pinning a thread owns the consumer's ends ([`Completions`]) and passes prepared
 //! batches to `next` (`pin.rs`).
 
+mod answers;
 pub mod completions;
 pub mod delivery;
 pub mod gate;
@@ -11,6 +12,7 @@ pub mod handle;
 mod intake;
 mod page;
 pub mod pin;
+pub mod position;
 mod process;
 mod queue;
 mod restart;
@@ -25,6 +27,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use self::answers::Answers;
 pub use self::completions::Incoming;
 use self::completions::{Arrival, Completions};
 use self::delivery::Delivery;
@@ -140,6 +143,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
+    }
+
+    /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
+    pub fn begin_with(&mut self, worker: u32) -> Result<()> {
+        self.scheduler.begin_with(WorkerId(worker))
     }
 
     /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
@@ -282,6 +290,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;
+        self.handle.answers().begin_epoch();
         self.epoch = wire::epoch_payload(self.scheduler.first_task().0, message);
         self.show_epoch();
         let result = self.effects();
@@ -336,6 +345,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let scheduler = &mut self.scheduler;
         let step = self.delivery.answer(closed, |may_ask| scheduler.next(may_ask))?;
+        if let Step::Deliver { incoming, .. } = &step {
+            let ordinal = incoming.entry.task - self.scheduler.first_task().0;
+            self.handle.answers().positions.answered(ordinal, incoming.worker, incoming.is_batch());
+        }
         if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
             self.event(Event::WaitBegan)?;
             return Ok(Step::Wait(self.scheduler.deadline()));
@@ -377,6 +390,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Withdraw(task) => self.withdraw(task)?,
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
+                }
+                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is outstanding.
+                Action::Discard { task, result: None, .. } if !self.finished => {
+                    if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
+                        self.handle.answers().positions.left_out(ordinal);
+                    }
                 }
                 Action::Discard { .. } => {}
             }

@@ -3,7 +3,7 @@
 //! Python draws the permutations (`iterator/indices.py`), this iterator cuts them into batches. Nothing between two draws runs
 //! Python code, so neither a signal handler nor another thread can come between taking indices and returning them.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyTypeError, PyValueError};
@@ -47,6 +47,10 @@ struct State {
     full: Option<usize>,
     /// The begin of a batch that goes on in the next array.
     pending: Vec<i64>,
+    /// Index batches to leave out before the first one.
+    skip: usize,
+    /// Indices of these that are still to be left out.
+    skipping: usize,
 }
 
 impl State {
@@ -55,6 +59,7 @@ impl State {
         self.source = Source::Ended;
         self.array = None;
         self.pending = Vec::new();
+        (self.skip, self.skipping) = (0, 0);
     }
 }
 
@@ -68,7 +73,9 @@ impl IndexStream {
         size_of: Py<PyAny>,
         is_interrupt: Py<PyAny>,
     ) -> Self {
-        let state = State { source: Source::Unstarted, array: None, at: 0, full: None, pending: Vec::new() };
+        let source = Source::Unstarted;
+        let state =
+            State { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
         Self { torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
@@ -77,17 +84,29 @@ impl IndexStream {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Ok(mut state) = self.state.try_lock() else {
-            return Err(PyValueError::new_err("generator already executing"));
-        };
+        let mut state = self.lock()?;
         if let Source::Unstarted = state.source {
             self.start(py, &mut state)?;
+        }
+        if state.skip > 0 || state.skipping > 0 {
+            self.leave_out(py, &mut state)?;
         }
         match state.source {
             Source::Torchs => next_item(self.torchs.bind(py)),
             Source::Ended => Ok(None),
             _ => self.batch(py, &mut state),
         }
+    }
+
+    fn skip(&self, count: usize) -> PyResult<()> {
+        let mut state = self.lock()?;
+        let Source::Unstarted = state.source else {
+            return Err(PyValueError::new_err(
+                "skip must be called before the first next of an index stream",
+            ));
+        };
+        state.skip = state.skip.saturating_add(count);
+        Ok(())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -103,6 +122,10 @@ impl IndexStream {
 }
 
 impl IndexStream {
+    fn lock(&self) -> PyResult<MutexGuard<'_, State>> {
+        self.state.try_lock().map_err(|_| PyValueError::new_err("generator already executing"))
+    }
+
     fn start(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
         let begun = self.ask(self.begin.bind(py), state)?;
         if begun.is_none() {
@@ -111,6 +134,31 @@ impl IndexStream {
             let (more, full) = begun.extract::<(Py<PyAny>, Option<usize>)>()?;
             state.source = Source::Arrays(more);
             state.full = full;
+        }
+        Ok(())
+    }
+
+    /// Leaves out the index batches that `skip` has named, of the present size. After an interrupt the next call continues.
+    fn leave_out(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
+        if let Source::Torchs = state.source {
+            while state.skip > 0 {
+                let left_out = next_item(self.torchs.bind(py))?;
+                state.skip = if left_out.is_some() { state.skip - 1 } else { 0 };
+            }
+            return Ok(());
+        }
+        if state.skip > 0 {
+            let size = self.size(py, state)?;
+            state.skipping = state.skip.saturating_mul(size);
+            state.skip = 0;
+        }
+        while state.skipping > 0 {
+            let taken = rest(&state.array, state.at).len().min(state.skipping);
+            state.at += taken;
+            state.skipping -= taken;
+            if taken == 0 && !self.refill(py, state)? {
+                state.end();
+            }
         }
         Ok(())
     }

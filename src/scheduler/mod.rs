@@ -160,6 +160,14 @@ impl<T, R> Scheduler<T, R> {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
 
+    /// Lets the cycle of this epoch begin with a worker instead of the first one. Call it before the epoch's first submission.
+    /// A shared queue has no cycle. [`Error::Usage`] for an unknown worker.
+    pub fn begin_with(&mut self, worker: WorkerId) -> Result<()> {
+        self.entry(worker)?;
+        self.workers.begin_with(worker.0);
+        Ok(())
+    }
+
     /// Whether the last [`Decision::Submit`] precedes the delivery of a result.
     #[inline]
     pub fn is_staged(&self) -> bool {

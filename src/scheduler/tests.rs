@@ -68,6 +68,35 @@ fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
 const WAIT: Decision<u64, &str> = Decision::Wait(None);
 
 #[test]
+fn the_cycle_of_an_epoch_begins_with_the_worker_that_it_is_told() {
+    for in_order in [true, false] {
+        let settings = Settings { persistent: true, ..Settings::torch(3, 1, in_order) };
+        let mut machine = Machine::new(settings).unwrap();
+        let mut task = 0;
+        // Without a word, an epoch begins with the first worker.
+        for (told, workers) in [(Some(2), [2, 0, 1]), (None, [0, 1, 2]), (Some(1), [1, 2, 0])] {
+            if let Some(first) = told {
+                machine.begin_with(WorkerId(first)).unwrap();
+            }
+            for worker in workers {
+                assert_eq!(machine.submit(task), to(task, worker));
+                done(&mut machine, worker, task);
+                task += 1;
+            }
+            at(&mut machine, 0, Event::EpochReset);
+            (0..3).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
+        }
+    }
+}
+
+#[test]
+fn no_epoch_begins_with_a_worker_that_does_not_exist() {
+    let mut machine = Machine::new(Settings::torch(2, 1, true)).unwrap();
+    assert!(matches!(machine.begin_with(WorkerId(2)), Err(Error::Usage { .. })));
+    assert_eq!(machine.submit(0), to(0, 0));
+}
+
+#[test]
 fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);

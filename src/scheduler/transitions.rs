@@ -201,7 +201,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     #[inline]
-    fn entry(&self, worker: WorkerId) -> Result<&Worker> {
+    pub(super) fn entry(&self, worker: WorkerId) -> Result<&Worker> {
         let entry = self.workers.get(worker.index());
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }

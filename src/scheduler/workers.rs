@@ -82,6 +82,11 @@ impl Workers {
         self.cap = self.fair_share();
     }
 
+    /// Makes an existing worker the first candidate of the next `pick`.
+    pub fn begin_with(&mut self, index: u32) {
+        self.cursor = index;
+    }
+
     pub fn len(&self) -> usize {
         self.table.len()
     }

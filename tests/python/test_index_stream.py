@@ -510,6 +510,103 @@ def test_attributes_that_are_gone():
             same_steps(random_sampler(10, drop_last=False), disturb=disturb)
 
 
+# Skipping
+
+
+def skipped(make, count, seed=0):
+    """What a stream yields that leaves out `count` batches, and the states of the generators after it."""
+    torch.manual_seed(seed)
+    arguments, generator = make()
+    stream = indices_of(DataLoader(collate_fn=the_same, **arguments))
+    stream.skip(count)
+    return list(stream), states(generator)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_skip_leaves_out_the_first_batches_of_random_cases(part):
+    rng = random.Random(100 + part)
+    for _ in range(60):
+        case = rng.getrandbits(40)
+        make = random_case(random.Random(case))
+        whole, after = skipped(make, 0)
+        for count in {1, rng.randint(0, len(whole) + 1), max(len(whole) - 1, 0), len(whole), len(whole) + 1}:
+            assert skipped(make, count) == (whole[count:], after), (case, count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 1000, sys.maxsize])
+def test_a_skip_ends_at_the_end(count):
+    for kw in (dict(num_samples=16), dict(num_samples=18, drop_last=True), dict(num_samples=18, seed=3)):
+        make = random_sampler(7, **kw)
+        whole, after = skipped(make, 0)
+        assert skipped(make, count) == (whole[count:], after)
+        assert len(whole) == 6 - (kw.get("drop_last", False) and 18 % 3 != 0)
+
+
+def test_skips_add_up_and_draw_at_the_first_next():
+    make = random_sampler(10, seed=4)
+    whole, _ = skipped(make, 0)
+    arguments, generator = make()
+    stream = indices_of(DataLoader(**arguments))
+    before = states(generator)
+    stream.skip(2)
+    stream.skip(1)
+    assert states(generator) == before
+    assert list(stream) == whole[3:]
+    assert states(generator) != before
+
+
+def test_a_skip_draws_no_permutation_before_torch_would():
+    # Two batches are one permutation: the second one is drawn with the third batch, in either way.
+    make = random_sampler(6, num_samples=12, seed=4)
+    torch.manual_seed(0)
+    arguments, generator = make()
+    stream = indices_of(DataLoader(**arguments))
+    next(stream), next(stream)
+    expected = states(generator), next(stream), states(generator)
+    torch.manual_seed(0)
+    arguments, generator = make()
+    stream = indices_of(DataLoader(**arguments))
+    stream.skip(1)
+    next(stream)
+    assert (states(generator), next(stream), states(generator)) == expected
+
+
+def test_a_skip_comes_before_the_first_next():
+    for size in (2, 10):
+        stream = indices_of(DataLoader(Sized(size), shuffle=True, batch_size=10))
+        next(stream)
+        with pytest.raises(ValueError, match="skip must be called before the first next"):
+            stream.skip(1)
+    with pytest.raises(OverflowError):
+        indices_of(DataLoader(Sized(3), shuffle=True)).skip(-1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+def test_a_skip_where_torchs_generator_takes_over(count):
+    for other in ([7, 8, 9, 1, 2, 3, 4], OwnRandom(Sized(7))):
+        loader = DataLoader(DATA, shuffle=True, batch_size=2, collate_fn=the_same)
+        stream = indices_of(loader)
+        assert type(stream) is IndexStream
+        loader.batch_sampler.sampler = other
+        stream.skip(count)
+        torch.manual_seed(7)
+        batches = list(stream)
+        torch.manual_seed(7)
+        assert batches == list(BatchSampler(other, 2, False))[count:]
+
+
+def test_a_skip_with_a_batch_size_of_another_type():
+    for size in (True, torch.tensor(2), 2**40, None, 0):
+        loader = DataLoader(Sized(10), shuffle=True, batch_size=3)
+        torch.manual_seed(0)
+        loader.batch_sampler.batch_size = size
+        whole = list(indices_of(loader))
+        torch.manual_seed(0)
+        stream = indices_of(loader)
+        stream.skip(1)
+        assert list(stream) == whole[1:]
+
+
 # Interrupts, threads, memory
 
 
@@ -521,12 +618,13 @@ def raises(signum, frame):
     raise Interrupt
 
 
-def interrupted(make, at):
+def interrupted(make, at, skip=0):
     """All batches of a stream, if a signal handler raises at the `at`-th place where one can run, and the states of the
     generators. Returns None for the batches if there is no such place."""
     torch.manual_seed(1)
     arguments, generator = make()
     stream = indices_of(DataLoader(**arguments))
+    stream.skip(skip)
     places = itertools.count()
 
     def profile(frame, event, arg):
@@ -564,13 +662,14 @@ def interrupted(make, at):
         shard(7, num_replicas=3, rank=2, batch_size=2),
     ],
 )
-def test_an_interrupt_loses_and_doubles_nothing(make):
+@pytest.mark.parametrize("skip", [0, 3])
+def test_an_interrupt_loses_and_doubles_nothing(make, skip):
     torch.manual_seed(1)
     arguments, generator = make()
-    expected = list(indices_of(DataLoader(**arguments))), states(generator)
+    expected = list(indices_of(DataLoader(**arguments)))[skip:], states(generator)
     places = 0
     while True:
-        batches, after = interrupted(make, places)
+        batches, after = interrupted(make, places, skip)
         if batches is None:
             break
         assert (batches, after) == expected, places

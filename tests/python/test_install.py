@@ -436,7 +436,7 @@ def test_wrong_options_are_errors_and_change_nothing(options, error, text):
 
 
 def test_it_says_once_what_it_did(caplog, module, monkeypatch):
-    monkeypatch.setattr(rustloader.installation, "_logged", False)
+    monkeypatch.setattr(installation._torchs, "_logged", False)
     module.held = TORCHS["iterator"]
     with caplog.at_level(logging.INFO, logger="rustloader"):
         for _ in range(3):

@@ -18,6 +18,7 @@ from rustloader import options
 from rustloader.cli import parser as commands
 from rustloader.config import parse_install
 from rustloader.install_handle import Installed
+from rustloader.iterator import settings
 
 pytestmark = pytest.mark.ours
 
@@ -33,6 +34,7 @@ OTHER = {
     "reorder_window": ("512MiB", "512MiB"),
     "seed_by": ("sample", "sample"),
     "worker_threads": (4, "4"),
+    "stateful": (True, "1"),
 }
 
 
@@ -107,11 +109,20 @@ def test_the_page_has_every_option_with_its_type_and_flag():
 def test_options_give_way_to_what_differs_from_torchs_defaults():
     loader = TorchDataLoader(range(2), num_workers=1)
     arguments = inspect.signature(TorchDataLoader).parameters
-    for name in set(NAMES) - set(options.keywords()):
+    for name in set(NAMES) - set(options.keywords()) - {"stateful"}:
         unset = options.option_of(name).unset
         assert {arguments[name].default, getattr(loader, name)} == set(unset)
         assert OTHER[name][0] not in unset
     assert loader.prefetch_factor == options.PREFETCH_FACTOR
+
+
+def test_an_option_that_no_loader_has_leaves_loaders_alone():
+    loader = TorchDataLoader(range(2), num_workers=1)
+    options.replace({"stateful": True})
+    try:
+        assert settings.applied(loader) is loader
+    finally:
+        options.replace({})
 
 
 def test_it_is_a_frozen_value():
@@ -140,6 +151,7 @@ WRONG = [
     ("reorder_window", "9" * 400 + "B", ValueError),
     ("seed_by", "epoch", ValueError),
     ("worker_threads", 0, ValueError),
+    ("stateful", 1, TypeError),
 ]
 
 

@@ -14,8 +14,12 @@ import torch
 from sample_data import Numbers, as_list
 from support import BOTH, DataLoader, LoaderIter, TorchDataLoader, rustloader
 from test_rng import main_state
-from torch.utils.data import IterableDataset, RandomSampler, Subset, get_worker_info
+from torch.utils.data import IterableDataset, RandomSampler, Subset, _DatasetKind, get_worker_info
 from torch.utils.data._utils import fetch
+
+from rustloader.fetch import inline
+from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.seeds import Apart, Seeding, Seeds, ordinal_of
 
 pytestmark = pytest.mark.ours
 
@@ -502,6 +506,85 @@ def test_torchs_loader_under_install(persistent):
         assert epochs(make(2, "batch")) == epochs(make(0, "batch"))
         torch.manual_seed(BASE)
         assert epochs(DataLoader(Draws(10), batch_size=3, collate_fn=with_draws)) == wanted
+
+
+# Resumed epochs
+
+
+def test_the_ordinals_of_a_resumed_epoch():
+    dice = random.Random(5)
+    for _ in range(300):
+        first = dice.randrange(20)
+        ahead = dice.sample(range(40), dice.randrange(12))
+        wanted = [ordinal for ordinal in range(first, 60) if ordinal not in ahead]
+        assert [ordinal_of(k, first, ahead) for k in range(len(wanted))][:20] == wanted[:20]
+        # Before the first one nothing is left out.
+        assert [ordinal_of(-k, first, ahead) for k in (1, 2, 3)] == [first - 1, first - 2, first - 3]
+    assert ordinal_of(3, 0, ()) == 3
+
+
+@pytest.fixture
+def streams_kept():
+    with inline._streams_kept():
+        yield
+
+
+def begun(it, task):
+    """The seed that a batch gets."""
+    assert it.begin_batch(task, "index", Apart.NO) == "index"
+    return rustloader.sample_seed()
+
+
+def seed_of(ordinal, worker=0, epoch=0):
+    return philox(BASE, 0, ordinal, worker, epoch)[0] % 2**63
+
+
+@pytest.mark.parametrize("ahead", [(), (8, 6)])
+def test_a_resumed_epoch_has_the_seeds_of_its_ordinals(ahead, streams_kept):
+    it = Seeds(Seeding(False, BASE, 2, 5, ahead), 0)
+    left = [ordinal for ordinal in range(5, 15) if ordinal not in ahead]
+    assert [begun(it, task) for task in range(len(left))] == [seed_of(ordinal, epoch=2) for ordinal in left]
+    assert begun(it, -2) == seed_of(3, epoch=2), "a batch that is fetched again"
+    it.begin_epoch(3, 20)
+    assert [begun(it, task) for task in (20, 27)] == [seed_of(0, epoch=3), seed_of(7, epoch=3)]
+
+
+def test_the_counters_of_a_stream_can_be_set(streams_kept):
+    it = Seeds(Seeding(True, BASE, 0, 5, (6,)), 3)
+    it.batches, it.samples = 4, 11
+    assert begun(it, 0) == seed_of(4, worker=3)
+    assert list(it.begin_batch(1, [None] * 2, Apart.EACH)) == [None] * 2
+    assert rustloader.sample_seed() == philox(BASE, 1, 12, 3, 0)[0] % 2**63
+    assert (it.batches, it.samples) == (6, 13)
+    it.begin_epoch(0, 9)
+    assert (it.batches, it.samples) == (0, 0)
+
+
+def fetcher_of(dataset, seeding):
+    kind = _DatasetKind.Iterable if isinstance(dataset, IterableDataset) else _DatasetKind.Map
+    return SeededFetcher(_DatasetKind.create_fetcher(kind, dataset, True, with_draws, False), kind, seeding)
+
+
+@pytest.mark.parametrize("seed_by", UNITS)
+def test_without_workers_an_epoch_goes_on(seed_by):
+    base = base_seed()
+    wanted = list(make(0, seed_by, Draws(18)))
+    it = fetcher_of(Draws(18), Seeding(seed_by == "sample", base, 0, 2, (3,)))
+    batches = [list(range(k, k + 3)) for k in range(0, 18, 3)]
+    assert [it.fetch(batches[k]) for k in (2, 4, 5)] == [wanted[2], wanted[4], wanted[5]]
+    it.go_back(5)
+    assert [it.fetch(batches[k]) for k in (0, 1, 2, 4)] == [wanted[0], wanted[1], wanted[2], wanted[4]]
+
+
+@pytest.mark.parametrize("seed_by", UNITS)
+def test_without_workers_a_stream_goes_on(seed_by):
+    base = base_seed()
+    wanted = list(make(0, seed_by, Stream(9)))
+    it = fetcher_of(Stream(9), Seeding(seed_by == "sample", base, 0))
+    it.seeds.batches, it.seeds.samples = 1, 3
+    later = it.fetch([None] * 3)
+    assert [draws for _, draws in later[0]] == [draws for _, draws in wanted[1][0]] and later[1] == wanted[1][1]
+    assert (it.seeds.batches, it.seeds.samples) == (2, 6 if seed_by == "sample" else 3)
 
 
 # sample_seed()

@@ -18,28 +18,38 @@ class SeededFetcher:
     """torch's fetcher, with seeds before each batch or sample.
 
     The program's own generators are afterwards as if nothing had been drawn.
+
+    Attributes:
+        inner: torch's fetcher.
+        seeds: The seeds, with their counters.
+        number: Number of the next batch among those that are made for this epoch.
     """
 
     def __init__(self, fetcher: Any, kind: int, seeding: seeds.Seeding) -> None:
-        self._fetcher, self._kind = fetcher, kind
-        self._seeds = seeds.Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
-        self._batches = 0
-        fetcher.collate_fn = self._seeds.for_collating(fetcher.collate_fn)
+        self.inner, self._kind = fetcher, kind
+        self.seeds = seeds.Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
+        self.number = 0
+        fetcher.collate_fn = self.seeds.for_collating(fetcher.collate_fn)
         if kind == _DatasetKind.Map and torchs.is_own(kind):
             fetcher.dataset = torchs.by_sample(fetcher.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_fetcher"), name)
+        return getattr(object.__getattribute__(self, "inner"), name)
 
     def fetch(self, index: Any) -> Any:
         """Makes a batch, as torch's fetcher does."""
-        fetcher, batch = self._fetcher, self._batches
-        self._batches += 1
+        number = self.number
+        self.number += 1
         with _streams_kept():
-            return fetcher.fetch(self._seeds.begin_batch(batch, index, self._apart()))
+            return self.inner.fetch(self.seeds.begin_batch(number, index, self._apart()))
+
+    def go_back(self, batches: int) -> None:
+        """Makes the next batches those before the present one: with a map-style dataset they get the seeds that they
+        had."""
+        self.number -= batches
 
     def _apart(self) -> seeds.Apart:
-        fetcher = self._fetcher
+        fetcher = self.inner
         batched = fetcher.auto_collation
         if not torchs.is_own(self._kind) or torchs.takes_batches(self._kind, fetcher.dataset, batched):
             return seeds.Apart.NO

@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,11 +31,25 @@ class Seeding:
         by_sample: True seeds before each sample and before collating, False before each batch.
         base_seed: torch's draw for the first iterator of the loader.
         epoch: Number of epochs that the loader began before.
+        first_ordinal: Number of the first batch, in the epoch that an iterator resumes.
+        ahead: Numbers of later batches that were delivered before, and are not made again.
     """
 
     by_sample: bool
     base_seed: int
     epoch: int
+    first_ordinal: int = 0
+    ahead: tuple[int, ...] = ()
+
+
+def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
+    """The ordinal of the batch that a resumed epoch makes as its ``number``-th, from 0: the ordinals from
+    ``first_ordinal`` on, without those in ``ahead``. Negative numbers are those of the batches just before."""
+    ordinal = first_ordinal + number
+    for delivered in sorted(ahead):
+        if first_ordinal <= delivered <= ordinal:
+            ordinal += 1
+    return ordinal
 
 
 class Apart(Enum):
@@ -103,27 +117,37 @@ class Seeds:
         seeding: The seeds of the first epoch.
         worker: 0 for a map-style dataset; the worker's number + 1 for an iterable one, whose batches and samples are
             counted in each worker.
+
+    Attributes:
+        batches: Number of batches that were begun in this epoch. For an iterable dataset it is the next one's place.
+        samples: The same for samples, which only an iterable dataset counts.
     """
 
     def __init__(self, seeding: Seeding, worker: int) -> None:
         self._by_sample, self._base_seed, self._worker = seeding.by_sample, seeding.base_seed, worker
         self._epoch, self._first_task = seeding.epoch, 0
-        # Counted in a worker of an iterable dataset.
-        self._batches = self._samples = 0
+        self._first_ordinal, self._ahead = seeding.first_ordinal, seeding.ahead
+        self.batches = self.samples = 0
         # The number of the batch that is being made.
         self._ordinal = 0
         self._collating_apart = False
 
     def begin_epoch(self, epoch: int, first_task: int) -> None:
-        """Begins an epoch, whose batches are the tasks from ``first_task``."""
+        """Begins an epoch at its first batch. Its batches are the tasks from ``first_task``."""
         self._epoch, self._first_task = epoch, first_task
-        self._batches = self._samples = 0
+        self._first_ordinal, self._ahead = 0, ()
+        self.batches = self.samples = 0
         set_current(None)
 
     def begin_batch(self, task: int, index: Any, apart: Apart) -> Any:
         """Seeds for a batch. Returns the index batch; where samples are apart, iterating over it seeds for each."""
-        self._ordinal = self._batches if self._worker else task - self._first_task
-        self._batches += 1
+        if self._worker:
+            self._ordinal = self.batches
+        elif self._ahead:
+            self._ordinal = ordinal_of(task - self._first_task, self._first_ordinal, self._ahead)
+        else:
+            self._ordinal = self._first_ordinal + task - self._first_task
+        self.batches += 1
         self._collating_apart = self._by_sample and apart is not Apart.NO
         if not self._collating_apart:
             self._seed(_BATCH, self._ordinal)
@@ -153,8 +177,8 @@ class Seeds:
 
     def _seed_sample(self, number: int) -> None:
         if self._worker:
-            self._seed(_FIRST_SAMPLE, self._samples)
-            self._samples += 1
+            self._seed(_FIRST_SAMPLE, self.samples)
+            self.samples += 1
         else:
             self._seed(_FIRST_SAMPLE + number, self._ordinal)
 

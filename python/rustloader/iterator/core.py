@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import warnings
 import weakref
@@ -48,7 +49,11 @@ class _Streams(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._sampler_iter = indices.stream(self._index_sampler, self._sampler_iter)
+        self._sampler_iter = self._index_batches(self._sampler_iter)
+
+    def _index_batches(self, torchs: Any) -> Any:
+        """The index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
+        return indices.stream(self._index_sampler, torchs)
 
 
 class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
@@ -71,6 +76,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
     _threads = 1
+    # Number of errors that `next` has raised in place of batches in this epoch.
+    _raised = 0
+    # The worker that gets the first task of the epoch.
+    _first_worker = 0
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -88,18 +97,18 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         core = None
         # The comparison raises torch's TypeError for values of other types.
         if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            self._engine_settings = fallback.settings_for(self, loader)
+            self._engine_settings = self._settings_for(loader)
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)
             self._passthrough = True
             try:
-                in_torch(super().__init__, loader)
+                self._init_torchs(super().__init__, loader)
             except BaseException as error:
                 clean_up_after(error, self._abandon_torchs)
                 raise
             return
-        in_torch(_BaseDataLoaderIter.__init__, self, loader)
+        self._init_torchs(functools.partial(_BaseDataLoaderIter.__init__, self), loader)
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         if core is None:
@@ -110,7 +119,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         ledger.of(self).serve(settings.scheduling(loader))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
-        seeding = fetching.seeding(loader, int(self._base_seed))
+        seeding = self._first_seeding(loader)
         if seeding is not None:
             self._seeding = seeding
         threads = fetching.threads(loader)
@@ -118,6 +127,35 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._threads = threads
         self._start_workers()
         self._reset(loader, first_iter=True)
+
+    # Parts of the construction that a subclass may change.
+
+    def _settings_for(self, loader: Any) -> settings.EngineSettings:
+        return fallback.settings_for(self, loader)
+
+    def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
+        """Calls torch's constructor, which draws the base seed."""
+        in_torch(init, loader)
+
+    def _first_seeding(self, loader: Any) -> Seeding | None:
+        return fetching.seeding(loader, int(self._base_seed))
+
+    def _make_job(self) -> Job:
+        return Job(
+            dataset_kind=self._dataset_kind,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            base_seed=int(self._base_seed),
+            init_fn=self._worker_init_fn,
+            num_workers=self._num_workers,
+            seeding=self._seeding,
+            threads=self._threads,
+        )
+
+    def _epoch_message(self) -> dict[str, Any]:
+        """What the workers of a persistent loader are told when an epoch begins."""
+        return {} if self._seeding is None else {"epoch": self._seeding.epoch}
 
     def _abandon_torchs(self) -> None:
         """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
@@ -143,18 +181,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         core = group.engine
         ledger.of(self).add(core.meter)
         try:
-            job = Job(
-                dataset_kind=self._dataset_kind,
-                auto_collation=self._auto_collation,
-                collate_fn=self._collate_fn,
-                drop_last=self._drop_last,
-                base_seed=int(self._base_seed),
-                init_fn=self._worker_init_fn,
-                num_workers=self._num_workers,
-                seeding=self._seeding,
-                threads=self._threads,
-            )
-            group.start(self._context, self._dataset, job)
+            group.start(self._context, self._dataset, self._make_job())
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 pinner = pinning.Pinner(self._pin_memory_device)
@@ -201,17 +228,21 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
-        message = b""
-        if self._seeding is not None and not first_iter:
-            self._seeding = fetching.next_epoch(loader, self._seeding)
-            message = pickle.dumps({"epoch": self._seeding.epoch})
+        told: dict[str, Any] = {}
+        if not first_iter:
+            if self._seeding is not None:
+                self._seeding = fetching.next_epoch(loader, self._seeding)
+            told = self._epoch_message()
         if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
         self._rescued = None
+        if self._raised:
+            self._raised = 0
         answer: list[Any] = [None, None]
-        core.begin(answer, self._draw(), first_iter, message)
+        message = pickle.dumps(told) if told else b""
+        core.begin(answer, self._draw(), first_iter, message, self._first_worker)
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
@@ -229,12 +260,15 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     def __next__(self) -> Any:
         if self._passthrough:
             hooks.run()
-            return super().__next__()
+            return self._torchs_next()
         if observed():
             hooks.run()
             with torch.autograd.profiler.record_function(self._profile_name):
                 return self._counted_next()
         return self._counted_next()
+
+    def _torchs_next(self) -> Any:
+        return super().__next__()
 
     def _counted_next(self) -> Any:
         if self._sampler_iter is None:
@@ -285,18 +319,23 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if code == BATCH:
             return value
         if code == ERROR:
+            self._raised += 1
             try:
                 value.reraise()
             except BaseException as error:
                 forget_locals(error)
                 raise
         if code == END:
+            self._note_end()
             self._last = StopIteration
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
         self._died_or_late(code, value)
         raise AssertionError(f"the engine returned an unknown code: {code}")
+
+    def _note_end(self) -> None:
+        """Called at the end of an epoch."""
 
     def _died_or_late(self, code: int, value: Any) -> None:
         if code == TIMED_OUT:

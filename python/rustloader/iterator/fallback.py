@@ -26,7 +26,7 @@ from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
 
-_NO_QUEUE = "dispatch='shared_queue' does not apply to an iterable dataset; its workers keep round robin"
+_NO_QUEUE = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
 
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
 # for the process and signals it without them.
@@ -103,10 +103,17 @@ def fall_back(source: Any, reason: str) -> None:
 def settings_for(iterator: Any, loader: Any) -> EngineSettings:
     """The settings of an iterator's engine. An iterable dataset keeps round robin, which is logged once."""
     settings = EngineSettings.of(loader)
-    if settings.dispatch == "round_robin" or loader._dataset_kind != _DatasetKind.Iterable:
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return round_robin(iterator, settings, "an iterable dataset")
+    return settings
+
+
+def round_robin(iterator: Any, settings: EngineSettings, kind: str) -> EngineSettings:
+    """The settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once."""
+    if settings.dispatch == "round_robin":
         return settings
     if ledger.of(iterator).is_new(_NO_QUEUE):
-        logger.info(_NO_QUEUE)
+        logger.info(_NO_QUEUE.format(kind))
     return dataclasses.replace(settings, dispatch="round_robin")
 
 
@@ -125,6 +132,7 @@ def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
             is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.warn,
             shared_queue=settings.dispatch == "shared_queue",
+            **({"snapshots": True} if settings.snapshots else {}),
             **options.window(settings.reorder_window),
         )
     except (OSError, MemoryError) as error:

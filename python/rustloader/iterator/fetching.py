@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -57,13 +56,18 @@ def seeding(loader: Any, drawn: int) -> Seeding | None:
 def next_epoch(loader: Any, seeding: Seeding) -> Seeding:
     """The seeds of the epoch that a loader begins next."""
     base_seed, epoch = getattr(loader, _EPOCHS, (seeding.base_seed, 0))
-    return dataclasses.replace(seeding, base_seed=base_seed, epoch=epoch)
+    return Seeding(seeding.by_sample, base_seed, epoch)
 
 
 def note_begun(loader: Any, seeding: Seeding) -> None:
     """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
+    set_next(loader, seeding.base_seed, seeding.epoch + 1)
+
+
+def set_next(loader: Any, base_seed: int, epoch: int) -> None:
+    """Sets the base seed of a loader and the number of the epoch that it begins next."""
     # Past a class that refuses attributes.
-    object.__setattr__(settings.original(loader), _EPOCHS, (seeding.base_seed, seeding.epoch + 1))
+    object.__setattr__(settings.original(loader), _EPOCHS, (base_seed, epoch))
 
 
 def _not_apart(loader: Any) -> str | None:

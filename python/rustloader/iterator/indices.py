@@ -25,18 +25,19 @@ from torch.utils.data.sampler import BatchSampler, RandomSampler
 
 from rustloader._core import IndexStream
 from rustloader.iterator.interrupts import is_interrupt
+from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.torch_side import known_code
 
 _More = Callable[[], "np.ndarray | None"]
 
-_BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
-_RANDOM = known_code(
+BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
+RANDOM = known_code(
     RandomSampler.__iter__,
     sampler,
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
 )
-_SHARD = known_code(
+SHARD = known_code(
     DistributedSampler.__iter__,
     distributed,
     # Older versions assert, newer ones raise an AssertionError with a text.
@@ -47,30 +48,30 @@ _SHARD = known_code(
 )
 
 
-def stream(index_sampler: Any, torchs: Any) -> Any:
+def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """The index stream of a sampler, or torch's iterator where there is none.
 
     Args:
         index_sampler: What a loader takes its index batches from.
         torchs: ``iter(index_sampler)``, unstarted.
+        start: Where the order starts from, or where the stream notes it. None: it is not saved.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
-        if _has_arrays(inner) and _is_fresh(torchs, _BATCHES, index_sampler):
-            return IndexStream(
-                torchs, index_sampler, functools.partial(_begin_batches, index_sampler), _size_of, is_interrupt
-            )
+        if _has_arrays(inner) and _is_fresh(torchs, BATCHES, index_sampler):
+            begin = functools.partial(_begin_batches, index_sampler, start)
+            return IndexStream(torchs, index_sampler, begin, _size_of, is_interrupt)
     elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
-        if _is_fresh(torchs, _RANDOM, index_sampler):
-            return IndexStream(torchs, None, functools.partial(_begin, index_sampler), _size_of, is_interrupt)
+        if _is_fresh(torchs, RANDOM, index_sampler):
+            return IndexStream(torchs, None, functools.partial(_begin, index_sampler, start), _size_of, is_interrupt)
     return torchs
 
 
 def _has_arrays(inner: Any) -> bool:
     """Whether a sampler's indices can come from arrays."""
     if type(inner) is RandomSampler:
-        return _RANDOM is not None and _code_of(RandomSampler) is _RANDOM and vars(inner).get("replacement") is False
-    return type(inner) is DistributedSampler and _SHARD is not None and _code_of(DistributedSampler) is _SHARD
+        return RANDOM is not None and _code_of(RandomSampler) is RANDOM and vars(inner).get("replacement") is False
+    return type(inner) is DistributedSampler and SHARD is not None and _code_of(DistributedSampler) is SHARD
 
 
 def _code_of(cls: type) -> CodeType | None:
@@ -90,22 +91,22 @@ def _is_fresh(iterator: Any, code: CodeType | None, of: Any) -> bool:
 # The streams call these at their first `next`, when torch's generators read their samplers.
 
 
-def _begin_batches(batches: BatchSampler) -> tuple[_More, int | None] | None:
+def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_More, int | None] | None:
     """The arrays of a BatchSampler and the size of all batches, if it is fixed; None leaves it to torch's generator."""
-    begun = _begin(batches.sampler)
+    begun = _begin(batches.sampler, start)
     if begun is None or not batches.drop_last:
         return begun
     size: Any = batches.batch_size
     return begun[0], size if type(size) is int and 0 <= size < 2**32 else len([None] * size)
 
 
-def _begin(inner: Any) -> tuple[_More, None] | None:
+def _begin(inner: Any, start: Start | None) -> tuple[_More, None] | None:
     if not _has_arrays(inner):
         return None
     if type(inner) is RandomSampler:
-        return _Permutations(inner), None
-    shard = _shard(inner)
-    return None if shard is None else (functools.partial(next, iter([shard]), None), None)
+        return _Permutations(inner, start), None
+    array = _shard(inner, start)
+    return None if array is None else (functools.partial(next, iter([array]), None), None)
 
 
 def _size_of(size: Any) -> int:
@@ -121,9 +122,11 @@ class _Permutations:
     was drawn stays, and nothing is drawn twice.
     """
 
-    def __init__(self, inner: RandomSampler) -> None:
+    def __init__(self, inner: RandomSampler, start: Start | None) -> None:
         self._sampler: Any = inner
-        self._seed: torch.Tensor | None = None
+        self._start = Start() if start is None else start
+        # Whether the state of the generator is noted before the next draw.
+        self._notes = start is not None
         self._generator: Any = None
         self._is_private = False
         self._size = 0
@@ -135,7 +138,7 @@ class _Permutations:
 
     def __call__(self) -> np.ndarray | None:
         if self._generator is None:
-            self._start()
+            self._begin()
         if self._ended:
             return None
         whole, ended = self._whole[1:], not self._whole
@@ -144,6 +147,8 @@ class _Permutations:
             self._ended = True
             return None
         if not self._drawn:
+            if self._notes and not self._is_private:
+                self._start.note({"generator": self._generator.get_state()})
             # A single call of C code draws and stores: no signal handler runs in between.
             draw = functools.partial(torch.randperm, generator=self._generator)
             self._drawn.extend(map(draw, (self._size,)))
@@ -151,22 +156,13 @@ class _Permutations:
         if ended:
             array = array[: self._sampler.num_samples % self._size]
         # No call may come from here on: a signal handler could run in it.
-        self._whole, self._ended, self._drawn = whole, ended, []
+        self._whole, self._ended, self._drawn, self._notes = whole, ended, [], False
         return array
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         inner = self._sampler
         size = len(inner.data_source)
-        generator = inner.generator
-        if generator is None:
-            if self._seed is None:
-                self._seed = torch.empty((), dtype=torch.int64).fill_(-1)
-            # Seeds are not negative.
-            if self._seed.item() < 0:
-                self._seed.random_()
-            generator = torch.Generator()
-            generator.manual_seed(int(self._seed.item()))
-            self._is_private = True
+        generator, self._is_private = self._start.generator_of(inner)
         self._whole = range(inner.num_samples // size)
         self._size = size
         self._generator = generator
@@ -179,8 +175,12 @@ def _array(permutation: torch.Tensor) -> np.ndarray:
     return np.array(permutation.tolist(), np.int64)
 
 
-def _shard(inner: Any) -> np.ndarray | None:
+def _shard(inner: Any, start: Start | None) -> np.ndarray | None:
     """The indices of a DistributedSampler. None for a state that torch's generator reports, or that is not plain."""
+    if start is not None:
+        if start.given is not None:
+            return shard(start.given)
+        start.note(shard_start(inner))
     rank, replicas, total, count = inner.rank, inner.num_replicas, inner.total_size, inner.num_samples
     if any(type(value) is not int for value in (rank, replicas, total, count)) or not 0 <= rank < replicas:
         return None

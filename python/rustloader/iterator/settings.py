@@ -23,6 +23,8 @@ class EngineSettings:
     timeout: float
     dispatch: str
     reorder_window: int | str | None
+    # Whether workers send snapshots of their datasets.
+    snapshots: bool = False
 
     @classmethod
     def of(cls, loader: Any) -> EngineSettings:
@@ -73,6 +75,8 @@ def applied(loader: Any) -> Any:
     changed = {}
     for name, value in options.current().items():
         option = options.option_of(name)
+        if not option.unset:  # no option of loaders
+            continue
         own = options.of_loader(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
             changed[name] = option.effective(value)
@@ -80,6 +84,11 @@ def applied(loader: Any) -> Any:
         del changed["persistent_workers"]  # loaders of other classes make a new iterator each time
     given = tuple(name for name in options.keywords() if name in changed or options.of_loader(loader, name) is not None)
     return _Loader(loader, changed | {options.GIVEN: given}) if changed else loader
+
+
+def with_values(loader: Any, **values: Any) -> Any:
+    """A view of a loader with some attributes replaced."""
+    return _Loader(loader, values)
 
 
 def original(loader: Any) -> Any:

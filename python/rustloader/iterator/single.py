@@ -10,6 +10,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from rustloader._core import gather
 from rustloader.fetch import tables
 from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import fetching, indices, settings
 
 
@@ -18,7 +19,11 @@ def prepare(iterator: Any, loader: Any) -> None:
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
-    seeding = fetching.seeding(settings.applied(loader), int(iterator._base_seed))
+    prepare_fetcher(iterator, loader, fetching.seeding(settings.applied(loader), int(iterator._base_seed)))
+
+
+def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None:
+    """Lets the fetcher of an iterator seed, or gather the rows of a table."""
     if seeding is not None:
         iterator._dataset_fetcher = SeededFetcher(iterator._dataset_fetcher, iterator._dataset_kind, seeding)
         fetching.note_begun(loader, seeding)

@@ -1,1 +1,6 @@
 """Loaders whose position can be saved, under the names of ``torchdata.stateful_dataloader``."""
+
+from rustloader.stateful_dataloader.loader import StatefulDataLoader
+from rustloader.stateful_dataloader.stateful import Stateful
+
+__all__ = ["Stateful", "StatefulDataLoader"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 from rustloader._core import Engine, Port
 from rustloader.fetch.seeds import Seeding
+from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
 
 class Connection:
@@ -74,6 +76,24 @@ class Job:
     sigterm_seconds: float | None = None
     # Signals that are blocked during the start. The worker unblocks them once it can handle them.
     unblock: list[int] = field(default_factory=list)
+    # Set if workers send snapshots of their datasets.
+    snapshots: SnapshotPolicy | None = None
+    # Where each worker begins, in a resumed epoch.
+    starts: list[WorkerStart | None] | None = None
+
+    def of_worker(self, worker_id: int) -> Job:
+        """The job without the starts of other workers, which may be large."""
+        if self.starts is None:
+            return self
+        own: list[WorkerStart | None] = [None] * self.num_workers
+        own[worker_id] = self.starts[worker_id]
+        return dataclasses.replace(self, starts=own)
+
+    def take_start(self, worker_id: int) -> WorkerStart | None:
+        """Returns where a worker begins, and drops the reference."""
+        start = None if self.starts is None else self.starts[worker_id]
+        self.starts = None
+        return start
 
 
 class Payload:
@@ -92,7 +112,7 @@ class Payload:
         self.close()
         self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
         # The connection comes first, so that it is unpickled before the dataset.
-        contents = self.connection, *self._dataset, self.job, self.worker_id
+        contents = self.connection, *self._dataset, self.job.of_worker(self.worker_id), self.worker_id
         reduction.dump(contents, self._file)
         self._file.flush()
         return _receive, (reduction.DupFd(self._file.fileno()),)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import random
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ from rustloader.fetch import tables, torchs
 from rustloader.fetch.seeds import Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
-from rustloader.workers import serialize
+from rustloader.workers import resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
+from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
 
 
 def run(payload: Payload) -> None:
@@ -66,6 +69,10 @@ class _Worker:
         self.seeds: Seeds | None = None
         # Makes the samples of a batch at the same time, if an option asks for it.
         self.pool: Pool | None = None
+        # Sends snapshots of the dataset's state, if the loader can resume.
+        self.publisher: Publisher | None = None
+        # Number of batches of an iterable dataset to fetch and drop before the first task.
+        self.replay = 0
         # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
         # shared with the main process until one side writes to them.
         gc.freeze()
@@ -78,6 +85,7 @@ class _Worker:
         np.random.seed(_utils.worker._generate_state(job.base_seed, worker_id))
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
+        start = job.take_start(worker_id)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)
@@ -87,10 +95,22 @@ class _Worker:
         else:
             if job.seeding is not None:
                 self.seeds = Seeds(job.seeding, worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0)
-            self.make_fetcher()
+            self.make_fetcher(start)
+        policy = job.snapshots
+        if policy is not None:
+            snapshots = Snapshots(policy, job.num_workers, job.dataset_kind, worker_id, self.seeds)
+            self.publisher = Publisher(port, snapshots, policy.first_ordinal, self.where)
+            self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
+        if start is not None and self.broken is None:
+            self.begin_replay(start.replay, worker_id)
 
-    def make_fetcher(self) -> None:
-        """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset."""
+    def make_fetcher(self, start: WorkerStart | None = None, epoch: int | None = None) -> None:
+        """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
+
+        Args:
+            start: Where a resumed epoch begins.
+            epoch: For the ``set_epoch`` of the dataset.
+        """
         job = self.job
         collate_fn = job.collate_fn
         if self.seeds is not None:
@@ -99,9 +119,16 @@ class _Worker:
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
+            if epoch is not None:
+                self.dataset.set_epoch(epoch)
+            if start is not None:
+                resuming.load_dataset(self.dataset, start)
             self.fetcher = _DatasetKind.create_fetcher(
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
+            if start is not None:
+                resuming.load_iterator(self.fetcher, start)
+                resuming.load_counters(self.seeds, start)
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             self.source = self.dataset
             if self.seeds is None and job.threads == 1:
@@ -134,12 +161,7 @@ class _Worker:
             if code == LEAVE:
                 return
             if code == RESUME:
-                port.resumed()
-                self.exhausted = False
-                if self.seeds is not None:
-                    self.seeds.begin_epoch(pickle.loads(index)["epoch"], task)
-                if not self.init_failed:
-                    self.make_fetcher()
+                self.begin_epoch(task, pickle.loads(index) if index else {})
                 continue
             if self.exhausted:
                 continue
@@ -152,18 +174,61 @@ class _Worker:
                 del error, index
                 continue
             try:
+                if self.replay:
+                    self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
             except Exception as error:
                 if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
+                    if self.publisher is not None:
+                        self.publisher.at_end(self.fetcher, self.dataset)
                     port.exhausted(task)
                 else:
                     self.send_error(task, ExceptionWrapper(where=self.where))
             else:
+                if self.publisher is not None:
+                    self.publisher.after(task, self.fetcher, self.dataset)
                 self.send(task, data)
                 # The main process alone then decides when the blocks are free.
                 del data
             del index
+
+    def begin_epoch(self, first_task: int, message: dict[str, Any]) -> None:
+        """Begins another epoch of a persistent loader."""
+        self.port.resumed()
+        self.exhausted = False
+        self.replay = 0
+        if self.seeds is not None:
+            self.seeds.begin_epoch(message["epoch"], first_task)
+        if not self.init_failed:
+            self.make_fetcher(epoch=message.get("set_epoch"))
+        if self.publisher is not None:
+            self.publisher.begin_epoch(first_task)
+            self.publisher.first(self.broken, self.fetcher, self.dataset)
+
+    def begin_replay(self, batches: int | list[Any], worker_id: int) -> None:
+        """Fetches again what a map-style dataset made after its state. An iterable one waits for the first task, which
+        says how large a batch is."""
+        if isinstance(batches, int):
+            self.replay = batches
+        else:
+            first_ordinal = 0 if self.job.seeding is None else self.job.seeding.first_ordinal
+            tasks = resuming.earlier_tasks(len(batches), worker_id, self.job.num_workers, first_ordinal)
+            self.fetch_again(zip(tasks, batches, strict=True))
+
+    def end_replay(self, index: Any) -> None:
+        """Fetches again what an iterable dataset made after its state. Its index batches are all alike."""
+        batches, self.replay = self.replay, 0
+        self.fetch_again(itertools.repeat((0, index), batches))
+
+    def fetch_again(self, batches: Iterable[tuple[int, Any]]) -> None:
+        """Fetches tasks and drops them. A shutdown ends this between two samples."""
+
+        def fetch(batch: tuple[int, Any]) -> object:
+            self.check_stop()
+            return self.fetcher.fetch(self.indices(*batch))
+
+        resuming.replay(self.fetcher, batches, self.job.dataset_kind, fetch)
 
     def indices(self, task: int, index: Any) -> Any:
         """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch
@@ -186,7 +251,7 @@ class _Worker:
                 self.send_pickle(task, data)
         except Exception:
             where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {type_name(data)}"
-            self.send_error(task, ExceptionWrapper(where=where))
+            self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
     def send_pickle(self, task: int, data: Any) -> None:
         if not self.port.send_pickle(task, *serialize.dumps(data)):
@@ -195,11 +260,7 @@ class _Worker:
                 raise RuntimeError("a batch whose storages cannot be sent")
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
-        try:
-            payload = serialize.dumps_alone(error)
-        except Exception as reason:
-            where = f"{error.where} (pid {os.getpid()}; its class cannot be pickled: {reason})"
-            substitute = ExceptionWrapper((RuntimeError, RuntimeError(), None), where=where)
-            substitute.exc_msg = error.exc_msg
-            payload = serialize.dumps_alone(substitute)
-        self.port.send_error(task, payload)
+        """Answers a task with an error."""
+        if self.publisher is not None:
+            self.publisher.after(task, self.fetcher, self.dataset)
+        self.port.send_error(task, serialize.dumps_error(error))

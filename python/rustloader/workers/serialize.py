@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import io
 import operator
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_sharer
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
@@ -279,3 +281,14 @@ def loads(payload: bytes, objects: Sequence[Any]) -> Any:
 def dumps_alone(value: Any) -> bytes:
     """Pickles an error or an index batch, with everything in the pickle itself."""
     return _pickle(value, _table(_ALONE))
+
+
+def dumps_error(error: ExceptionWrapper) -> bytes:
+    """Pickles a worker's error, or a RuntimeError with its text if its class cannot be pickled."""
+    try:
+        return dumps_alone(error)
+    except Exception as reason:
+        where = f"{error.where} (pid {os.getpid()}; its class cannot be pickled: {reason})"
+        substitute = ExceptionWrapper((RuntimeError, RuntimeError(), None), where=where)
+        substitute.exc_msg = error.exc_msg
+        return dumps_alone(substitute)

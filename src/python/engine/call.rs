@@ -33,7 +33,7 @@ pub(super) struct Call<'a, 'py> {
 }
 
 impl<'py> Call<'_, 'py> {
-    pub(super) fn begin(&mut self, is_first: bool, message: &[u8]) -> PyResult<()> {
+    pub(super) fn begin(&mut self, is_first: bool, message: &[u8], first_worker: u32) -> PyResult<()> {
         self.state.engine.delivery().on_event(Event::EpochBegan);
         self.state.engine.epoch_begins();
         if self.engine.handle.closing() {
@@ -60,6 +60,7 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
+        self.state.engine.begin_with(first_worker)?;
         let mut asked = 0;
         while self.state.engine.primes(asked) {
             self.py.check_signals()?;

@@ -1,6 +1,7 @@
 //! The main process's side: one `Engine` per iterator.
 
 mod call;
+mod raised;
 mod read;
 mod state;
 mod submit;
@@ -25,6 +26,7 @@ use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
 use crate::engine::pin::{Body, PinControl};
+use crate::engine::position::Position;
 use crate::engine::{Engine, Handle};
 use crate::interop::detached::{DetachedObject, attached};
 use crate::interop::exit_guard::park_at_exit;
@@ -138,6 +140,7 @@ impl PyEngine {
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
     /// task that may be outstanding. The answer is `END`, or what arrived instead.
+    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0))]
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -145,9 +148,15 @@ impl PyEngine {
         next_index: &Bound<'py, PyAny>,
         is_first: bool,
         message: &[u8],
+        first_worker: u32,
     ) -> PyResult<()> {
+        self.check_worker(first_worker)?;
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.begin(is_first, message)
+        Call { py, engine: self, state: access.state(), answer, next_index }.begin(
+            is_first,
+            message,
+            first_worker,
+        )
     }
 
     /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
@@ -216,6 +225,13 @@ impl PyEngine {
     fn progress(&self) -> Option<Counters> {
         let progress = self.state.try_lock().ok()?.engine.progress();
         Some((progress.sent, progress.outstanding, progress.loads, progress.undelivered))
+    }
+
+    fn position(&self, answers: u64, back: usize) -> PyResult<(u64, Vec<u64>, Vec<u64>, i64)> {
+        self.handle.check_ours()?;
+        let position = self.handle.answers().positions.at(answers, back);
+        let Position { low, ahead, per_worker, last_worker } = position.map_err(PyValueError::new_err)?;
+        Ok((low, ahead, per_worker, last_worker.map_or(-1, i64::from)))
     }
 
     #[getter]

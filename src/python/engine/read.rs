@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::call::Call;
+use super::raised::Raised;
 use crate::codec;
 use crate::codec::pickle::Pickled;
 use crate::codec::prepare::Ready;
@@ -27,12 +28,13 @@ enum Read {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result.
+    /// Answers with a result. An error that is not an answer comes from a signal handler, and the next call tries again.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
-        match self.read_message(incoming)? {
-            Read::Batch(object) => self.deliver(code::BATCH, object),
-            Read::Pickled(pickle) => self.read_pickle(pickle),
+        match self.read_message(incoming) {
+            Ok(Read::Batch(object)) => self.deliver(code::BATCH, object),
+            Ok(Read::Pickled(pickle)) => self.read_pickle(pickle),
+            Err(error) => self.deliver(code::ERROR, Raised::new(error)),
         }
     }
 
@@ -40,7 +42,7 @@ impl<'py> Call<'_, 'py> {
     pub(super) fn read_ready(&mut self, ready: Ready) -> PyResult<()> {
         match ready {
             Ready::Batch(batch) => self.deliver(code::BATCH, batch.take()),
-            Ready::Raised(error) => Err(error),
+            Ready::Raised(error) => self.deliver(code::ERROR, Raised::new(error)),
             Ready::Error(wrapper) => self.deliver(code::ERROR, wrapper.take()),
             Ready::Pickled(pickle) => self.read_pickle(pickle),
         }
@@ -123,7 +125,8 @@ impl<'py> Call<'_, 'py> {
     fn read_pickle(&mut self, pickle: Pickled) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
         match self.load(&pickle) {
-            Ok(loaded) => self.deliver(code, loaded?),
+            Ok(Ok(loaded)) => self.deliver(code, loaded),
+            Ok(Err(error)) => self.deliver(code::ERROR, Raised::new(error)),
             Err(interrupt) => {
                 self.state.engine.delivery().on_event(Event::DecodeInterrupted(Ready::Pickled(pickle)));
                 Err(interrupt)
@@ -136,6 +139,8 @@ impl<'py> Call<'_, 'py> {
         if code == code::BATCH {
             BATCHES.fetch_add(1, Ordering::Relaxed);
             self.engine.handle.meter.add(Count::Batches, 1);
+        } else {
+            self.engine.handle.answers().positions.failed();
         }
         self.give(code, object)
     }

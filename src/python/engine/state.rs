@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
-use pyo3::exceptions::PyBaseException;
+use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::prelude::*;
 
 use super::PyEngine;
@@ -57,6 +57,13 @@ impl Drop for Access<'_> {
 }
 
 impl PyEngine {
+    pub(super) fn check_worker(&self, worker: u32) -> PyResult<()> {
+        if worker < self.handle.arena.geometry().workers {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!("there is no worker {worker}")))
+    }
+
     /// Waits for exclusive access without the GIL.
     pub(super) fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
         gate::enter(py, &self.gate, &self.handle)?;

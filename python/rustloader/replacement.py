@@ -1,0 +1,138 @@
+"""Puts a class in the place of another one in all loaded modules."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger("rustloader")
+
+
+class Replacement:
+    """Replaces a class wherever loaded modules hold it, by itself or in a tuple, and undoes that.
+
+    Args:
+        original: Class to replace.
+        substitute: Class in its place.
+        name: Name of the original class in log lines.
+
+    Attributes:
+        in_place: Whether the class is replaced now.
+    """
+
+    def __init__(self, original: type, substitute: type, name: str) -> None:
+        self.original = original
+        self.substitute = substitute
+        self.in_place = False
+        self._name = name
+        # Names that held the substitute before, with their namespaces. ``take_out`` keeps them.
+        self._kept: dict[tuple[int, str], dict[str, Any]] = {}
+        # Replaced tuples: (replacement, original).
+        self._tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+        self._logged = False
+        self._warned_of: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def put_in(self, message: str) -> None:
+        """Replaces the class, and logs what it replaced. Does nothing if it is replaced already.
+
+        Args:
+            message: Log line up to the replaced names.
+        """
+        if self.in_place:
+            return
+        self.in_place = True
+        older = list(_derived(self.original, self.substitute))
+        homes = {cls.__module__ for cls in older} - {self.original.__module__}
+        self._kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(self.substitute)})
+        self._forget_home()
+        rebound = []
+        for module, namespace, key, value in _places(self.original):
+            # Code of derived classes may name their base: `super(Name, self)`.
+            if module not in homes:
+                namespace[key] = self._replaced(value)
+                rebound.append(f"{module}.{key}")
+        self._log(message, rebound, older)
+
+    def take_out(self) -> None:
+        """Restores the class, or does nothing if it is not replaced."""
+        if not self.in_place:
+            return
+        self.in_place = False
+        for _, namespace, key, value in _places(self.substitute):
+            if (id(namespace), key) not in self._kept:
+                namespace[key] = self._restored(value)
+        self._kept.clear()
+        self._tuples.clear()
+
+    def _forget_home(self) -> None:
+        """Lets ``take_out`` restore the module that defines the class, whatever a program has put there."""
+        home = sys.modules.get(self.original.__module__)
+        if home is not None:
+            self._kept.pop((id(vars(home)), self.original.__name__), None)
+
+    def _replaced(self, value: Any) -> Any:
+        if value is self.original:
+            return self.substitute
+        made = tuple(self.substitute if item is self.original else item for item in value)
+        self._tuples.append((made, value))
+        return made
+
+    def _restored(self, value: Any) -> Any:
+        if value is self.substitute:
+            return self.original
+        for made, original in self._tuples:
+            if made is value:
+                return original
+        return tuple(self.original if item is self.substitute else item for item in value)
+
+    def _log(self, message: str, rebound: list[str], older: list[type]) -> None:
+        logger.log(log_level(again=self._logged), "%s; replaced: %s", message, ", ".join(rebound))
+        self._logged = True
+        for cls in older:
+            if cls not in self._warned_of:
+                self._warned_of.add(cls)
+                logger.warning(
+                    "%s was derived from %s before rustloader.install(), and stays on it; call install() before the "
+                    "class is made",
+                    full_name(cls),
+                    self._name,
+                )
+
+
+def log_level(again: bool) -> int:
+    """The level of a message about an installation: INFO, or DEBUG if it was logged before in this process or above."""
+    # A spawned process runs the script's top level again, and must not repeat the message.
+    process = multiprocessing.current_process()
+    quiet = again or process.daemon or getattr(process, "_inheriting", False)
+    return logging.DEBUG if quiet else logging.INFO
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """The places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "rustloader":
+            continue
+        try:
+            # getattr would make lazy modules load.
+            namespace = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        for key, value in list(namespace.items()):
+            if value is wanted or (type(value) is tuple and any(item is wanted for item in value)):
+                yield module_name, namespace, key, value
+
+
+def _derived(cls: Any, substitute: type) -> Iterator[type]:
+    """The classes derived from a class, without the substitute and its subclasses."""
+    for derived in cls.__subclasses__():
+        if derived is not substitute:
+            yield derived
+            yield from _derived(derived, substitute)

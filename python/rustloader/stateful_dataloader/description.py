@@ -1,0 +1,331 @@
+"""``describe``: what a state of a loader says, in words."""
+
+from __future__ import annotations
+
+import pickle
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+from rustloader.texts import count_of, size, type_name
+
+_OWN = "_rustloader"
+_VERSION = 1
+# The keys of states with and without workers.
+_WITH_WORKERS = ("_snapshot", "_steps_since_snapshot", "_iterator_finished")
+_WITHOUT_WORKERS = (
+    "_index_sampler_state",
+    "_sampler_iter_state",
+    "_sampler_iter_yielded",
+    "_num_yielded",
+    "_IterableDataset_len_called",
+    "_shared_seed",
+    "fetcher_state",
+    "dataset_state",
+    "_iterator_finished",
+)
+_SAMPLERS = {
+    "sequential": "SequentialSampler",
+    "random": "RandomSampler",
+    "distributed": "DistributedSampler",
+    "subset": "SubsetRandomSampler",
+    "weighted": "WeightedRandomSampler",
+    "stateful": "a sampler with a state",
+    "other": "a sampler without a state, which is iterated anew up to the position",
+    "none": "none (the dataset is iterable)",
+}
+# Above every count.
+_TOO_LARGE = 2**63
+# Numbers of delivered batches that are listed.
+_LISTED = 8
+
+
+def describe(state: Any) -> str:
+    """Describes a state in words: what wrote it, its position, its sampler, and the states of dataset and workers.
+
+    It reads states of rustloader and of torchdata, and changes nothing. What is missing or of a wrong type is listed at
+    the end.
+
+    Args:
+        state: What ``state_dict()`` of a StatefulDataLoader returned.
+
+    Returns:
+        Text of several lines.
+
+    Raises:
+        TypeError: The state is no dict.
+
+    Examples:
+        >>> loader = rustloader.StatefulDataLoader(range(10), batch_size=2)
+        >>> batches = iter(loader)
+        >>> batch = next(batches)
+        >>> print(rustloader.stateful_dataloader.describe(loader.state_dict()))
+        written by: StatefulDataLoader of rustloader, without workers
+        position: epoch 0, 1 batch delivered of 5; the next one is batch 1
+        sampler: SequentialSampler, 10 indices in batches of 2
+        dataset: map-style, 10 samples, without a state
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"describe() takes the dict that state_dict() returned, got {type_name(state)}")
+    if not state:
+        return "an empty state: load_state_dict() makes the loader begin anew"
+    if "_snapshot" not in state and "_num_yielded" not in state:
+        return f"no state of a StatefulDataLoader: it has {_names(state)}, but neither '_snapshot' nor '_num_yielded'"
+    return "\n".join(_Description(state).lines())
+
+
+class _Description:
+    """The lines about one state, and what they found missing or of a wrong type."""
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        self._problems: dict[str, None] = {}
+        self._state = state
+        self._with_workers = "_snapshot" in state
+        self._own = self._part(state, "", _OWN) if _OWN in state else {}
+        self._snapshot = self._part(state, "", "_snapshot") if self._with_workers else {}
+        # Where the position in the sampler stands.
+        self._main = self._part(self._snapshot, "_snapshot", "_main_snapshot") if self._with_workers else state
+        self._main_path = "_snapshot._main_snapshot" if self._with_workers else ""
+        self._sampler = self._part(self._own, _OWN, "sampler") if self._own else {}
+
+    def lines(self) -> list[str]:
+        known = (*(_WITH_WORKERS if self._with_workers else _WITHOUT_WORKERS), _OWN)
+        found = [
+            f"written by: {self._writer()}",
+            f"position: {self._position()}",
+            *self._ahead(),
+            *self._sampler_lines(),
+            *self._dataset_line(),
+            *self._seeds(),
+            *self._workers(),
+            *self._next_epoch(),
+        ]
+        others = [key for key in self._state if key not in known]
+        if others:
+            found.append(f"other keys: {_names(others)}")
+        if self._problems:
+            found.append(f"problems: {'; '.join(self._problems)}")
+        return found
+
+    # Values, whatever the state has in their place
+
+    def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
+        """A value of one of these types, or None with a note."""
+        name = f"{path}.{_plain(key)}" if path else _plain(key)
+        if key not in values:
+            self._problems[f"{name} is missing"] = None
+            return None
+        value = values[key]
+        if not isinstance(value, kinds):
+            self._problems[f"{name} must be of type {kinds[0].__name__}, is {type_name(value)}"] = None
+            return None
+        if isinstance(value, int) and not _is_count(value):
+            self._problems[f"{name} must be a non-negative number, is {_short(value)}"] = None
+            return None
+        return value
+
+    def _part(self, values: Mapping[Any, Any], path: str, key: str) -> Mapping[Any, Any]:
+        return self._value(values, path, key, dict, Mapping) or {}
+
+    def _number(self, values: Mapping[Any, Any], path: str, key: str) -> int | None:
+        number: int | None = self._value(values, path, key, int)
+        return number
+
+    # Lines
+
+    def _writer(self) -> str:
+        if not self._own:
+            name = "StatefulDataLoader of torchdata"
+        else:
+            name = "StatefulDataLoader of rustloader"
+            version = self._number(self._own, _OWN, "version")
+            if version is not None and version > _VERSION:
+                name += f" in format {version}, which is newer than this rustloader's, {_VERSION}"
+        if not self._with_workers:
+            return f"{name}, without workers"
+        count = self._number(self._main, self._main_path, "_num_workers")
+        return f"{name}, with {'workers' if count is None else count_of(count, 'worker')}"
+
+    def _position(self) -> str:
+        steps = self._number(self._state, "", "_steps_since_snapshot") or 0 if self._with_workers else 0
+        if self._with_workers:
+            delivered = self._number(self._snapshot, "_snapshot", "_snapshot_step")
+        else:
+            delivered = self._number(self._state, "", "_num_yielded")
+        following = self._number(self._main, self._main_path, "_sampler_iter_yielded")
+        following = None if following is None else following + steps
+        text = ""
+        if self._own and (epoch := self._number(self._own, _OWN, "epoch")) is not None:
+            text = f"epoch {epoch}, "
+        total = self._total()
+        text += "an unknown number of batches" if delivered is None else count_of(delivered + steps, "batch")
+        text += " delivered" if total is None else f" delivered of {total:,}"
+        if self._value(self._state, "", "_iterator_finished", bool):
+            return f"{text}; the epoch has ended, and the next iter() begins another one"
+        if following is None:
+            return text
+        if total is not None and following >= total:
+            return f"{text}; the end was not reached, and the next iter() is an epoch without batches"
+        written = self._number(self._own, _OWN, "delivered") if self._own else following
+        moved = "" if written in (None, following) else f" (a program has moved it from {written})"
+        return f"{text}; the next one is batch {following}{moved}"
+
+    def _total(self) -> int | None:
+        """The batches of an epoch, if the state says so."""
+        length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
+        if not _is_count(length) or self._sampler.get("kind") == "none":
+            return None
+        if not _is_count(batch_size) or batch_size < 1:
+            return length if batch_size is None else None
+        return length // batch_size if self._sampler.get("drop_last") is True else -(-length // batch_size)
+
+    def _ahead(self) -> Iterator[str]:
+        ahead = (self._value(self._own, _OWN, "ahead", list, tuple) if self._own else None) or ()
+        if ahead:
+            numbers = ", ".join(_short(one) for one in ahead[:_LISTED])
+            more = f" and {len(ahead) - _LISTED} more" if len(ahead) > _LISTED else ""
+            yield f"ahead: from there on, {numbers}{more} are delivered already (in_order=False)"
+
+    def _sampler_lines(self) -> Iterator[str]:
+        if self._own:
+            yield f"sampler: {self._sampler_words()}"
+        for key in ("_index_sampler_state", "_sampler_iter_state"):
+            state = self._main.get(key)
+            if state is not None:
+                drawn = state.get("samples_yielded") if isinstance(state, Mapping) else None
+                words = f", {count_of(drawn, 'sample')} drawn" if _is_count(drawn) else ""
+                yield f"sampler's state: {key}, {_size(state)}{words}"
+
+    def _sampler_words(self) -> str:
+        kind = self._value(self._sampler, f"{_OWN}.sampler", "kind", str)
+        text = "unknown" if kind is None else _SAMPLERS.get(kind, _short(kind))
+        length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
+        if _is_count(length) and kind != "none":
+            text += f", {length:,} {'index' if length == 1 else 'indices'}"
+        if _is_count(batch_size):
+            text += f" in batches of {batch_size:,}"
+        if self._sampler.get("drop_last") is True:
+            text += ", without a last one that is not full"
+        return text + _start_words(self._sampler.get("start"))
+
+    def _dataset_line(self) -> Iterator[str]:
+        if not self._own:
+            return
+        dataset = self._part(self._own, _OWN, "dataset")
+        kind = self._value(dataset, f"{_OWN}.dataset", "kind", str) if dataset else None
+        words = ["unknown" if kind is None else {"map": "map-style"}.get(kind, kind)]
+        if _is_count(dataset.get("length")):
+            words.append(count_of(dataset["length"], "sample"))
+        if isinstance(stateful := dataset.get("stateful"), bool):
+            words.append("with a state" if stateful else "without a state")
+        yield f"dataset: {', '.join(words)}"
+
+    def _seeds(self) -> Iterator[str]:
+        words = []
+        base_seed = (self._own if self._own else self._main).get("base_seed" if self._own else "_base_seed")
+        if base_seed is not None:
+            words.append(f"base seed {_short(base_seed)}")
+        seeds = self._own.get("seeds")
+        if isinstance(seeds, Mapping):
+            numbers = [_short(seeds.get(key)) for key in ("base_seed", "epoch")]
+            words.append("seed_by with base seed {}, epoch {}".format(*numbers))
+        if words:
+            yield f"random numbers: {'; '.join(words)}"
+
+    def _workers(self) -> Iterator[str]:
+        records = self._own.get("workers")
+        records = records if isinstance(records, list | tuple) else []
+        if not self._with_workers:
+            words = _snapshot_words(self._state, records[0] if records else None)
+            if words:
+                yield f"main process: {', '.join(words)}"
+            return
+        snapshots = self._part(self._snapshot, "_snapshot", "_worker_snapshots")
+        for number, name in enumerate(snapshots):
+            snapshot = self._part(snapshots, "_snapshot._worker_snapshots", name)
+            words = _snapshot_words(snapshot, records[number] if number < len(records) else None)
+            yield f"{_plain(name).replace('_', ' ')}: {', '.join(words) or 'no state'}"
+        steps = self._state.get("_steps_since_snapshot")
+        if _is_count(steps) and steps > 0:
+            yield f"since these snapshots: {count_of(steps, 'batch')}"
+
+    def _next_epoch(self) -> Iterator[str]:
+        draws = self._own.get("next")
+        if isinstance(draws, Mapping):
+            words = f"base seed {_short(draws.get('base_seed'))}"
+            yield f"next epoch: {words}{_start_words(draws.get('sampler'))}"
+
+
+def _start_words(start: Any) -> str:
+    """How the order of an epoch comes about."""
+    if not isinstance(start, Mapping):
+        return ""
+    if "rank" in start:
+        rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
+        before = f", behind {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
+        return f", rank {rank} of {ranks}, its epoch {epoch}{before}"
+    if "seed" in start:
+        return f", order by seed {_short(start['seed'])}"
+    return ", order by the state of its generator" if "generator" in start else ""
+
+
+def _snapshot_words(snapshot: Mapping[Any, Any], record: Any) -> list[str]:
+    """What is known of a worker, or of the process without workers."""
+    words = []
+    if isinstance(record, Mapping):
+        delivered, replay = record.get("delivered"), record.get("replay")
+        if _is_count(delivered):
+            words.append(f"{count_of(delivered, 'batch')} delivered")
+        if _is_count(replay) and replay > 0:
+            words.append(f"{replay:,} to fetch again")
+    fetcher = snapshot.get("fetcher_state")
+    iterator = fetcher.get("dataset_iter_state") if isinstance(fetcher, Mapping) else None
+    for state, owner in ((snapshot.get("dataset_state"), "dataset"), (iterator, "iterator")):
+        if state is not None:
+            words.append(f"state of the {owner}: {_size(state)}")
+    if isinstance(fetcher, Mapping) and fetcher.get("fetcher_ended") is True:
+        words.append("at its end")
+    return words
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < _TOO_LARGE
+
+
+class _Counter:
+    """A file that counts what is written."""
+
+    count = 0
+
+    def write(self, data: Any) -> int:
+        self.count += len(data)
+        return len(data)
+
+
+def _size(value: Any) -> str:
+    """The size of a pickled value."""
+    counter = _Counter()
+    try:
+        pickle.dump(value, counter, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return "cannot be pickled"
+    return size(counter.count)
+
+
+def _plain(key: Any) -> str:
+    """A key without quotes."""
+    return key if isinstance(key, str) else _short(key)
+
+
+def _short(value: Any) -> str:
+    """A value in at most a few words."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int with thousands of digits
+        return f"<{type_name(value)}>"
+
+
+def _names(keys: Any) -> str:
+    keys = list(keys)
+    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+    return ", ".join(_short(key) for key in keys[:_LISTED]) + more

@@ -1,0 +1,98 @@
+"""The random draws at the border of two epochs: those of the next one, made before it begins."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe
+
+from rustloader.iterator.starts import Start
+from rustloader.stateful_dataloader.kinds import Kind, kind_of, length_of
+from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_of
+from rustloader.stateful_dataloader.sampler import RandomSampler
+from rustloader.stateful_dataloader.sources import Source, start_of
+
+
+def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, Any]:
+    """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
+
+    Args:
+        loader: The loader, whose generator the base seed comes from.
+        index_sampler: What it takes its index batches from.
+        with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep the one that they have.
+
+    Returns:
+        ``"base_seed"``: the seed, or None. ``"sampler"``: the start of the sampler's order, or None for a sampler that
+        draws nothing or by code that is not torch's. Of these, a ``"seed"`` and a ``"global_generator"`` are drawn;
+        from a sampler's own ``"generator"`` nothing is drawn.
+    """
+    if isinstance(loader.dataset, IterDataPipe):
+        # Its processes agree on a seed before the base seed is drawn.
+        return {"base_seed": None, "sampler": None}
+    base_seed = None
+    if with_base_seed:
+        base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+    return {"base_seed": base_seed, "sampler": _draw(kind_of(index_sampler))}
+
+
+def _draw(kind: Kind) -> dict[str, Any] | None:
+    if kind.name not in ("random", "subset", "weighted"):
+        return None
+    if kind.inner.generator is not None:
+        return {"generator": kind.inner.generator.get_state()}
+    start = Start()
+    if kind.name == "random":
+        start.seed()
+    else:
+        Source(kind, None, start, 0).begin()
+    return start.saved
+
+
+def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:
+    """Sets a sampler's own generator to the state of a start, so that the next epoch draws from there.
+
+    A program that seeds its generator for each epoch has the last word, as in a run without a state.
+    """
+    generator = getattr(kind_of(index_sampler).inner, "generator", None)
+    if start is not None and "generator" in start and generator is not None:
+        generator.set_state(start["generator"])
+
+
+def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0) -> None:
+    """Brings a sampler to the end of a saved epoch: its generator, or the state that it has.
+
+    For the state of a finished epoch that does not say where the next one starts from.
+
+    Args:
+        index_sampler: What the loader takes its index batches from.
+        saved: As for ``sampling``.
+        position: Number of index batches that were delivered.
+    """
+    kind = kind_of(index_sampler)
+    if saved is None:
+        return
+    if not kind.is_known:
+        torchs = iter(index_sampler)
+        if may_be_stateful(kind, torchs):
+            recorder, left = recorder_of(kind, torchs, saved, position, every=0)
+            # Not a sampler without an end, which a program can call finished.
+            _exhaust(itertools.islice(recorder, max(left, length_of(index_sampler) or 0) + 1))
+        return
+    start = start_of(kind, saved)
+    generator = getattr(kind.inner, "generator", None)
+    if generator is not None and start is not None and "generator" in start:
+        generator.set_state(start["generator"])
+        _exhaust(kind.inner if "kind" in saved else _as_torchdata(kind.inner))
+
+
+def _as_torchdata(inner: Any) -> RandomSampler:
+    """A sampler that draws from a RandomSampler's generator what torchdata draws."""
+    return RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
+
+
+def _exhaust(iterable: Iterable[Any]) -> None:
+    collections.deque(iterable, maxlen=0)

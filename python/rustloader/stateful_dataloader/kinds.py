@@ -1,0 +1,209 @@
+"""What a state says about a loader's sampler, and whether another loader's sampler can go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import sampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import (
+    BatchSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from rustloader.iterator import indices
+from rustloader.stateful_dataloader.stateful import Stateful
+from rustloader.torch_side import known_code
+
+# The samplers of torch whose order this package can begin anywhere, by the code that yields their indices.
+_KNOWN = {
+    known_code(SequentialSampler.__iter__, sampler, "iter range len data_source"): "sequential",
+    indices.RANDOM: "random",
+    indices.SHARD: "distributed",
+    known_code(SubsetRandomSampler.__iter__, sampler, "torch randperm len indices generator tolist"): "subset",
+    known_code(
+        WeightedRandomSampler.__iter__,
+        sampler,
+        "torch multinomial weights num_samples replacement generator iter tolist",
+    ): "weighted",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A loader's index sampler.
+
+    Attributes:
+        name: ``"sequential"``, ``"random"``, ``"distributed"``, ``"subset"`` or ``"weighted"`` for torch's samplers,
+            ``"none"`` for that of an iterable dataset, ``"stateful"`` for one with a state, ``"other"`` for the rest.
+        inner: The sampler of single indices, if torch's BatchSampler makes batches of them; else the index sampler.
+        batches: torch's BatchSampler, or None.
+    """
+
+    name: str
+    inner: Any
+    batches: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the order can begin anywhere."""
+        return self.name not in ("other", "stateful", "none")
+
+
+def kind_of(index_sampler: Any) -> Kind:
+    """The kind of a loader's index sampler. Calls no method of it."""
+    is_batches = isinstance(index_sampler, BatchSampler) and _code_of(index_sampler) is indices.BATCHES is not None
+    batches = index_sampler if is_batches else None
+    inner = index_sampler.sampler if is_batches else index_sampler
+    name = "other"
+    if isinstance(inner, _InfiniteConstantSampler):
+        name = "none"
+    elif isinstance(index_sampler, Stateful) or isinstance(inner, Stateful):
+        name = "stateful"
+    elif _code_of(inner) is not None and (batches is None or type(batches.batch_size) is int):
+        name = _KNOWN.get(_code_of(inner), "other")
+    return Kind(name, inner, batches)
+
+
+def _code_of(iterable: Any) -> Any:
+    return getattr(getattr(type(iterable), "__iter__", None), "__code__", None)
+
+
+def about(kind: Kind) -> dict[str, Any]:
+    """What a state says about a sampler, besides its start."""
+    inner = kind.inner
+    batches = inner if isinstance(inner, BatchSampler) else kind.batches
+    said = {
+        "kind": kind.name,
+        "length": None if kind.name == "none" else length_of(inner),
+        "batch_size": _plain(int, batches, "batch_size"),
+        "drop_last": _plain(bool, batches, "drop_last"),
+    }
+    if kind.name == "random":
+        said["data_length"] = length_of(inner.data_source)
+    elif kind.name == "weighted":
+        said["data_length"] = length_of(inner.weights)
+    if kind.name in ("random", "weighted"):
+        said["replacement"] = bool(inner.replacement)
+    return said
+
+
+def _plain(cls: type, of: Any, name: str) -> Any:
+    value = getattr(of, name, None)
+    return value if type(value) is cls else None
+
+
+def length_of(sized: Any) -> int | None:
+    """The length of an object, or None."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
+
+
+_SAMPLERS = {
+    "sequential": "a SequentialSampler",
+    "random": "a RandomSampler",
+    "distributed": "a DistributedSampler",
+    "subset": "a SubsetRandomSampler",
+    "weighted": "a WeightedRandomSampler",
+    "none": "an iterable dataset, which has no sampler",
+    "stateful": "a sampler of another class",
+    "other": "a sampler of another class",
+}
+_DATASET = "load it into a loader over the same dataset, or begin without a state"
+_SETTINGS = "make the loader with the same settings, or begin without a state"
+_TEXTS = {
+    "length": ("a sampler of length {}", _DATASET),
+    "data_length": ("a sampler over {} indices", _DATASET),
+    "batch_size": ("a loader with batch_size={}, whose batches it counts", _SETTINGS),
+    "drop_last": ("a loader with drop_last={}", _SETTINGS),
+    "replacement": ("a sampler with replacement={}", _SETTINGS),
+}
+_SHARD_TEXTS = {
+    "dataset_length": ("a DistributedSampler over {} indices", _DATASET),
+    "num_replicas": (
+        "{} ranks",
+        "load it with the same number of ranks, or let rustloader.stateful_dataloader.reshard make states for another",
+    ),
+    "rank": ("rank {}", "load the state of this rank"),
+    "seed": ("a DistributedSampler with seed={}", _SETTINGS),
+    "shuffle": ("a DistributedSampler with shuffle={}", _SETTINGS),
+    "drop_last": ("a DistributedSampler with drop_last={}", _SETTINGS),
+}
+
+
+def check(saved: Mapping[str, Any], loader: Any) -> None:
+    """Checks that a loader's sampler can go on where a saved one was.
+
+    Args:
+        saved: What a state says about its sampler.
+        loader: The loader that loads the state.
+
+    Raises:
+        ValueError: The sampler is another one, or something is wrong with what was saved.
+    """
+    kind = kind_of(loader._index_sampler)
+    present = about(kind)
+    _check_kind(saved.get("kind"), kind.name)
+    start = saved.get("start")
+    if start is not None:
+        _check_start(start, kind)
+    for name, (text, way_out) in _TEXTS.items():
+        _compare(saved.get(name), present.get(name), text, way_out)
+
+
+def _check_kind(saved: Any, present: str) -> None:
+    names = _SAMPLERS.get(saved) if isinstance(saved, str) else None
+    if names is None:
+        raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
+    # Whether a sampler has a state shows only when it is iterated.
+    if saved != present and not {saved, present} <= {"stateful", "other"}:
+        raise ValueError(
+            f"the state is of {names}, and this loader has {_SAMPLERS[present]}: load it into a loader with the same "
+            "sampler, or begin without a state"
+        )
+
+
+def _compare(saved: Any, present: Any, text: str, way_out: str) -> None:
+    if saved is not None and present is not None and saved != present:
+        raise ValueError(f"the state is of {text.format(saved)}, and this loader's has {present}: {way_out}")
+
+
+def _check_start(start: Any, kind: Kind) -> None:
+    if not isinstance(start, Mapping):
+        raise ValueError(f"the state's start of the sampler must be a dict or None, got {start!r}")
+    if kind.name == "distributed":
+        _check_shard(start, kind.inner)
+    elif kind.name in ("random", "subset", "weighted"):
+        _check_draw(start)
+
+
+def _check_shard(start: Mapping[str, Any], inner: DistributedSampler[Any]) -> None:
+    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
+        value = start.get(name)
+        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
+            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
+    for name, (text, way_out) in _SHARD_TEXTS.items():
+        present = length_of(inner.dataset) if name == "dataset_length" else getattr(inner, name)
+        _compare(start[name], present, text, way_out)
+
+
+def _check_draw(start: Mapping[str, Any]) -> None:
+    seed = start.get("seed")
+    if type(seed) is int and seed >= 0:
+        return
+    for name in ("generator", "global_generator"):
+        state = start.get(name)
+        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+            return
+    raise ValueError(
+        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
+        "what state_dict() of a StatefulDataLoader returned"
+    )

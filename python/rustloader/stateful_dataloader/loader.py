@@ -1,0 +1,255 @@
+"""``StatefulDataLoader``: a loader whose position can be saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rustloader.dataloader import DataLoader
+from rustloader.stateful_dataloader import sampling, state
+from rustloader.stateful_dataloader.iterators import _StatefulMultiProcessingIter, _StatefulSingleProcessIter
+from rustloader.stateful_dataloader.set_epoch import record
+from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.torch_side import in_torch
+
+# Draws of samplers without a generator of their own.
+_DRAWN = frozenset({"seed", "global_generator"})
+_T_co = TypeVar("_T_co", covariant=True)
+_Iter = _StatefulSingleProcessIter | _StatefulMultiProcessingIter
+
+
+class StatefulDataLoader(DataLoader[_T_co]):
+    """Loads batches as ``rustloader.DataLoader`` does, and saves and loads its position.
+
+    ``state_dict()`` says which batches ``next`` has delivered; a loader over the same dataset that loads it delivers
+    the rest of the epoch, each batch once and in the same order, in another process, too. The class takes the place of
+    ``torchdata.stateful_dataloader.StatefulDataLoader``: the same methods and keys, torch's order of samples. It loads
+    torchdata's states. docs/resuming.md says what is exact when.
+
+    Args:
+        snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next, 0 for one at
+            the start only (default: 1). Datasets without ``state_dict`` have none. Workers leave snapshots out that
+            would take more than 2 % of their time; batches after the last one are made again on resuming.
+        forward_set_epoch: Whether persistent workers are told the epoch that the program passes to the dataset's
+            ``set_epoch`` (default: True).
+        *args: Those of ``rustloader.DataLoader``.
+        **kwargs: Those of ``rustloader.DataLoader``.
+
+    Raises:
+        ValueError: As ``rustloader.DataLoader``.
+        TypeError: As ``rustloader.DataLoader``.
+        AssertionError: As ``rustloader.DataLoader``; or ``iter()`` finds a state that needs another ``num_workers``.
+
+    Examples:
+        >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2, num_workers=2)
+        >>> batches = iter(loader)
+        >>> next(batches)
+        tensor([0, 1])
+        >>> state = loader.state_dict()
+        >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2, num_workers=2)
+        >>> loader.load_state_dict(state)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4, 5], [6, 7]]
+    """
+
+    # The iterator of the last `iter()`.
+    _iterator: Any = None
+    # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
+    _loaded: tuple[dict[str, Any], Plan] | None = None
+    # Draws of the next epoch that a state at the end of one has made, and the seed of torch's generator then.
+    _draws: tuple[dict[str, Any], int] | None = None
+    # Number of epochs that have begun.
+    _epochs = 0
+
+    def __init__(
+        self, *args: Any, snapshot_every_n_steps: int | None = 1, forward_set_epoch: bool = True, **kwargs: Any
+    ) -> None:
+        every = snapshot_every_n_steps
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+            raise ValueError(f"snapshot_every_n_steps must be a non-negative integer, got {every!r}")
+        super().__init__(*args, **kwargs)
+        self.snapshot_every_n_steps = every
+        self.forward_set_epoch = forward_set_epoch
+
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        """Returns what ``next`` has delivered so far, for ``load_state_dict`` of a loader over the same dataset.
+
+        Callable at any time, also before ``iter()``, from any thread and from a signal handler. It starts no worker. A
+        batch that ``next`` has not returned yet does not count. At the end of an epoch it makes the random draws that
+        the next ``iter()`` would make, and keeps them for it.
+
+        Args:
+            back: Number of batches to go back from the last one that was delivered, up to 8 (default: 0). For wrappers
+                that take batches before they are used.
+
+        Returns:
+            A new dict of plain types and tensors, for ``pickle``, ``torch.save`` and, without tensors in it, JSON. It
+            has torchdata's keys, and ``"_rustloader"``.
+
+        Raises:
+            ValueError: ``back`` is beyond the batches that were delivered since the start or the last resume.
+            RuntimeError: The dataset's ``state_dict`` failed in a worker.
+
+        Examples:
+            >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2)
+            >>> for batch in loader:
+            ...     break
+            >>> loader.state_dict()["_num_yielded"]
+            1
+        """
+        if isinstance(back, bool) or not isinstance(back, int) or back < 0:
+            raise ValueError(f"back must be a non-negative integer, got {back!r}")
+        if self._loaded is not None or self._iterator is None:
+            if back:
+                raise ValueError(f"back must be 0 before the first batch, got {back}")
+            return self._state_before_iter()
+        iterator: _Iter = self._iterator
+        found = iterator.state(back)
+        if found["_iterator_finished"]:
+            found[OWN]["next"] = self._draws_of_next()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` has returned. The next ``iter()`` goes on from there.
+
+        Args:
+            state_dict: A state of this class or of torchdata's. An empty dict means a fresh start.
+
+        Raises:
+            ValueError: It is no state, or one of another dataset, sampler or batch size. The loader is unchanged.
+
+        Examples:
+            >>> loader = rustloader.StatefulDataLoader(range(4), batch_size=2)
+            >>> list(loader)
+            [tensor([0, 1]), tensor([2, 3])]
+            >>> other = rustloader.StatefulDataLoader(range(4), batch_size=2)
+            >>> other.load_state_dict(loader.state_dict())
+            >>> list(other)
+            [tensor([0, 1]), tensor([2, 3])]
+        """
+        loaded = None
+        if state_dict != {}:
+            plan = state.read(state_dict, self)
+            loaded = copy.deepcopy(dict(state_dict)), plan
+            if plan.finished:
+                # Now: a program that seeds its generator for the next epoch has the last word.
+                self._restore_sampler(plan)
+        iterator = self._iterator
+        if iterator is not None and iterator.delivered_nothing():
+            warnings.warn(
+                "load_state_dict() replaces an iterator that has delivered nothing: call iter() after "
+                "load_state_dict(), or the loop goes on from the old place",
+                stacklevel=2,
+            )
+        del iterator
+        self._iterator = None
+        self._draws = None
+        self._loaded = loaded
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        loaded = self._loaded
+        if loaded is not None:
+            plan = loaded[1]
+            state.check_workers(plan, self.num_workers)
+            self._begin_from(plan)
+            self._loaded = None
+        elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
+            self._iterator.plan(self._plan_of_next())
+            self._iterator._reset(self)
+        else:
+            self._begin(self._plan_of_next())
+        self._draws = None
+        self._epochs = self._iterator.origin.epoch + 1
+        return self._iterator  # type: ignore[no-any-return]
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        return self._make_iterator(Plan(epoch=self._epochs))
+
+    def _make_iterator(self, plan: Plan) -> Any:
+        about = state.dataset_of(self)
+        if self.num_workers == 0:
+            return _StatefulSingleProcessIter(self, plan, about)
+        told = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
+        in_torch(self.check_worker_number_rationality)
+        return _StatefulMultiProcessingIter(self, plan, about, told)
+
+    def _begin(self, plan: Plan) -> None:
+        # The workers of the last iterator leave before new ones start.
+        self._iterator = None
+        iterator = self._make_iterator(plan)
+        for _ in range(plan.drop):
+            next(iterator, None)
+        self._iterator = iterator
+
+    def _begin_from(self, plan: Plan) -> None:
+        """Begins an epoch from a loaded state."""
+        if not plan.finished:
+            self._begin(plan)
+            return
+        # The epoch of the state has ended, and the next one begins.
+        draws = plan.next or {}
+        following = Plan(
+            epoch=plan.epoch + 1,
+            base_seed=draws.get("base_seed"),
+            sampler=_random_start(draws),
+            seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
+            resumed=True,
+        )
+        # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
+        if self.num_workers == 0:
+            self._begin(plan)
+        elif self.persistent_workers:
+            self._begin(plan)
+            self._iterator.plan(following)
+            self._iterator._reset(self)
+            return
+        self._begin(following)
+
+    def _restore_sampler(self, plan: Plan) -> None:
+        """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
+        if plan.next is None:
+            sampling.run_out(self._index_sampler, plan.sampler, plan.low)
+        else:
+            sampling.restore(self._index_sampler, plan.next.get("sampler"))
+
+    def _plan_of_next(self) -> Plan:
+        """The beginning of the next epoch, with the draws that a state has made."""
+        kept = self._draws
+        if kept is None or kept[1] != self._initial_seeds():
+            return Plan(epoch=self._epochs)
+        draws = kept[0]
+        start = _random_start(draws)
+        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start)
+
+    def _draws_of_next(self) -> dict[str, Any]:
+        """The draws that the next ``iter()`` makes, made now and kept for it."""
+        if self._draws is None:
+            keeps_workers = self.persistent_workers and self.num_workers > 0
+            draws = sampling.draws(self, self._index_sampler, with_base_seed=not keeps_workers)
+            self._draws = draws, self._initial_seeds()
+        return copy.deepcopy(self._draws[0])
+
+    def _initial_seeds(self) -> tuple[int, int]:
+        """The seeds of the generators: others mean that the program has seeded them anew."""
+        generator = self.generator
+        return torch.initial_seed(), -1 if generator is None else generator.initial_seed()
+
+    def _state_before_iter(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded[0])
+        return state.fresh(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators cannot be copied.
+        return self.__dict__ | {"_iterator": None}
+
+
+def _random_start(draws: dict[str, Any]) -> dict[str, Any] | None:
+    """The draw of a sampler's order, as a part of a state; None for a sampler that draws nothing, or from a generator of
+    its own."""
+    start = draws.get("sampler")
+    return None if not start or _DRAWN.isdisjoint(start) else {"start": start}

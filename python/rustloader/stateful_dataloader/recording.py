@@ -1,0 +1,213 @@
+"""Index batches of samplers with a state of their own, and the states that they had."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rustloader.stateful_dataloader.kinds import Kind
+from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
+from rustloader.stateful_dataloader.sources import iterate
+from rustloader.stateful_dataloader.stateful import Stateful
+
+# Limits of the time that states take: seconds of an epoch, and fraction of the time since its begin.
+_SECONDS = 0.02
+_FRACTION = 0.02
+# Number of states that are kept. Beyond it every second one of the older half is dropped.
+_KEPT = 64
+
+
+class Entry(NamedTuple):
+    """The states of an index sampler and its iterator.
+
+    Attributes:
+        position: Number of index batches that were drawn before.
+        index_sampler_state: That of the index sampler, if it has one.
+        sampler_iter_state: That of its iterator, if it has one.
+    """
+
+    position: int
+    index_sampler_state: Any
+    sampler_iter_state: Any
+
+
+class Inner:
+    """The sampler in torch's BatchSampler, and the iterator over it that torch's code makes."""
+
+    def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
+        self._sampler = sampler
+        self._saved = saved
+        self._iterators: list[Iterator[Any]] = []
+
+    def begin(self) -> Iterator[Any]:
+        """Makes the iterator, once."""
+        if not self._iterators:
+            found = iter(self._sampler) if self._saved is None else load_batch_state(self._saved, self._sampler)
+            self._iterators.append(found)
+        return self._iterators[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
+
+    def state(self, samples_yielded: int) -> dict[str, Any] | None:
+        """The state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
+        iterator = self.begin()
+        if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
+            return batch_state(samples_yielded, self._sampler, iterator)
+        return None
+
+
+def may_be_stateful(kind: Kind, torchs: Any) -> bool:
+    """Whether a sampler or an iterator over it has a state, or may turn out to have one."""
+    if kind.name == "stateful" or isinstance(torchs, Stateful):
+        return True
+    function = getattr(type(kind.inner), "__iter__", None)
+    # Generators have none, nor have the iterators of built-in types.
+    return kind.batches is not None and inspect.isfunction(function) and not inspect.isgeneratorfunction(function)
+
+
+class Recorder(Iterator[Any]):
+    """Yields the index batches of a sampler, and keeps the states that it had.
+
+    Args:
+        kind: The sampler.
+        torchs: Its unstarted iterator.
+        saved: The entry to go on from; None for the begin of the epoch.
+        position: Number of index batches before the first one that it yields.
+        every: Number of index batches from one state to the next; 0 for the first one alone.
+    """
+
+    def __init__(self, kind: Kind, torchs: Any, saved: Entry | None, position: int, every: int) -> None:
+        self._kind = kind
+        self._index_sampler = kind.inner if kind.batches is None else kind.batches
+        self._torchs = torchs
+        self._saved = saved
+        self._every = every
+        self._inner: Inner | None = None
+        self._iterator: Any = None
+        self._is_beginning = False
+        self._position = position
+        self._samples = 0
+        # The index batch that an interrupt separated from its call.
+        self._drawn: list[Any] = []
+        self._entries: list[Entry] = []
+        self._error: Exception | None = None
+        self._spent = 0.0
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """Makes the iterator, and keeps its first state. A signal handler's call does nothing while this runs."""
+        if self._iterator is not None or self._is_beginning:
+            return
+        self._is_beginning = True
+        try:
+            iterator = self._begin_inner() if self._is_in_batches() else self._begin_whole()
+            if self._saved is not None:
+                self._entries = [self._saved]
+            else:
+                self._take(iterator, self._position, self._samples)
+            self._iterator = iterator
+        finally:
+            self._is_beginning = False
+
+    def _is_in_batches(self) -> bool:
+        """Whether the state is that of the sampler in torch's BatchSampler."""
+        return self._kind.batches is not None and not isinstance(self._index_sampler, Stateful)
+
+    def _begin_inner(self) -> Any:
+        saved = None if self._saved is None else self._saved.sampler_iter_state
+        self._samples = 0 if saved is None else saved["samples_yielded"]
+        inner = Inner(self._kind.inner, copy.deepcopy(saved))
+        inner.begin()
+        self._inner = inner
+        return iterate(self._kind, inner)
+
+    def _begin_whole(self) -> Any:
+        saved, iterator = self._saved, self._torchs
+        if saved is None:
+            return iterator
+        if saved.index_sampler_state is not None:
+            as_stateful(self._index_sampler).load_state_dict(copy.deepcopy(saved.index_sampler_state))
+            iterator = iter(self._index_sampler)
+        if saved.sampler_iter_state is not None:
+            as_stateful(iterator).load_state_dict(copy.deepcopy(saved.sampler_iter_state))
+        return iterator
+
+    def __next__(self) -> Any:
+        if not self._drawn:
+            if self._iterator is None:
+                self.begin()
+            # A single call of C code draws and stores: no signal handler runs in between.
+            self._drawn.extend(map(next, (self._iterator,)))
+            if not self._drawn:
+                raise StopIteration
+        batch = self._drawn[0]
+        position = self._position + 1
+        samples = self._samples
+        if self._inner is not None:
+            samples += len(batch)
+        if self._every and position % self._every == 0 and self._has_time():
+            self._take(self._iterator, position, samples)
+        # No call from here on: a signal handler that raises in it would lose the index batch.
+        self._position, self._samples, self._drawn = position, samples, []
+        return batch
+
+    def _has_time(self) -> bool:
+        return self._spent < _SECONDS + _FRACTION * (time.monotonic() - self._began)
+
+    def _take(self, iterator: Any, position: int, samples: int) -> None:
+        """Keeps the present state. An error is raised when the state is asked for."""
+        began = time.thread_time()
+        try:
+            entry = Entry(position, *copy.deepcopy(self._states(iterator, samples)))
+        except Exception as error:
+            self._error = self._error or error
+            return
+        entries = self._entries
+        if len(entries) >= _KEPT:
+            half = len(entries) // 2
+            entries = entries[:half:2] + entries[half:]
+        # A new list: another thread may read the old one.
+        self._entries = [*entries, entry]
+        self._spent += time.thread_time() - began
+
+    def _states(self, iterator: Any, samples: int) -> tuple[Any, Any]:
+        if self._inner is not None:
+            return None, self._inner.state(samples)
+        sampler = self._index_sampler
+        return (
+            sampler.state_dict() if isinstance(sampler, Stateful) else None,
+            iterator.state_dict() if isinstance(iterator, Stateful) else None,
+        )
+
+    def entry(self, position: int) -> Entry | None:
+        """A copy of the newest state that the sampler had before a position, or at it. None: it has no state.
+
+        Raises:
+            Exception: What the sampler's ``state_dict`` raised.
+        """
+        self.begin()
+        if self._error is not None:
+            raise self._error
+        found = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
+        if found is None or found[1:] == (None, None):
+            return None
+        return Entry(*copy.deepcopy(tuple(found)))
+
+
+def recorder_of(
+    kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int, every: int
+) -> tuple[Recorder, int]:
+    """A recorder that goes on from what a state says, and the number of its index batches before a position."""
+    entry = None
+    begun = 0
+    if saved is not None:
+        states = saved.get("_index_sampler_state"), saved.get("_sampler_iter_state")
+        if states != (None, None):
+            # A program may have set the position back to one before the state.
+            begun = min(saved.get("state_position", position), position)
+            entry = Entry(begun, *states)
+    return Recorder(kind, torchs, entry, begun, every), position - begun

@@ -1,0 +1,295 @@
+"""Samplers with a state, under the names of ``torchdata.stateful_dataloader.sampler``.
+
+A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a sampler by
+itself, or that were written for torchdata's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from torch.utils.data import sampler as torch_sampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from rustloader.stateful_dataloader.stateful import Stateful
+
+__all__ = ["BatchSampler", "RandomSampler", "StatefulDistributedSampler"]
+
+
+class RandomSampler(Sampler[int]):
+    """Yields indices in random order; its iterator has a state.
+
+    Unlike torch's class it always has a generator, and draws from it as soon as an iterator is made.
+
+    Args:
+        data_source: Dataset whose length is the number of indices.
+        replacement: True draws each index from all of them (default: False).
+        num_samples: Number of indices of an epoch (default: None, the length of the dataset).
+        generator: Source of the order (default: None, a new one that torch's global generator seeds).
+
+    Raises:
+        TypeError: ``replacement`` is no bool.
+        ValueError: ``num_samples`` is not a positive integer.
+
+    Examples:
+        >>> indices = RandomSampler(range(4), generator=torch.Generator().manual_seed(0))
+        >>> iterator = iter(indices)
+        >>> first = next(iterator)
+        >>> state = iterator.state_dict()
+        >>> rest = list(iterator)
+        >>> iterator = iter(indices)
+        >>> iterator.load_state_dict(state)
+        >>> list(iterator) == rest
+        True
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.data_source = data_source
+        self.replacement = replacement
+        self._num_samples = num_samples
+        if generator is None:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        self.generator = generator
+        if not isinstance(replacement, bool):
+            raise TypeError(f"replacement should be a boolean value, but got replacement={replacement}")
+        count = self.num_samples
+        if not isinstance(count, int) or count <= 0:
+            raise ValueError(f"num_samples should be a positive integer value, but got num_samples={count}")
+
+    @property
+    def num_samples(self) -> int:
+        """Number of indices of an epoch."""
+        return len(self.data_source) if self._num_samples is None else self._num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return _RandomIterator(self)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class _RandomIterator(Iterator[int]):
+    """An epoch of a RandomSampler. Its state is the generator's state at the begin, and the number of indices since."""
+
+    # Indices that are drawn at a time with replacement.
+    _CHUNK = 32
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._sampler = sampler
+        self._size = len(sampler.data_source)
+        self._count = sampler.num_samples
+        self._state: torch.Tensor = sampler.generator.get_state()
+        self.yielded = 0
+        # The indices drawn last, and how many were yielded before them.
+        self._drawn, self._before = self._draw(), 0
+
+    def _draw(self) -> list[int]:
+        generator = self._sampler.generator
+        if self._sampler.replacement:
+            return torch.randint(self._size, (self._CHUNK,), dtype=torch.int64, generator=generator).tolist()
+        return torch.randperm(self._size, generator=generator).tolist()
+
+    def __next__(self) -> int:
+        if self.yielded == self._count:
+            raise StopIteration
+        if self.yielded - self._before == len(self._drawn):
+            self._drawn, self._before = self._draw(), self.yielded
+        # No call from here on: a signal handler that raises in it would lose the index.
+        index = self._drawn[self.yielded - self._before]
+        self.yielded += 1
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded, "generator": self._state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        yielded, state = state_dict["yielded"], state_dict["generator"]
+        self._sampler.generator.set_state(state)
+        self._state = state
+        self.yielded = 0
+        self._drawn, self._before = self._draw(), 0
+        for _ in itertools.islice(self, yielded):
+            pass
+
+
+class BatchSampler(torch_sampler.BatchSampler):
+    """Yields the indices of another sampler in batches; its iterator has a state.
+
+    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated anew,
+    and as many indices are left out.
+
+    Args:
+        sampler: Yields the indices.
+        batch_size: Indices per batch.
+        drop_last: True leaves out a last batch that is not full.
+
+    Raises:
+        ValueError: As torch's class.
+
+    Examples:
+        >>> batches = iter(BatchSampler(range(5), batch_size=2, drop_last=False))
+        >>> next(batches)
+        [0, 1]
+        >>> batches.state_dict()
+        {'samples_yielded': 2}
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _BatchIterator(self)
+
+
+class _BatchIterator(Iterator[list[int]]):
+    def __init__(self, batches: torch_sampler.BatchSampler) -> None:
+        self._sampler: Any = batches.sampler
+        self._batch_size: int = batches.batch_size
+        self._drop_last: bool = batches.drop_last
+        self._indices: Iterator[int] = iter(self._sampler)
+        # The batch that is being filled.
+        self._pending: list[int] = []
+        self.samples_yielded = 0
+
+    def __next__(self) -> list[int]:
+        batch = self._pending
+        batch.extend(itertools.islice(self._indices, self._batch_size - len(batch)))
+        count = len(batch)
+        if not count or (self._drop_last and count < self._batch_size):
+            raise StopIteration
+        # No call from here on: a signal handler that raises in it would lose the batch.
+        self._pending = []
+        self.samples_yielded += count
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return batch_state(self.samples_yielded, self._sampler, self._indices)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.samples_yielded = state_dict["samples_yielded"]
+        self._indices = load_batch_state(state_dict, self._sampler)
+        self._pending = []
+
+
+def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
+    """The state of an iterator over batches: of the sampler inside, and of the iterator over it."""
+    state: dict[str, Any] = {"samples_yielded": samples_yielded}
+    if isinstance(sampler, Stateful):
+        state["sampler_state"] = sampler.state_dict()
+    if isinstance(indices, Stateful):
+        state["sampler_iter_state"] = indices.state_dict()
+    return state
+
+
+def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
+    """Loads what ``batch_state`` has returned; returns the iterator over the indices that are left.
+
+    Raises:
+        ValueError: The state is of a sampler or an iterator that has one, and this has none.
+    """
+    if "sampler_state" in state:
+        as_stateful(sampler).load_state_dict(state["sampler_state"])
+    indices = iter(sampler)
+    if "sampler_iter_state" in state:
+        as_stateful(indices).load_state_dict(state["sampler_iter_state"])
+    has_state = isinstance(sampler, Stateful) or isinstance(indices, Stateful)
+    if not has_state and not isinstance(sampler, _InfiniteConstantSampler):
+        return itertools.islice(indices, state["samples_yielded"], None)
+    return indices
+
+
+def as_stateful(of: Any) -> Stateful:
+    """The sampler or iterator itself, which a saved state is for.
+
+    Raises:
+        ValueError: It has no state.
+    """
+    if not isinstance(of, Stateful):
+        raise ValueError(
+            f"the state is of a sampler with a state of its own, and {type(of).__qualname__} has no load_state_dict: "
+            "load it into a loader with the same sampler, or begin without a state"
+        )
+    return of
+
+
+class StatefulDistributedSampler(DistributedSampler[Any]):
+    """torch's DistributedSampler with a state: the number of indices that the present epoch has yielded.
+
+    A state that is loaded takes effect at the next ``iter()``. The state has no epoch: call ``set_epoch`` as with
+    torch's class.
+
+    Args:
+        dataset: Dataset whose length is the number of indices of all ranks.
+        num_replicas: Number of ranks (default: None, that of the process group).
+        rank: Number of this rank (default: None, that of this process).
+        shuffle: True shuffles the indices (default: True).
+        seed: Seed of the order, the same on all ranks (default: 0).
+        drop_last: True leaves out the tail that does not divide evenly; False repeats indices (default: False).
+
+    Attributes:
+        yielded: Number of indices that the present epoch has yielded.
+        next_yielded: Number of indices that the next epoch leaves out, or None.
+
+    Raises:
+        ValueError: ``rank`` is out of range.
+        RuntimeError: There is no process group to ask.
+
+    Examples:
+        >>> indices = StatefulDistributedSampler(range(6), num_replicas=2, rank=0, shuffle=False)
+        >>> indices.load_state_dict({"yielded": 1})
+        >>> list(indices)
+        [2, 4]
+    """
+
+    _YIELDED = "yielded"
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.yielded = 0
+        self.next_yielded: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, so that a state that is taken before the first index is not of the epoch before.
+        self.yielded = 0
+        return self._yield()
+
+    def _yield(self) -> Iterator[Any]:
+        # At the first index: loaders make iterators that they do not use.
+        self.yielded, self.next_yielded = self.next_yielded or 0, None
+        for index in itertools.islice(super().__iter__(), self.yielded, None):
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of indices that the present epoch has yielded, or that a loaded state leaves out."""
+        return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Makes the next epoch leave indices out.
+
+        Raises:
+            ValueError: The state has no number of indices, or a negative one.
+        """
+        if self._YIELDED not in state_dict:
+            raise ValueError(f"the state of a distributed sampler must have {self._YIELDED!r}, got {state_dict!r}")
+        yielded = state_dict[self._YIELDED]
+        if yielded < 0:
+            raise ValueError(f"{self._YIELDED!r} must not be negative, got {yielded}")
+        self.next_yielded = yielded

@@ -1,0 +1,232 @@
+"""The index batches of an epoch from any position, and what a state says about them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rustloader.iterator import indices
+from rustloader.iterator.starts import Start, shard_start
+from rustloader.stateful_dataloader.draws import draws, restore, run_out
+from rustloader.stateful_dataloader.kinds import Kind, about, check, kind_of
+from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful, recorder_of
+from rustloader.stateful_dataloader.sources import Source, iterate, start_of
+
+__all__ = ["SamplerState", "Sampling", "check", "draws", "restore", "run_out", "sampling", "unstarted"]
+
+logger = logging.getLogger("rustloader")
+
+
+class SamplerState(NamedTuple):
+    """What a state says about a sampler at a position.
+
+    Attributes:
+        own: This package's part.
+        index_sampler_state: torchdata's ``_index_sampler_state``.
+        sampler_iter_state: torchdata's ``_sampler_iter_state``.
+    """
+
+    own: dict[str, Any]
+    index_sampler_state: Any
+    sampler_iter_state: Any
+
+
+class Sampling(ABC):
+    """The index batches of an epoch.
+
+    Attributes:
+        iterator: Yields those that are left.
+    """
+
+    iterator: Iterator[Any]
+
+    def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
+        self._kind = kind
+        self.iterator = iterator
+        self._about: dict[str, Any] | None = None
+
+    @abstractmethod
+    def draw(self) -> None:
+        """Makes the random draws that the first ``next`` would make, unless they are made."""
+
+    @abstractmethod
+    def state(self, position: int) -> SamplerState:
+        """What to save of the sampler when all index batches before a position are delivered.
+
+        Makes the draws of the first ``next`` if they are not made, so that the state says what comes.
+        """
+
+    def _said(self, **more: Any) -> dict[str, Any]:
+        # When it is asked for: `len` of a sampler may be code of the program.
+        said = self._about
+        if said is None:
+            said = self._about = about(self._kind)
+        return said | more
+
+
+class _Known(Sampling):
+    """Of torch's samplers: the order's start and a position say all."""
+
+    def __init__(self, kind: Kind, iterator: Iterator[Any], start: Start, source: Source | None) -> None:
+        super().__init__(kind, iterator)
+        self._start = start
+        self._source = source
+
+    def draw(self) -> None:
+        if self._start.saved is not None:
+            return
+        if self._source is not None:
+            self._source.begin()
+        elif self._kind.name == "distributed":
+            self._start.note(shard_start(self._kind.inner))
+        elif self._kind.inner.generator is None:
+            self._start.seed()
+        else:
+            self._start.note({"generator": self._kind.inner.generator.get_state()})
+
+    def state(self, position: int) -> SamplerState:
+        saved = self._start.saved
+        if saved is None and self._kind.name != "sequential":
+            self.draw()
+            saved = self._start.saved
+        said = self._said(start=_fresh(saved))
+        return SamplerState(said, None, _samples(said, position))
+
+
+class _Recorded(Sampling):
+    """Of samplers that have a state, or whose iterator has one."""
+
+    def __init__(self, kind: Kind, iterator: Iterator[Any], recorder: Recorder) -> None:
+        super().__init__(kind, iterator)
+        self._recorder = recorder
+
+    def draw(self) -> None:
+        self._recorder.begin()
+
+    def state(self, position: int) -> SamplerState:
+        entry = self._recorder.entry(position)
+        if entry is None:
+            return SamplerState(self._said(kind="other", start=None), None, None)
+        said = self._said(kind="stateful", start=None, state_position=entry.position)
+        return SamplerState(said, entry.index_sampler_state, entry.sampler_iter_state)
+
+
+class _Other(Sampling):
+    """Of all other samplers, and of iterable datasets: a position says all that can be said."""
+
+    def draw(self) -> None:
+        pass
+
+    def state(self, position: int) -> SamplerState:
+        said = self._said(start=None)
+        return SamplerState(said, None, _samples(said, position) if self._kind.name == "none" else None)
+
+
+def _fresh(start: dict[str, Any] | None) -> dict[str, Any] | None:
+    if start is None:
+        return None
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
+
+
+def _samples(said: dict[str, Any], position: int) -> dict[str, Any] | None:
+    """torchdata's state of the batches of a sampler without a state."""
+    size, length = said["batch_size"], said["length"]
+    if size is None:
+        return None
+    samples = position * size
+    return {"samples_yielded": samples if length is None else min(samples, length)}
+
+
+def unstarted(index_sampler: Any) -> SamplerState:
+    """What to save of a sampler before the first epoch. Draws nothing."""
+    return SamplerState(about(kind_of(index_sampler)) | {"start": None}, None, None)
+
+
+def sampling(
+    index_sampler: Any,
+    torchs: Any,
+    saved: Mapping[str, Any] | None,
+    position: int,
+    ahead: Sequence[int],
+    every: int,
+    map_style: bool,
+) -> Sampling:
+    """The index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
+
+    Args:
+        index_sampler: What the loader takes its index batches from.
+        torchs: ``iter(index_sampler)``, unstarted.
+        saved: What ``Sampling.state`` has saved: its own part and, for samplers with a state, torchdata's two. Also a
+            dict with ``"start"`` alone, or torchdata's two alone, which are then of ``"state_position"`` or, without
+            that, of the position. None for the begin of an epoch as torch draws it.
+        position: Number of index batches to leave out.
+        ahead: Ordinals from the position on to leave out as well.
+        every: Number of index batches from one state of a sampler to the next; 0 for the first one alone.
+        map_style: Whether the dataset is map-style. An iterable one has no index batches to leave out.
+
+    Raises:
+        ValueError: The saved states are of a sampler that has a state, and this one has none.
+    """
+    kind = kind_of(index_sampler)
+    if not map_style:
+        return _Other(kind, torchs)
+    found = _from_position(kind, torchs, saved, position, every)
+    if ahead:
+        # All of C code: an interrupt cannot lose an index batch.
+        wanted = [ordinal not in set(ahead) for ordinal in range(position, max(ahead) + 1)]
+        found.iterator = itertools.compress(found.iterator, itertools.chain(wanted, itertools.repeat(True)))
+    return found
+
+
+def _from_position(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int, every: int) -> Sampling:
+    if kind.is_known:
+        return _known(kind, torchs, saved, position)
+    if may_be_stateful(kind, torchs):
+        recorder, left = recorder_of(kind, torchs, saved, position, every)
+        return _Recorded(kind, _without(recorder, left), recorder)
+    return _Other(kind, _without(torchs, position))
+
+
+def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    return itertools.islice(iterator, count, None) if count else iterator
+
+
+def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int) -> Sampling:
+    start = Start(start_of(kind, saved))
+    if kind.name == "distributed" and start.given is not None:
+        _warn_of_epoch(start.given, kind.inner)
+        position -= start.given["first"]
+    index_sampler = kind.inner if kind.batches is None else kind.batches
+    stream = indices.stream(index_sampler, torchs, start)
+    if stream is not torchs:
+        if position:
+            stream.skip(position)
+        return _Known(kind, stream, start, None)
+    if kind.name == "sequential":
+        start = Start({})
+        if not position:
+            return _Known(kind, torchs, start, None)
+    size = 1 if kind.batches is None else kind.batches.batch_size
+    # Without batches torch's iterator over the indices is there already.
+    source = Source(kind, torchs if kind.batches is None else None, start, position * size)
+    if kind.name == "distributed" and kind.batches is None:
+        # torch has read the sampler's settings.
+        source.begin()
+    return _Known(kind, iterate(kind, source), start, source)
+
+
+def _warn_of_epoch(start: Mapping[str, Any], inner: Any) -> None:
+    if inner.epoch != start["epoch"]:
+        logger.warning(
+            "the loaded state is of epoch %s of the DistributedSampler, whose epoch is now %s: the rest of epoch %s "
+            "follows. Call set_epoch(%s) before the loop to silence this",
+            start["epoch"],
+            inner.epoch,
+            start["epoch"],
+            start["epoch"],
+        )

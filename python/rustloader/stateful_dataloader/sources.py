@@ -1,0 +1,117 @@
+"""The indices of torch's samplers from a saved place, and torch's batches of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from rustloader.iterator.starts import Start, shard, shard_start
+from rustloader.stateful_dataloader.kinds import Kind
+
+
+class Source:
+    """The indices of an epoch of a sampler. Begins with the first index, or earlier if it is told to.
+
+    Args:
+        kind: The sampler, which must be known.
+        torchs: Its unstarted iterator, if there is one.
+        start: Where the order starts from, or where it is noted.
+        skip: Number of indices to leave out.
+    """
+
+    def __init__(self, kind: Kind, torchs: Any, start: Start, skip: int) -> None:
+        self._kind = kind
+        self._torchs = torchs
+        self._start = start
+        self._skip = skip
+        # The first one counts: a signal handler may begin while its thread begins.
+        self._begun: list[Iterator[Any]] = []
+
+    def begin(self) -> Iterator[Any]:
+        """Draws what the first index needs, once."""
+        if not self._begun:
+            self._begun.append(self._make())
+        return self._begun[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._kind.name == "sequential":
+            return iter(range(len(self._kind.inner.data_source))[self._skip :])
+        iterator = self.begin()
+        return itertools.islice(iterator, self._skip, None) if self._skip else iterator
+
+    def _make(self) -> Iterator[Any]:
+        return self._shard() if self._kind.name == "distributed" else self._random()
+
+    def _shard(self) -> Iterator[Any]:
+        given = self._start.given
+        if given is not None:
+            return iter(shard(given).tolist())
+        self._start.note(shard_start(self._kind.inner))
+        return self._iterate()
+
+    def _random(self) -> Iterator[Any]:
+        inner, start = self._kind.inner, self._start
+        if inner.generator is None and start.given is None and self._kind.name != "random":
+            # torch draws from the global generator.
+            start.note({"global_generator": torch.get_rng_state()})
+            return _advanced(self._iterate())
+        generator, is_private = start.generator_of(inner)
+        if is_private:
+            inner = copy.copy(inner)
+            inner.generator = generator
+            return iter(inner)
+        start.note({"generator": generator.get_state()})
+        return _advanced(self._iterate())
+
+    def _iterate(self) -> Iterator[Any]:
+        return iter(self._kind.inner) if self._torchs is None else self._torchs
+
+
+def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
+    """An iterator that has made its first draw."""
+    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+
+class _Batches:
+    """A BatchSampler over other indices, for torch's code. It reads ``batch_size`` of the original."""
+
+    def __init__(self, batches: BatchSampler, inner: Any) -> None:
+        self._batches = batches
+        self.sampler = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def iterate(kind: Kind, source: Any) -> Iterator[Any]:
+    """torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
+    if kind.batches is not None:
+        return BatchSampler.__iter__(_Batches(kind.batches, source))  # type: ignore[arg-type]
+    return _lazily(source)
+
+
+def _lazily(source: Any) -> Iterator[Any]:
+    yield from source
+
+
+def start_of(kind: Kind, saved: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The saved start of a known sampler; None if there is none.
+
+    A state of torchdata's RandomSampler has the state of its generator. torch's sampler draws the same indices from it.
+    """
+    if saved is None:
+        return None
+    if "kind" in saved or saved.get("start") is not None:
+        found: Mapping[str, Any] | None = saved.get("start")
+        return found or None
+    state = saved.get("_sampler_iter_state")
+    if kind.batches is not None and isinstance(state, Mapping):
+        state = state.get("sampler_iter_state")
+    if kind.name == "random" and isinstance(state, Mapping) and "generator" in state:
+        return {"generator": state["generator"]}
+    return None

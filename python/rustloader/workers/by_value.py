@@ -1,0 +1,37 @@
+"""Pickles states of datasets with everything in the pickle itself: it outlives its process and shares no memory."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from rustloader._core import is_plain_leaf
+
+# The first protocol that has bytearrays, which tensors are made of without a copy.
+_PROTOCOL = 5
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles a value for ``pickle.loads``. Reducers that torch registers for multiprocessing have no effect."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=_PROTOCOL)
+    pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}
+    pickler.dump(value)
+    return out.getvalue()
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """The bytes of a plain tensor. torch's own reduction is an archive, which takes 30 times as long to read, and has
+    the whole storage of a view."""
+    if tensor.numel() == 0 or not (is_plain_leaf(tensor) and tensor.is_contiguous()):
+        return tensor.__reduce_ex__(_PROTOCOL)
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return _rebuild_tensor, (pickle.PickleBuffer(content), tensor.dtype, tuple(tensor.shape))
+
+
+def _rebuild_tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=dtype).view(shape)

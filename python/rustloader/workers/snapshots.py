@@ -1,0 +1,251 @@
+"""Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
+
+A snapshot is a pickled dict: the state in torchdata's form, the counters of ``seed_by``, and whether anything has a
+state at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import monotonic, thread_time
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind
+
+from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.seeds import Seeds
+from rustloader.workers import by_value, serialize
+
+
+@dataclass(frozen=True)
+class SnapshotPolicy:
+    """How often snapshots are made.
+
+    Attributes:
+        every: Batches of the loader from one snapshot to the next; 0: only at the start and the end of an epoch.
+        first_ordinal: Number of the epoch's first batch.
+    """
+
+    every: int
+    first_ordinal: int = 0
+
+
+@dataclass
+class WorkerStart:
+    """How a worker begins a resumed epoch.
+
+    Attributes:
+        dataset_state: For ``load_state_dict`` of the dataset, or None.
+        iterator_state: For ``load_state_dict`` of its iterator, or None.
+        ended: Whether the iterable dataset had ended. It is not asked again.
+        replay: Batches to fetch and drop: their number for an iterable dataset, or their index batches.
+        batches: The counter of ``Seeds`` at the snapshot.
+        samples: The same for samples.
+    """
+
+    dataset_state: Any = None
+    iterator_state: Any = None
+    ended: bool = False
+    replay: int | list[Any] = 0
+    batches: int = 0
+    samples: int = 0
+
+    def as_snapshot(self, worker_id: int, is_iterable: bool) -> dict[str, Any]:
+        """The snapshot that this was read from."""
+        fetcher_state = {"dataset_iter_state": self.iterator_state, "fetcher_ended": self.ended}
+        return {
+            "worker_id": worker_id,
+            "dataset_state": self.dataset_state,
+            "fetcher_state": fetcher_state if is_iterable else None,
+            "batches": self.batches,
+            "samples": self.samples,
+        }
+
+    def __reduce__(self) -> Any:
+        # Under spawn, multiprocessing's reducers would move the state's tensors into memory that the workers share.
+        return _start_of, (by_value.dumps(self.__dict__),)
+
+
+def _start_of(fields: bytes) -> WorkerStart:
+    return WorkerStart(**pickle.loads(fields))
+
+
+def is_stateful(obj: Any) -> bool:
+    """Whether an object can save and load its state, as torchdata's ``Stateful`` says."""
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+class Snapshots:
+    """Decides when a snapshot is made, and makes it.
+
+    Args:
+        policy: How often, in the first epoch.
+        num_workers: Number of workers that take turns.
+        kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
+        worker_id: Number of the worker.
+        seeds: Seeds of the worker; in the main process the fetcher has them.
+
+    Attributes:
+        has_state: Whether the dataset or its iterator has a state, once ``first`` was called.
+    """
+
+    has_state = False
+
+    def __init__(
+        self, policy: SnapshotPolicy, num_workers: int, kind: int, worker_id: int = 0, seeds: Seeds | None = None
+    ) -> None:
+        self._policy_every, self._turns = policy.every, max(num_workers, 1)
+        self._is_iterable = kind == _DatasetKind.Iterable
+        self._worker_id, self._seeds = worker_id, seeds
+        # 0: no snapshot is due any more.
+        self._every = 0
+        self._began = self._not_before = 0.0
+        self._spent = 0.0
+
+    def first(self, fetcher: Any, dataset: Any) -> bytes:
+        """Begins an epoch with the snapshot of its start."""
+        self.stop()
+        self._began = self._not_before = monotonic()
+        self._spent = 0.0
+        self.has_state = any(map(is_stateful, self._sources(fetcher, dataset)))
+        with self.charged():
+            payload = self.make(fetcher, dataset)
+        if self.has_state:
+            self._every = self._policy_every
+        return payload
+
+    def after(self, ordinal: int, fetcher: Any, dataset: Any) -> bytes | None:
+        """The snapshot after the batch with this number. None: it is not due, or a state cannot be made or pickled;
+        then this epoch has no more."""
+        if not self.is_due(ordinal):
+            return None
+        with self.charged():
+            try:
+                return self.make(fetcher, dataset)
+            except Exception:
+                self.stop()
+                return None
+
+    def is_due(self, ordinal: int) -> bool:
+        """Whether the policy asks for a snapshot after the batch with this number, and the last one's cost leaves CPU
+        time for it. As in torchdata, each worker makes one during the last turn before a multiple of ``every``."""
+        every = self._every
+        return every > 0 and ordinal % every + self._turns >= every and monotonic() >= self._not_before
+
+    def stop(self) -> None:
+        """Makes no snapshot due until the next epoch."""
+        self._every = 0
+
+    @contextlib.contextmanager
+    def charged(self) -> Iterator[None]:
+        """Counts the CPU time of the body as that of a snapshot, and puts off the next until it can cost as much."""
+        before = thread_time()
+        try:
+            yield
+        finally:
+            cost = thread_time() - before
+            self._spent += cost
+            missing = self._spent + cost - SNAPSHOT_ALLOWANCE
+            self._not_before = self._began + max(missing, 0.0) / SNAPSHOT_SHARE
+
+    def make(self, fetcher: Any, dataset: Any) -> bytes:
+        """Makes a snapshot now. Raises what ``state_dict`` or pickling raises."""
+        return by_value.dumps(self.state(fetcher, dataset))
+
+    def state(self, fetcher: Any, dataset: Any) -> dict[str, Any]:
+        """What a snapshot holds now."""
+        states = [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
+        return self._with_states(fetcher, *states)
+
+    def without_state(self, fetcher: Any) -> dict[str, Any]:
+        """The same for a dataset without a state."""
+        return self._with_states(fetcher, None, None)
+
+    def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
+        """The iterator and the dataset, as far as each has a state of its own."""
+        if not self._is_iterable:
+            return None, dataset
+        iterator = getattr(fetcher, "dataset_iter", None)
+        return iterator, None if iterator is dataset else dataset
+
+    def _with_states(self, fetcher: Any, iterator_state: Any, dataset_state: Any) -> dict[str, Any]:
+        seeds = fetcher.seeds if isinstance(fetcher, SeededFetcher) else self._seeds
+        fetcher_state = None
+        if self._is_iterable:
+            ended = getattr(fetcher, "ended", False)
+            fetcher_state = {"dataset_iter_state": iterator_state, "fetcher_ended": ended}
+        return {
+            "worker_id": self._worker_id,
+            "dataset_state": dataset_state,
+            "fetcher_state": fetcher_state,
+            "batches": 0 if seeds is None else seeds.batches,
+            "samples": 0 if seeds is None else seeds.samples,
+            "stateful": self.has_state,
+        }
+
+
+class Publisher:
+    """Sends the snapshots of a worker, and counts the answers that they name.
+
+    Args:
+        port: The worker's port.
+        snapshots: Makes the snapshots.
+        first_ordinal: Number of the first epoch's first batch.
+        where: The place that errors name.
+    """
+
+    def __init__(self, port: Any, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
+        self._port, self._snapshots, self._where = port, snapshots, where
+        # What a task's number lacks to the number of its batch.
+        self._offset = first_ordinal
+        self._answers = 0
+        # Whether this epoch's error was sent. There is one at most.
+        self._failed = False
+        # Whether batches are fetched again between the first snapshot and the first answer.
+        self._has_replay = False
+
+    def begin_epoch(self, first_task: int) -> None:
+        """Begins another epoch, whose batches are the tasks from ``first_task``. ``first`` has to follow."""
+        self._offset, self._answers, self._failed = -first_task, 0, False
+
+    def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any, has_replay: bool = False) -> None:
+        """Sends the snapshot of the epoch's start, or the error that the worker has in its place."""
+        self._has_replay = has_replay
+        if error is None:
+            self._send(self._snapshots.first, fetcher, dataset)
+        else:
+            self._fail(error)
+
+    def after(self, task: int, fetcher: Any, dataset: Any) -> None:
+        """Counts an answer, and sends the snapshot after it if one is due. Comes before the answer itself: when the
+        main process has that, it has the snapshot, too."""
+        self._answers += 1
+        if self._snapshots.is_due(task + self._offset):
+            with self._snapshots.charged():
+                self._send(self._snapshots.make, fetcher, dataset)
+
+    def at_end(self, fetcher: Any, dataset: Any) -> None:
+        """Sends the snapshot of an iterable dataset that has ended, without regard to its cost."""
+        # torch's fetcher notes this only where it makes batches.
+        fetcher.ended = True
+        # Before the first answer, the state is that of the first snapshot and the replay.
+        if not self._failed and (self._answers or not self._has_replay):
+            self._send(self._snapshots.make, fetcher, dataset)
+
+    def _send(self, make: Any, fetcher: Any, dataset: Any) -> None:
+        try:
+            payload = make(fetcher, dataset)
+        except Exception:
+            self._fail(ExceptionWrapper(where=self._where))
+        else:
+            self._port.send_snapshot(self._answers, payload, False)
+
+    def _fail(self, error: ExceptionWrapper) -> None:
+        self._failed = True
+        self._snapshots.stop()
+        self._port.send_snapshot(self._answers, serialize.dumps_error(error), True)

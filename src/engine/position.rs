@@ -1,0 +1,388 @@
+//! The position of an epoch: which tasks have been delivered, now and a few answers ago.
+//!
+//! An *answer* is a batch, or the error in its place, that the engine has handed out. [`Positions`] keeps the last ones, so that
+//! it can be asked for an earlier position. Ordinals count the tasks of the epoch from 0.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use crate::config::{BACK_ANSWERS, BACK_BATCHES};
+
+/// A position in an epoch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Position {
+    /// All tasks with smaller ordinals are delivered, or were left out at the end of a worker's iterable dataset.
+    pub low: u64,
+    /// The delivered tasks from `low` on, in ascending order. Empty if batches are delivered in order.
+    pub ahead: Vec<u64>,
+    /// Number of answers of each worker.
+    pub per_worker: Vec<u64>,
+    /// The worker of the last answer.
+    pub last_worker: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Answer {
+    ordinal: u64,
+    worker: u32,
+    is_batch: bool,
+}
+
+/// The answers of an epoch so far.
+#[derive(Debug)]
+pub struct Positions {
+    low: u64,
+    /// Delivered tasks from `low` on.
+    ahead: BTreeSet<u64>,
+    /// Tasks that no worker will answer. Kept while a position that can be asked for may lie before them.
+    left_out: BTreeSet<u64>,
+    /// The last answers, which a position can go behind.
+    recent: VecDeque<Answer>,
+    /// Number of batches among them.
+    batches: usize,
+    /// Answers of each worker before them.
+    settled: Vec<u64>,
+    /// The worker of the last answer before them.
+    settled_last: Option<u32>,
+    /// Number of all answers.
+    answers: u64,
+}
+
+impl Positions {
+    /// The begin of the first epoch of `workers` workers.
+    pub fn new(workers: usize) -> Self {
+        Self {
+            low: 0,
+            ahead: BTreeSet::new(),
+            left_out: BTreeSet::new(),
+            recent: VecDeque::with_capacity(2 * BACK_BATCHES),
+            batches: 0,
+            settled: vec![0; workers],
+            settled_last: None,
+            answers: 0,
+        }
+    }
+
+    /// Begins another epoch.
+    pub fn begin_epoch(&mut self) {
+        *self = Self::new(self.settled.len());
+    }
+
+    /// Notes that a task's batch, or the error in its place, has been handed out.
+    #[inline]
+    pub fn answered(&mut self, ordinal: u64, worker: u32, is_batch: bool) {
+        self.answers += 1;
+        self.recent.push_back(Answer { ordinal, worker, is_batch });
+        self.batches += usize::from(is_batch);
+        self.settle();
+        if ordinal == self.low {
+            self.low += 1;
+            self.advance();
+        } else {
+            self.ahead.insert(ordinal);
+        }
+    }
+
+    /// Notes that the last answer is an error: its batch could not be read.
+    pub fn failed(&mut self) {
+        if let Some(last) = self.recent.back_mut()
+            && std::mem::take(&mut last.is_batch)
+        {
+            self.batches -= 1;
+        }
+    }
+
+    /// Notes that no worker will answer a task.
+    pub fn left_out(&mut self, ordinal: u64) {
+        self.left_out.insert(ordinal);
+        self.advance();
+    }
+
+    /// Raises `low` over what has been delivered or left out.
+    #[inline]
+    fn advance(&mut self) {
+        if !self.ahead.is_empty() || !self.left_out.is_empty() {
+            while self.ahead.remove(&self.low) || self.left_out.contains(&self.low) {
+                self.low += 1;
+            }
+        }
+    }
+
+    /// Forgets answers that no position can go behind: the last one, and [`BACK_BATCHES`] batches before it, are enough.
+    #[inline]
+    fn settle(&mut self) {
+        while self.recent.len() > 1
+            && let Some(oldest) = self.recent.front()
+            && (!oldest.is_batch || self.batches > BACK_BATCHES + 1 || self.recent.len() > BACK_ANSWERS)
+        {
+            self.batches -= usize::from(oldest.is_batch);
+            self.settled[oldest.worker as usize] += 1;
+            self.settled_last = Some(oldest.worker);
+            self.recent.pop_front();
+        }
+        if !self.left_out.is_empty() {
+            let oldest = self.recent.iter().map(|answer| answer.ordinal).min();
+            self.left_out = self.left_out.split_off(&oldest.unwrap_or(self.low).min(self.low));
+        }
+    }
+
+    /// Number of a worker's answers that every position has from now on.
+    pub fn settled(&self, worker: u32) -> u64 {
+        self.settled[worker as usize]
+    }
+
+    /// The position after `answers` answers, which are all or all but one, without the last `back` batches and the errors
+    /// after each of these. The error says why there is none.
+    pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
+        let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
+        let Some(missing) = missing else {
+            return Err(format!("{} answers were given in this epoch, not {answers}", self.answers));
+        };
+        let kept = self.kept(missing as usize, back)?;
+        let undone: BTreeSet<u64> = self.recent.iter().skip(kept).map(|answer| answer.ordinal).collect();
+        let low = undone.first().map_or(self.low, |first| self.low.min(*first));
+        let is_delivered = |ordinal: &u64| !undone.contains(ordinal) && !self.left_out.contains(ordinal);
+        let mut per_worker = self.settled.clone();
+        self.recent.iter().take(kept).for_each(|answer| per_worker[answer.worker as usize] += 1);
+        Ok(Position {
+            low,
+            ahead: (low..self.low).chain(self.ahead.iter().copied()).filter(is_delivered).collect(),
+            per_worker,
+            last_worker: match kept.checked_sub(1) {
+                Some(last) => Some(self.recent[last].worker),
+                None => self.settled_last,
+            },
+        })
+    }
+
+    /// How many of the recent answers remain without the last `missing` and then the last `back` batches.
+    fn kept(&self, missing: usize, back: usize) -> Result<usize, String> {
+        if back > BACK_BATCHES {
+            return Err(format!("a position is at most {BACK_BATCHES} batches back, not {back}"));
+        }
+        let mut kept = self.recent.len() - missing;
+        for found in 0..back {
+            let batch = self.recent.iter().take(kept).rposition(|answer| answer.is_batch);
+            kept = batch
+                .ok_or_else(|| format!("{found} batches of this epoch can be taken back, not {back}"))?;
+        }
+        Ok(kept)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Answers by workers in turn, in order: a batch for each `true`.
+    fn in_order(workers: u32, batches: &[bool]) -> Positions {
+        let mut positions = Positions::new(workers as usize);
+        for (ordinal, is_batch) in (0..).zip(batches) {
+            positions.answered(ordinal, ordinal as u32 % workers, *is_batch);
+        }
+        positions
+    }
+
+    fn position(
+        low: u64,
+        ahead: &[u64],
+        per_worker: &[u64],
+        last_worker: Option<u32>,
+    ) -> Result<Position, String> {
+        Ok(Position { low, ahead: ahead.to_vec(), per_worker: per_worker.to_vec(), last_worker })
+    }
+
+    #[test]
+    fn a_position_counts_what_was_given() {
+        let mut positions = Positions::new(2);
+        assert_eq!(positions.at(0, 0), position(0, &[], &[0, 0], None));
+        positions = in_order(2, &[true; 3]);
+        assert_eq!(positions.at(3, 0), position(3, &[], &[2, 1], Some(0)));
+        assert_eq!(positions.at(2, 0), position(2, &[], &[1, 1], Some(1)));
+        assert_eq!(positions.at(2, 1), position(1, &[], &[1, 0], Some(0)));
+        assert_eq!(positions.at(3, 3), position(0, &[], &[0, 0], None));
+        positions.begin_epoch();
+        assert_eq!(positions.at(0, 0), position(0, &[], &[0, 0], None));
+    }
+
+    #[test]
+    fn only_the_last_answer_may_be_missing() {
+        let positions = in_order(1, &[true; 3]);
+        for answers in [0, 1, 4, u64::MAX] {
+            let text = positions.at(answers, 0).unwrap_err();
+            assert_eq!(text, format!("3 answers were given in this epoch, not {answers}"));
+        }
+    }
+
+    #[test]
+    fn errors_are_answers_but_do_not_count_as_batches() {
+        let positions = in_order(2, &[true, false, true, false, false]);
+        assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
+        assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
+        // Back to before the last batch, with the errors after it.
+        assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
+        assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
+        assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));
+    }
+
+    #[test]
+    fn a_batch_that_could_not_be_read_becomes_an_error() {
+        let mut positions = in_order(1, &[true, true]);
+        positions.failed();
+        positions.failed();
+        assert_eq!(positions.at(2, 1), position(0, &[], &[0], None));
+        assert!(positions.at(2, 2).is_err());
+    }
+
+    #[test]
+    fn eight_batches_can_be_taken_back_and_the_answer_that_is_missing() {
+        for count in [9, 10, 50] {
+            let positions = in_order(2, &vec![true; count]);
+            let count = count as u64;
+            assert_eq!(positions.at(count, 8).unwrap().low, count - 8);
+            assert_eq!(positions.at(count - 1, 8).unwrap().low, count - 9);
+            let text = positions.at(count, 9).unwrap_err();
+            assert_eq!(text, "a position is at most 8 batches back, not 9");
+            assert_eq!(positions.settled(0) + positions.settled(1), count - 9);
+        }
+        assert!(in_order(2, &[true; 8]).at(7, 8).is_err());
+    }
+
+    #[test]
+    fn what_is_kept_has_a_limit_and_no_allocation_in_order() {
+        let mut positions = in_order(1, &[true; 100]);
+        assert_eq!(positions.recent.len(), BACK_BATCHES + 1);
+        assert_eq!(positions.recent.capacity(), Positions::new(1).recent.capacity());
+        // An error before the oldest batch need not be kept.
+        positions = in_order(1, &[false; 100]);
+        assert_eq!((positions.recent.len(), positions.settled(0)), (1, 99));
+        let mut many = vec![false; BACK_ANSWERS];
+        many[0] = true;
+        positions = in_order(1, &many);
+        assert_eq!(positions.at(BACK_ANSWERS as u64, 1).unwrap().low, 0);
+        positions.answered(BACK_ANSWERS as u64, 0, false);
+        assert!(positions.at(BACK_ANSWERS as u64 + 1, 1).is_err());
+        assert_eq!(positions.recent.len(), 1);
+    }
+
+    #[test]
+    fn batches_out_of_order_are_ahead_until_the_gap_closes() {
+        let mut positions = Positions::new(2);
+        for (ordinal, worker) in [(1, 1), (3, 1), (0, 0)] {
+            positions.answered(ordinal, worker, true);
+        }
+        assert_eq!(positions.at(3, 0), position(2, &[3], &[1, 2], Some(0)));
+        assert_eq!(positions.at(3, 1), position(0, &[1, 3], &[0, 2], Some(1)));
+        assert_eq!(positions.at(3, 2), position(0, &[1], &[0, 1], Some(1)));
+        positions.answered(2, 0, true);
+        assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(0)));
+        assert_eq!(positions.at(4, 1), position(2, &[3], &[1, 2], Some(0)));
+    }
+
+    #[test]
+    fn tasks_that_were_left_out_are_no_gap() {
+        // Worker 0 ends at task 2, and answers neither that one nor task 4.
+        let mut positions = in_order(2, &[true; 2]);
+        positions.left_out(2);
+        positions.left_out(4);
+        assert_eq!(positions.at(2, 0), position(3, &[], &[1, 1], Some(1)));
+        positions.answered(3, 1, true);
+        assert_eq!(positions.at(3, 0), position(5, &[], &[1, 2], Some(1)));
+        positions.answered(5, 1, true);
+        assert_eq!(positions.at(4, 1), position(5, &[], &[1, 2], Some(1)));
+        assert_eq!(positions.at(4, 3), position(1, &[], &[1, 0], Some(0)));
+        for ordinal in 6..20 {
+            positions.answered(ordinal, 1, true);
+        }
+        assert!(positions.left_out.is_empty());
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Op {
+        /// One of the outstanding tasks is answered, by a worker, with a batch or an error.
+        Answer(usize, u32, bool),
+        LeftOut(usize),
+        Failed,
+    }
+
+    const WORKERS: u32 = 3;
+
+    fn ops() -> impl Strategy<Value = Vec<Op>> {
+        let op = prop_oneof![
+            12 => (0..6usize, 0..WORKERS, any::<bool>()).prop_map(|(n, worker, ok)| Op::Answer(n, worker, ok)),
+            12 => (0..1usize, 0..WORKERS, Just(true)).prop_map(|(n, worker, ok)| Op::Answer(n, worker, ok)),
+            2 => (0..6usize).prop_map(Op::LeftOut),
+            1 => Just(Op::Failed),
+        ];
+        proptest::collection::vec(op, 0..80)
+    }
+
+    /// The position after some of all answers, counted anew.
+    fn counted(answers: &[Answer], left_out: &BTreeSet<u64>) -> Position {
+        let delivered: BTreeSet<u64> = answers.iter().map(|answer| answer.ordinal).collect();
+        let low = (0..).find(|ordinal| !delivered.contains(ordinal) && !left_out.contains(ordinal)).unwrap();
+        let of = |worker| answers.iter().filter(|answer| answer.worker == worker).count() as u64;
+        Position {
+            low,
+            ahead: delivered.range(low..).copied().collect(),
+            per_worker: (0..WORKERS).map(of).collect(),
+            last_worker: answers.last().map(|answer| answer.worker),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn positions_are_those_of_a_full_record(ops in ops()) {
+            let mut positions = Positions::new(WORKERS as usize);
+            let (mut answers, mut left_out) = (Vec::<Answer>::new(), BTreeSet::new());
+            // Tasks under way.
+            let mut open: Vec<u64> = (0..6).collect();
+            let mut next = 6;
+            for op in ops {
+                match op {
+                    Op::Answer(n, worker, is_batch) => {
+                        let ordinal = open.remove(n);
+                        positions.answered(ordinal, worker, is_batch);
+                        answers.push(Answer { ordinal, worker, is_batch });
+                    }
+                    Op::LeftOut(n) => {
+                        let ordinal = open.remove(n);
+                        positions.left_out(ordinal);
+                        left_out.insert(ordinal);
+                    }
+                    Op::Failed => {
+                        positions.failed();
+                        if let Some(last) = answers.last_mut() {
+                            last.is_batch = false;
+                        }
+                    }
+                }
+                if open.len() < 6 {
+                    open.push(next);
+                    next += 1;
+                }
+                for missing in 0..=answers.len().min(1) {
+                    let given = answers.len() - missing;
+                    let mut kept = &answers[..given];
+                    for back in 0..=BACK_BATCHES {
+                        prop_assert_eq!(positions.at(given as u64, back), Ok(counted(kept, &left_out)));
+                        let Some(batch) = kept.iter().rposition(|answer| answer.is_batch) else {
+                            prop_assert!(positions.at(given as u64, back + 1).is_err());
+                            break;
+                        };
+                        kept = &kept[..batch];
+                    }
+                }
+                for worker in 0..WORKERS {
+                    let least = (0..=BACK_BATCHES)
+                        .filter_map(|back| positions.at(answers.len().saturating_sub(1) as u64, back).ok())
+                        .map(|position| position.per_worker[worker as usize])
+                        .min();
+                    prop_assert!(positions.settled(worker) <= least.unwrap_or(0));
+                }
+            }
+        }
+    }
+}

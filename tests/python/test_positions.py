@@ -1,0 +1,391 @@
+"""`Engine.position`: which tasks of an epoch are delivered, now and a few answers ago."""
+
+import itertools
+import os
+import signal
+import threading
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from pinning_support import pinning
+from sample_data import Dying, Given, Held, untouched, worker_id
+from support import (
+    DataLoader,
+    LoaderIter,
+    gone,
+    waits_in_next,
+    worker_pids,
+    workers_say,
+)
+from torch.utils.data import Dataset, IterableDataset
+
+pytestmark = pytest.mark.ours
+
+
+def position(iterator, answers, back=0):
+    return iterator._core.position(answers, back)
+
+
+def has(iterator, answers):
+    """Whether the engine has given exactly this number of answers."""
+    for other, wrong in ((answers + 1, "not"), (answers - 2, "not")):
+        if other >= 0:
+            with pytest.raises(ValueError, match=f"{answers} answers were given in this epoch, {wrong} {other}"):
+                position(iterator, other)
+    return bool(position(iterator, answers))
+
+
+class Made(Dataset):
+    """Sample i is (i, worker), or an error for an `i` among the failing ones."""
+
+    def __init__(self, n, failing=()):
+        self.n, self.failing = n, failing
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i in self.failing:
+            raise ValueError(i)
+        return i, worker_id()
+
+
+def loader_of(dataset, workers=2, **kw):
+    return DataLoader(dataset, num_workers=workers, batch_size=None, collate_fn=untouched, **kw)
+
+
+def counted(delivered, workers):
+    """The position after these answers, as (ordinal, worker), counted anew."""
+    ordinals = {ordinal for ordinal, _ in delivered}
+    low = next(ordinal for ordinal in itertools.count() if ordinal not in ordinals)
+    per_worker = [sum(worker == of for _, of in delivered) for worker in range(workers)]
+    return low, sorted(i for i in ordinals if i > low), per_worker, delivered[-1][1] if delivered else -1
+
+
+OPTIONS = {
+    "in order": dict(),
+    "out of order": dict(in_order=False),
+    "shared queue": dict(dispatch="shared_queue"),
+    "window": dict(reorder_window=7),
+    "shared queue, out of order": dict(dispatch="shared_queue", in_order=False),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_position_is_what_was_delivered(kind, workers):
+    iterator = iter(loader_of(Made(40), workers, **OPTIONS[kind]))
+    delivered = []
+    assert position(iterator, 0) == (0, [], [0] * workers, -1)
+    for item in iterator:
+        delivered.append(item)
+        for back in range(min(len(delivered), 8) + 1):
+            expected = counted(delivered[: len(delivered) - back], workers)
+            assert position(iterator, len(delivered), back) == expected
+        assert position(iterator, len(delivered) - 1) == counted(delivered[:-1], workers)
+    assert len(delivered) == 40
+    # After the end the workers are gone, and the position stays.
+    assert iterator._shutdown
+    assert position(iterator, 40) == counted(delivered, workers)
+
+
+def test_a_worker_that_is_slow_leaves_a_gap(tmp_path):
+    iterator = iter(loader_of(Held(12, 0, tmp_path / "go"), in_order=False))
+    others = [int(next(iterator)) for _ in range(5)]
+    assert others == [1, 3, 4, 5, 6]
+    assert position(iterator, 5) == (0, others, [0, 5], 1)
+    assert position(iterator, 5, 2) == (0, others[:3], [0, 3], 1)
+    (tmp_path / "go").touch()
+    rest = {int(item) for item in iterator}
+    assert rest == set(range(12)) - set(others)
+    assert position(iterator, 12)[:2] == (12, [])
+
+
+def test_errors_are_answers_and_no_batches():
+    iterator = iter(loader_of(Made(12, failing=(1, 4, 5, 6))))
+    for i in range(12):
+        if i in (1, 4, 5, 6):
+            with pytest.raises(ValueError):
+                next(iterator)
+        else:
+            next(iterator)
+        assert has(iterator, i + 1)
+        assert position(iterator, i + 1) == (i + 1, [], [i // 2 + 1, (i + 1) // 2], i % 2)
+    assert [position(iterator, 12, back)[0] for back in range(9)] == [12, 11, 10, 9, 8, 7, 3, 2, 0]
+    assert position(iterator, 12, 6) == (3, [], [2, 1], 0)
+
+
+def test_how_far_back_a_position_goes():
+    iterator = iter(loader_of(Made(30, failing=(1,))))
+    for _ in range(3):
+        try:
+            next(iterator)
+        except ValueError:
+            continue
+    with pytest.raises(ValueError, match="2 batches of this epoch can be taken back, not 3"):
+        position(iterator, 3, 3)
+    for _ in range(9):
+        next(iterator)
+    assert position(iterator, 12, 8)[0] == 4
+    assert position(iterator, 11, 8)[0] == 3
+    with pytest.raises(ValueError, match="at most 8 batches back, not 9"):
+        position(iterator, 12, 9)
+    with pytest.raises(OverflowError):
+        position(iterator, 12, -1)
+
+
+# What goes wrong in the main process
+
+
+class Unreadable:
+    """Raises in the main process, when it is unpickled."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def refuse():
+    raise KeyError("not here")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monkeypatch):
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Tied, lambda it: (refuse, ()))
+    samples = [0, Tied() if tied else Unreadable(), 2, 3]
+    with pinning() if pinned else torch.no_grad():
+        iterator = iter(loader_of(Given(samples), pin_memory=pinned))
+        assert next(iterator) == 0
+        with pytest.raises(KeyError, match="not here"):
+            next(iterator)
+        assert has(iterator, 2)
+        assert position(iterator, 2) == (2, [], [1, 1], 1)
+        # The first batch, and with it the error.
+        assert position(iterator, 2, 1) == (0, [], [0, 0], -1)
+        assert list(iterator) == [2, 3]
+        assert has(iterator, 4)
+
+
+class Tied:
+    """Its reducer is a foreign one, so it is unpickled while the worker lives."""
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupting:
+    """A signal handler raises when it is unpickled for the first time."""
+
+    times = 0
+
+    def __reduce__(self):
+        return restore, ()
+
+
+def restore():
+    Interrupting.times += 1
+    if Interrupting.times == 1:
+        signal.raise_signal(signal.SIGUSR1)
+    return Interrupting.times
+
+
+def test_an_answer_that_a_handler_cuts_off_may_be_missing():
+    def handler(signum, frame):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        iterator = iter(loader_of(Given([0, Interrupting(), 2])))
+        assert next(iterator) == 0
+        with pytest.raises(Interrupted):
+            next(iterator)
+        # It has not reached the caller.
+        assert position(iterator, 1) == (1, [], [1, 0], 0)
+        assert next(iterator) == 2
+        assert position(iterator, 2) == (2, [], [1, 1], 1)
+        assert list(iterator) == [2]
+        assert has(iterator, 3)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_errors_of_the_sampler_are_no_answers():
+    class Sampler:
+        def __iter__(self):
+            yield from range(4)
+            raise LookupError("no more")
+
+    iterator = iter(loader_of(Made(9), 1, sampler=Sampler()))
+    seen = []
+    while True:
+        try:
+            seen.append(next(iterator)[0])
+        except LookupError:
+            assert has(iterator, len(seen))
+        except StopIteration:
+            break
+    assert seen == [0, 1, 2, 3]
+    assert position(iterator, 4) == (4, [], [4], 0)
+
+
+# Anywhere, at any time
+
+
+def test_another_thread_and_a_handler_ask_while_next_waits(tmp_path):
+    iterator = iter(loader_of(Held(8, 3, tmp_path / "go")))
+    for _ in range(3):
+        next(iterator)
+    asked = []
+
+    def handler(signum, frame):
+        asked.append(position(iterator, 3, 1))
+        (tmp_path / "go").touch()
+
+    def ask():
+        assert waits_in_next()
+        asked.append(position(iterator, 3))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=ask)
+    try:
+        thread.start()
+        assert int(next(iterator)) == 3
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert asked == [(3, [], [2, 1], 0), (2, [], [1, 1], 1)]
+    assert position(iterator, 4) == (4, [], [2, 2], 1)
+    iterator._shutdown_workers()
+
+
+def test_a_position_outlives_the_workers():
+    iterator = iter(loader_of(Dying(8, 4, signal.SIGKILL)))
+    for _ in range(4):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        next(iterator)
+    assert position(iterator, 4) == (4, [], [2, 2], 1)
+    pids = worker_pids(iterator)
+    iterator._shutdown_workers()
+    assert gone(pids)
+    assert position(iterator, 4, 1) == (3, [], [2, 1], 0)
+
+
+def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
+    iterator = iter(loader_of(Made(20), prefetch_factor=4))
+    next(iterator)
+    assert workers_say(iterator, state="idle")
+    iterator._shutdown_workers()
+    assert position(iterator, 1) == (1, [], [1, 0], 0)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_new_epoch_begins_at_its_begin(whole):
+    loader = loader_of(Made(9), persistent_workers=True)
+    iterator = iter(loader)
+    for _ in iterator if whole else range(3):
+        if not whole:
+            next(iterator)
+    assert position(iterator, 9 if whole else 3)[0] == (9 if whole else 3)
+    assert iter(loader) is iterator
+    assert position(iterator, 0) == (0, [], [0, 0], -1)
+    with pytest.raises(ValueError, match="0 batches of this epoch"):
+        position(iterator, 0, 1)
+    next(iterator)
+    assert position(iterator, 1) == (1, [], [1, 0], 0)
+    iterator._shutdown_workers()
+
+
+def test_a_forked_child_is_refused():
+    iterator = iter(loader_of(Made(4)))
+    next(iterator)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            position(iterator, 1)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        assert "belongs to the process that this one was forked from" in pipe.read()
+    os.waitpid(pid, 0)
+    iterator._shutdown_workers()
+
+
+class Uneven(IterableDataset):
+    """Each worker has a number of samples of its own."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def __iter__(self):
+        return iter([(i, worker_id()) for i in range(self.sizes[worker_id()])])
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 30), (30, 2), (0, 5), (0, 0), (7, 7), (3, 0, 40)])
+def test_tasks_at_which_a_worker_ends_leave_no_gap(sizes, in_order, persistent):
+    loader = loader_of(Uneven(*sizes), len(sizes), in_order=in_order, persistent_workers=persistent)
+    for _ in range(2 if persistent else 1):
+        iterator = iter(loader)
+        seen = []
+        for item in iterator:
+            seen.append(item)
+            low, ahead, per_worker, last = position(iterator, len(seen))
+            assert per_worker == [sum(of == worker for _, of in seen) for worker in range(len(sizes))]
+            assert last == item[1]
+            if in_order:
+                assert ahead == [] and low >= len(seen)
+        low, ahead, per_worker, _ = position(iterator, sum(sizes))
+        assert (ahead, per_worker) == ([], list(sizes))
+        # Every task was answered or left out: those that were under way when each worker ended.
+        assert sum(sizes) + len(sizes) <= low <= sum(sizes) + 2 * len(sizes) ** 2
+    if persistent:
+        iterator._shutdown_workers()
+
+
+# The first worker
+
+
+class Beginning(LoaderIter):
+    """An iterator whose epochs begin with a given worker."""
+
+    first = 2
+
+    def _engine(self):
+        return Begins(super()._engine(), self.first)
+
+
+class Begins:
+    def __init__(self, engine, first):
+        self.engine, self.first = engine, first
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def begin(self, *args):
+        self.engine.begin(*args, first_worker=self.first)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_first_task_goes_to_the_first_worker(in_order):
+    loader = loader_of(Made(9), 3, in_order=in_order, persistent_workers=True)
+    iterator = Beginning(loader)
+    made = dict(iterator)
+    # With in_order=False, a task after the first round goes to a worker that has room.
+    assert [made[i] for i in range(9 if in_order else 3)] == [(i + 2) % 3 for i in range(9 if in_order else 3)]
+    iterator.first = 1
+    iterator._reset(loader)
+    made = dict(iterator)
+    assert [made[i] for i in range(3)] == [1, 2, 0]
+    iterator.first = 3
+    with pytest.raises(ValueError, match="there is no worker 3"):
+        iterator._reset(loader)
+    iterator._shutdown_workers()
