@@ -49,6 +49,28 @@ numbered_enum! {
         /// As [`Self::Pickle`], but unpickling requests something from the worker (a descriptor): unpickled on receipt, before
         /// the worker may leave.
         Tied = 6,
+        /// No answer: a snapshot of the worker's state. The entry's task is the number of the worker's answers in the epoch at
+        /// which it was made. Without a block it was left out for want of memory.
+        Snapshot = 7,
+        /// As [`Self::Snapshot`], but the error that prevents it.
+        FailedSnapshot = 8,
+    }
+}
+
+impl ResultKind {
+    /// Whether it is a snapshot or the error in its place, and no answer to a task.
+    #[inline]
+    pub fn is_snapshot(self) -> bool {
+        matches!(self, Self::Snapshot | Self::FailedSnapshot)
+    }
+
+    /// Whether an entry of this kind may have a message, or lack one.
+    fn fits(self, has_block: bool) -> bool {
+        match self {
+            Self::Exhausted | Self::Resumed => !has_block,
+            Self::Snapshot | Self::FailedSnapshot => true,
+            Self::Plain | Self::Pickle | Self::Error | Self::Tied => has_block,
+        }
     }
 }
 
@@ -151,7 +173,7 @@ pub struct Load {
 /// A result entry, read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResultEntry {
-    /// The task that it answers.
+    /// The task that it answers; of a snapshot, the number of answers before it.
     pub task: u64,
     /// The kind of answer.
     pub kind: ResultKind,
@@ -185,8 +207,7 @@ impl ResultEntry {
         let kind = ResultKind::of_number(number);
         let kind = kind.ok_or_else(|| Error::corrupt(format!("a result entry of kind {number}")))?;
         let block = Some((words[1] >> 32) as u32).filter(|&block| block != NO_BLOCK);
-        let wants_block = !matches!(kind, ResultKind::Exhausted | ResultKind::Resumed);
-        if block.is_some() != wants_block {
+        if !kind.fits(block.is_some()) {
             return Err(Error::corrupt(format!("a result entry of kind {kind:?} with block {block:?}")));
         }
         let timings = Timings {

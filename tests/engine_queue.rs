@@ -34,7 +34,8 @@ struct Rig {
 
 impl Rig {
     fn new(in_order: bool) -> Self {
-        let needs = Needs { workers: WORKERS, outstanding: 2 * WORKERS, shared_queue: true };
+        let needs =
+            Needs { workers: WORKERS, outstanding: 2 * WORKERS, shared_queue: true, snapshots: false };
         let arena = Arena::create_for(1 << 30, needs).unwrap();
         let mut engine = Engine::over(arena.clone(), settings(in_order)).unwrap();
         let doorbell = || engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
@@ -289,9 +290,11 @@ fn the_end_releases_what_no_worker_has_taken() {
 fn an_arena_without_a_queue_serves_no_engine_that_needs_one() {
     let plain = || Arena::create_sized(1 << 30, WORKERS, 6).unwrap();
     assert!(matches!(Engine::<u64>::over(plain(), settings(true)), Err(Error::Usage { .. })));
-    let needs = Needs { workers: WORKERS, outstanding: 6, shared_queue: true };
+    let needs = Needs { workers: WORKERS, outstanding: 6, shared_queue: true, snapshots: false };
     let arena = Arena::create_for(1 << 30, needs).unwrap();
     assert!(matches!(Engine::<u64>::over(arena, Settings::torch(3, 2, true)), Err(Error::Usage { .. })));
-    assert!(Engine::<u64>::new(settings(true)).unwrap().arena().queue_control().is_some());
-    assert!(Engine::<u64>::new(Settings::torch(3, 2, true)).unwrap().arena().queue_control().is_none());
+    assert!(Engine::<u64>::new(settings(true), false).unwrap().arena().queue_control().is_some());
+    assert!(
+        Engine::<u64>::new(Settings::torch(3, 2, true), false).unwrap().arena().queue_control().is_none()
+    );
 }

@@ -76,7 +76,7 @@ fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
 
 #[test]
 fn workers_that_share_a_queue_show_what_waits_in_it() {
-    let needs = Needs { workers: WORKERS, outstanding: 4, shared_queue: true };
+    let needs = Needs { workers: WORKERS, outstanding: 4, shared_queue: true, snapshots: false };
     let arena = Arena::create_for(64 << 20, needs).unwrap();
     let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(WORKERS as usize, 2, true) };
     let mut engine = Engine::<u32>::over(arena.clone(), settings).unwrap();

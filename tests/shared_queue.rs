@@ -27,7 +27,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 const INDEX: usize = 100;
 
 fn needs(shared_queue: bool) -> Needs {
-    Needs { workers: WORKERS, outstanding: OUTSTANDING, shared_queue }
+    Needs { workers: WORKERS, outstanding: OUTSTANDING, shared_queue, snapshots: false }
 }
 
 fn open(arena: &Arc<Arena>, worker: u32) -> Port {

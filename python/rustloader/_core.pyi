@@ -117,10 +117,12 @@ class Engine:
         shared_queue: bool = False,
         window_batches: int | None = None,
         window_bytes: int | None = None,
+        snapshots: bool = False,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
         ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
-        A window limits the batches that are under way or ready, or their bytes; without one, as torch."""
+        A window limits the batches that are under way or ready, or their bytes; without one, as torch. With
+        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`)."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
         """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
@@ -164,6 +166,18 @@ class Engine:
         the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count as
         such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer, or -1.
         ValueError: more than 8 batches back, or more than were delivered. Lock-free; after the end the last position."""
+
+    def snapshot(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
+        """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers: the number of
+        those, whether it is an error, and its payload.
+
+        None if there is none yet, and after ``finish``. Older snapshots than every position needs are not kept.
+        ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
+
+    def wait_started(self) -> bool:
+        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine is
+        closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
+        without ``snapshots`` waits for none."""
 
     def start_pinning(
         self,
@@ -400,6 +414,11 @@ class Port:
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""
+
+    def send_snapshot(self, count: int, payload: bytes, is_error: bool) -> bool:
+        """Sends a snapshot of this worker's state, made after ``count`` of its answers in this epoch, or the error that
+        prevents it. Comes before the next result, at most once for each; once more at the begin of an epoch (with the
+        count 0), at its end, and for an error. Returns False if it is left out for want of memory."""
 
     def exhausted(self, task: int) -> None:
         """Reports that the iterable dataset is exhausted."""

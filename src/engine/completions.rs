@@ -109,6 +109,47 @@ impl Completions {
     }
 }
 
+/// A snapshot's message, which stays in shared memory. Dropping it releases its block.
+#[derive(Debug)]
+pub struct Parcel {
+    arena: Arc<Arena>,
+    incoming: Incoming,
+}
+
+impl Parcel {
+    /// Takes over the block of a snapshot; `None` if it has none.
+    pub fn new(arena: &Arc<Arena>, incoming: Incoming) -> Option<Self> {
+        incoming.entry.block.map(|_| Self { arena: arena.clone(), incoming })
+    }
+
+    /// Whether it is the error in the place of a snapshot.
+    pub fn is_error(&self) -> bool {
+        self.incoming.entry.kind == ResultKind::FailedSnapshot
+    }
+
+    /// Copies the payload out of shared memory, and checks it.
+    pub fn read(&self) -> Result<Vec<u8>> {
+        let Incoming { worker, entry: ResultEntry { block, len, checksum, .. } } = self.incoming;
+        let block = block.ok_or_else(|| Error::corrupt("a snapshot without a message"))?;
+        let mut bytes = Vec::new();
+        self.arena.read_block(worker, block, len, &mut bytes)?;
+        let (leaves, start) = wire::read_message(&bytes)?;
+        if !leaves.is_empty() || wire::checksum(&bytes[start..]) != checksum {
+            return Err(Error::corrupt(format!("a snapshot of worker {worker} is not as it was sent")));
+        }
+        bytes.drain(..start);
+        Ok(bytes)
+    }
+}
+
+impl Drop for Parcel {
+    fn drop(&mut self) {
+        if let Some(block) = self.incoming.entry.block {
+            let_go(&self.arena, self.incoming.worker, block);
+        }
+    }
+}
+
 /// Releases the blocks of an unopened result.
 pub fn discard(arena: &Arc<Arena>, incoming: &Incoming) {
     // Opening releases the message's block, dropping its leaves. A damaged message keeps its leaves.

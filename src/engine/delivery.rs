@@ -185,8 +185,8 @@ impl<T, B, E> Delivery<T, B, E> {
         if let Health::Broken(error) = &self.health {
             return Err(error.clone());
         }
-        if let Some(Arrival { incoming, ready }) = &mut self.tied {
-            return Ok(Step::Open { incoming: *incoming, ready: ready.take() });
+        if let Some((incoming, ready)) = self.tied() {
+            return Ok(Step::Open { incoming, ready });
         }
         let decision = decide(self.errors.is_empty());
         if !matches!(decision, Decision::Wait(_)) {
@@ -230,6 +230,11 @@ impl<T, B, E> Delivery<T, B, E> {
         self.unsent.take()
     }
 
+    /// Whether neither shared memory is damaged nor the pin thread has ended.
+    pub fn is_sound(&self) -> bool {
+        matches!(self.health, Health::Sound)
+    }
+
     /// Whether shared memory is damaged.
     pub fn is_broken(&self) -> bool {
         matches!(self.health, Health::Broken(_))
@@ -238,6 +243,12 @@ impl<T, B, E> Delivery<T, B, E> {
     /// Stores a result to open before any other is taken, while its worker lives.
     pub fn tie(&mut self, incoming: Incoming) {
         self.tied = Some(Arrival { incoming, ready: None });
+    }
+
+    /// The tied result, with the state of an interrupted attempt to open it.
+    #[inline]
+    pub fn tied(&mut self) -> Option<(Incoming, Option<B>)> {
+        self.tied.as_mut().map(|tied| (tied.incoming, tied.ready.take()))
     }
 
     /// Takes the tied result, if it is of this worker, or of any for `None`.

@@ -72,6 +72,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     #[inline]
     fn completed(&mut self, incoming: Incoming, ready: Option<B>) -> Result<()> {
         let (task, kind) = (TaskId(incoming.entry.task), incoming.entry.kind);
+        if kind.is_snapshot() {
+            self.handle.keep(incoming);
+            return Ok(());
+        }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
         if let Some(queue) = &mut self.queue {
             queue.answered(incoming.worker, &incoming.entry)?;
@@ -83,7 +87,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             }
             ResultKind::Error => Event::Failed { worker, task, result, bytes },
             ResultKind::Exhausted => Event::Exhausted { worker, task },
-            ResultKind::Resumed => Event::Resumed(worker),
+            ResultKind::Resumed => {
+                self.handle.answers().resumed(incoming.worker);
+                Event::Resumed(worker)
+            }
+            ResultKind::Snapshot | ResultKind::FailedSnapshot => unreachable!("it has been kept"),
         })
     }
 

@@ -17,6 +17,7 @@ mod process;
 mod queue;
 mod restart;
 mod shutdown;
+pub mod snapshots;
 pub mod stall;
 mod status;
 mod types;
@@ -86,17 +87,22 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     stalls: Stalls,
     /// Payload of the message that begins the epoch in the workers.
     epoch: Vec<u8>,
+    /// Each worker begins an epoch with a snapshot.
+    snapshots: bool,
     finished: bool,
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// An engine over an arena from the pool, without workers yet.
-    pub fn new(settings: Settings) -> Result<Self> {
+    /// An engine over an arena from the pool, without workers yet. `snapshots`: they send snapshots, too.
+    pub fn new(settings: Settings, snapshots: bool) -> Result<Self> {
         let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
         let shared_queue = settings.dispatch == Dispatch::SharedQueue;
-        let needs = Needs { workers: limit(settings.workers), outstanding: limit(outstanding), shared_queue };
-        Self::over(pool::take(needs)?, settings)
+        let (workers, outstanding) = (limit(settings.workers), limit(outstanding));
+        let arena = pool::take(Needs { workers, outstanding, shared_queue, snapshots })?;
+        let mut engine = Self::over(arena, settings)?;
+        engine.snapshots = snapshots;
+        Ok(engine)
     }
 
     /// An engine over a given arena.
@@ -126,6 +132,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             looked: Duration::ZERO,
             stalls: Stalls::new(workers),
             epoch: Vec::new(),
+            snapshots: false,
             finished: false,
         })
     }
@@ -171,7 +178,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         else {
             return Err(Error::usage("a second pin thread"));
         };
-        let link = pin::start(prepare, &self.handle, completions, self.max_tasks(), around)?;
+        let results = if self.snapshots { 2 * self.max_tasks() } else { self.max_tasks() };
+        let link = pin::start(prepare, &self.handle, completions, results, around)?;
         // Before any failure: the thread owns the rings now.
         let link = match self.intake.insert(Intake::Thread(link)) {
             Intake::Thread(link) => link,

@@ -5,7 +5,7 @@
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
 //! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
-//! scheduler, so there are at most `max_tasks`, beside a few other events. A worker's death is reported after
+//! scheduler, so there are at most `max_tasks`, with as many snapshots, beside a few other events. A worker's death is reported after
 //! [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
 //!
 //! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them: the
@@ -145,14 +145,14 @@ pub fn start<P: Prepare>(
     prepare: P,
     handle: &Arc<Handle>,
     completions: Completions,
-    max_tasks: usize,
+    results: usize,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
 ) -> Result<Link<P::Ready>> {
     let control = handle.control_of_pinning()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
     // Room beside the batches: exhausted, resumed and drained workers, and the last event.
-    let (events, received) = bounded(max_tasks + 4 * workers + 4);
+    let (events, received) = bounded(results + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
     let (last_word, last_control, last_hands) = (events.clone(), control.clone(), handle.clone());
     let body = Body {

@@ -38,6 +38,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
         }
+        self.handle.answers().drop_snapshots();
         self.handle.part_with_arena();
         let arena = self.arena().clone();
         if self.delivery.is_broken() || !self.handle.all_left() {
@@ -84,6 +85,7 @@ impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
         }
         self.handle.stop_pinning();
         if !self.finished {
+            self.handle.answers().drop_snapshots();
             // As in `Handle::stop_workers`; the workers have been asked to leave.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
             page::close(&self.handle.arena);

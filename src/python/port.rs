@@ -205,6 +205,10 @@ impl PyPort {
         self.publish(Outgoing::new(&self.port), task, ResultKind::Error, pickle.as_bytes())
     }
 
+    fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> PyResult<bool> {
+        Ok(self.port.send_snapshot(count, payload, is_error)?)
+    }
+
     fn exhausted(&self, task: u64) -> PyResult<()> {
         Ok(self.port.answer(task, ResultKind::Exhausted)?)
     }

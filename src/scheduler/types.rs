@@ -115,6 +115,8 @@ pub enum Event<R> {
         task: TaskId,
         /// The batch.
         result: R,
+        /// Its size in bytes, for [`Window::bytes`].
+        bytes: u64,
     },
     /// A task has failed. Its error is delivered in its place.
     Failed {
@@ -124,6 +126,8 @@ pub enum Event<R> {
         task: TaskId,
         /// The error.
         result: R,
+        /// Its size in bytes, for [`Window::bytes`].
+        bytes: u64,
     },
     /// A worker's iterable dataset ended. The worker skips its remaining tasks.
     Exhausted {
@@ -135,7 +139,17 @@ pub enum Event<R> {
     /// A worker has answered a resume message.
     Resumed(WorkerId),
     /// A worker's process has ended, and its completion ring has been drained.
-    WorkerDied(WorkerId),
+    WorkerDied {
+        /// The worker.
+        worker: WorkerId,
+        /// The task that it had taken from the shared queue and not answered; `None` under the other policies, which bind
+        /// tasks to workers.
+        held: Option<TaskId>,
+    },
+    /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.
+    Withdrawn(TaskId),
+    /// The sampler has ended. A window asks it no more in this epoch; torch asks for each delivery.
+    SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
     /// The iterator ends for good.
@@ -155,13 +169,16 @@ pub enum Action<T, R> {
     Retire(WorkerId),
     /// Send the worker a resume message.
     Resume(WorkerId),
+    /// Take a task of an abandoned epoch back from the shared queue, and report [`Event::Withdrawn`] if no worker has
+    /// taken it.
+    Withdraw(TaskId),
     /// Drop a task that will not be delivered.
     Discard {
         /// The task.
         task: TaskId,
         /// The caller's tag; `None` if a shutdown has returned it already.
         tag: Option<T>,
-        /// The result; `None` for a task that an exhausted worker skipped.
+        /// The result; `None` for a task that an exhausted worker skipped, or that was withdrawn.
         result: Option<R>,
     },
 }
@@ -169,7 +186,7 @@ pub enum Action<T, R> {
 /// The answer to "what is the next batch?".
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision<T, R> {
-    /// Submit one more index, if the sampler has one, and ask again.
+    /// Submit one more index and ask again, or report [`Event::SamplerEnded`].
     Submit,
     /// Return this batch.
     Deliver {
@@ -210,6 +227,6 @@ pub enum Decision<T, R> {
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with it, if any.
+    /// The first task that was lost with it, if any. A task that still waited in the shared queue was not with it.
     pub lost: Option<TaskId>,
 }

@@ -106,7 +106,7 @@ impl Arena {
 
     /// Creates an arena of exactly `total` bytes, without a shared queue.
     pub fn create_sized(total: u64, workers: u32, outstanding: u32) -> Result<Arc<Self>> {
-        Self::create_for(total, Needs { workers, outstanding, shared_queue: false })
+        Self::create_for(total, Needs { workers, outstanding, shared_queue: false, snapshots: false })
     }
 
     /// Creates an arena of exactly `total` bytes.

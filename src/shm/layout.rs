@@ -400,6 +400,8 @@ pub struct Needs {
     pub outstanding: u32,
     /// Whether the workers share a queue.
     pub shared_queue: bool,
+    /// Whether workers send snapshots beside their results.
+    pub snapshots: bool,
 }
 
 /// The sizes of an arena, from which both sides compute every offset.
@@ -423,9 +425,11 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
-/// Slots of a ring for `outstanding` tasks and an epoch's control messages.
-const fn ring_slots_for(outstanding: u32) -> u32 {
-    (outstanding + 4).next_power_of_two()
+/// Slots of a ring for `outstanding` tasks and an epoch's control messages. Of a worker's snapshots one comes with each
+/// result, two at the begin and at the end of an epoch, one for an error, and one at the begin of the next epoch.
+const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
+    let results = outstanding + 4;
+    (if snapshots { 2 * results } else { results }).next_power_of_two()
 }
 
 fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
@@ -436,8 +440,8 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 impl Geometry {
     /// The geometry of an arena of at most `total` bytes; an error if that leaves less than 1 MiB of data per region.
     pub fn new(total: u64, needs: Needs) -> Result<Self> {
-        let Needs { workers, outstanding, shared_queue } = needs;
-        let ring_slots = Self::ring_slots_of(workers, outstanding)?;
+        let Needs { workers, outstanding, shared_queue, .. } = needs;
+        let ring_slots = Self::ring_slots_of(needs)?;
         Self::lay_out(total, workers, ring_slots, shared_queue).ok_or_else(|| {
             let limit = format!(
                 "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
@@ -455,8 +459,9 @@ impl Geometry {
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
-    /// Slots of each ring for `workers` workers of at most `outstanding` tasks.
-    pub fn ring_slots_of(workers: u32, outstanding: u32) -> Result<u32> {
+    /// Slots of each ring.
+    pub fn ring_slots_of(needs: Needs) -> Result<u32> {
+        let Needs { workers, outstanding, snapshots, .. } = needs;
         if workers == 0 {
             return Err(Error::usage("an arena for no workers"));
         }
@@ -465,14 +470,14 @@ impl Geometry {
                 format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
             return Err(too_many(workers, outstanding, limit));
         }
-        Ok(ring_slots_for(outstanding))
+        Ok(ring_slots_for(outstanding, snapshots))
     }
 
     /// The geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
-            && (ring_slots_for(0)..=ring_slots_for(TASKS_MAX)).contains(&ring_slots);
+            && (ring_slots_for(0, false)..=ring_slots_for(TASKS_MAX, true)).contains(&ring_slots);
         let geometry = possible.then(|| Self::lay_out(total, workers, ring_slots, shared_queue)).flatten();
         geometry.ok_or_else(|| {
             Error::corrupt(format!(
@@ -584,11 +589,13 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap_and_are_aligned() {
-        for (workers, outstanding, shared_queue) in
-            [(1, 2, false), (1, 2, true), (3, 6, true), (64, 128, false), (1024, 4096, true)]
+        let sizes = [(1, 2, false), (1, 2, true), (3, 6, true), (64, 128, false), (1024, 4096, true)];
+        for ((workers, outstanding, shared_queue), snapshots) in
+            sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)])
         {
-            let g = Geometry::new(64 << 30, Needs { workers, outstanding, shared_queue }).unwrap();
-            assert!(g.ring_slots >= outstanding + 4);
+            let needs = Needs { workers, outstanding, shared_queue, snapshots };
+            let g = Geometry::new(64 << 30, needs).unwrap();
+            assert!(g.ring_slots >= if snapshots { 2 * outstanding + 8 } else { outstanding + 4 });
             assert!(size_of::<Header>() as u64 <= g.bitmap());
             assert!(g.bitmap() + u64::from(g.bitmap_words()) * 8 <= g.queue_control());
             assert_eq!((g.queue_control() % 64, g.queue() % 64), (0, 0));
@@ -613,13 +620,14 @@ mod tests {
     #[test]
     fn a_file_has_the_geometry_that_it_was_made_with() {
         for (workers, outstanding) in [(1, 0), (1, 2), (3, 6), (64, 128), (2, TASKS_MAX)] {
-            for shared_queue in [false, true] {
-                let made = Geometry::new(64 << 30, Needs { workers, outstanding, shared_queue }).unwrap();
+            for (shared_queue, snapshots) in [(false, false), (true, false), (false, true), (true, true)] {
+                let needs = Needs { workers, outstanding, shared_queue, snapshots };
+                let made = Geometry::new(64 << 30, needs).unwrap();
                 let read = Geometry::of_file(made.total, workers, made.ring_slots, shared_queue);
                 assert_eq!(read.unwrap(), made);
             }
         }
-        for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 26)] {
+        for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 27)] {
             assert!(matches!(
                 Geometry::of_file(64 << 30, workers, ring_slots, false),
                 Err(Error::Corrupt { .. })
@@ -639,7 +647,8 @@ mod tests {
 
     #[test]
     fn too_small_is_an_error() {
-        let needs = |workers, outstanding| Needs { workers, outstanding, shared_queue: false };
+        let needs =
+            |workers, outstanding| Needs { workers, outstanding, shared_queue: false, snapshots: false };
         let refused =
             |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
         assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));

@@ -43,7 +43,7 @@ fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
 /// Takes a pooled or new arena.
 pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     trim();
-    let ring_slots = Geometry::ring_slots_of(needs.workers, needs.outstanding)?;
+    let ring_slots = Geometry::ring_slots_of(needs)?;
     let wanted = (needs.workers, ring_slots, needs.shared_queue);
     let pooled = pool().and_then(|mut pool| {
         let fits = |idle: &Idle| {

@@ -81,10 +81,9 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CopyStats DataLoader Fallback LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch Stats "
-    "Verdict VerdictKind WorkerDiedError WorkerStats engine_batches install installed is_installed report sample_seed "
-    "stats "
-    "uninstall"
+    "ArenaStats CopyStats DataLoader Fallback LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch "
+    "StatefulDataLoader Stats Verdict VerdictKind WorkerDiedError WorkerStats engine_batches install installed "
+    "is_installed report sample_seed stats uninstall"
 ).split()
 
 

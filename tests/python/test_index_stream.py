@@ -820,9 +820,9 @@ def test_the_permutation_is_freed_at_the_end(monkeypatch):
 def test_the_names_are_those_of_the_installed_torch():
     from rustloader.iterator import indices
 
-    assert indices._RANDOM is torch_sampler.RandomSampler.__iter__.__code__
-    assert indices._BATCHES is torch_sampler.BatchSampler.__iter__.__code__
-    assert indices._SHARD is DistributedSampler.__iter__.__code__
+    assert indices.RANDOM is torch_sampler.RandomSampler.__iter__.__code__
+    assert indices.BATCHES is torch_sampler.BatchSampler.__iter__.__code__
+    assert indices.SHARD is DistributedSampler.__iter__.__code__
 
 
 def test_unknown_code_keeps_torchs_iterator(monkeypatch):
@@ -837,5 +837,5 @@ def test_unknown_code_keeps_torchs_iterator(monkeypatch):
     assert known_code(other, here, "iter", "iter other surprise") is other.__code__
     assert known_code(other, torch_sampler, "iter other surprise") is None
     assert known_code(len, here, "") is None
-    monkeypatch.setattr(indices, "_RANDOM", None)
+    monkeypatch.setattr(indices, "RANDOM", None)
     assert type(indices_of(DataLoader(DATA, shuffle=True))) is types.GeneratorType

@@ -132,7 +132,7 @@ def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
             is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.warn,
             shared_queue=settings.dispatch == "shared_queue",
-            **({"snapshots": True} if settings.snapshots else {}),
+            snapshots=settings.snapshots,
             **options.window(settings.reorder_window),
         )
     except (OSError, MemoryError) as error:

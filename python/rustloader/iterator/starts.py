@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_NUMBERS = ("epoch", "seed", "rank", "num_replicas")
+
 
 class Start:
     """The start of an epoch's order. It is noted when the sampler begins, or given by an earlier run.
@@ -79,7 +81,8 @@ def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
 def shard_start(sampler: Any) -> dict[str, Any] | None:
     """The start of an epoch of a DistributedSampler: all that its order depends on. None if a setting is no number."""
     try:
-        numbers = {name: operator.index(getattr(sampler, name)) for name in ("epoch", "seed", "rank", "num_replicas")}
+        # Plain ints: neither bools nor those of NumPy.
+        numbers = {name: int(operator.index(getattr(sampler, name))) for name in _NUMBERS}
     except TypeError:
         return None
     return numbers | {

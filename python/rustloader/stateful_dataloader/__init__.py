@@ -1,6 +1,8 @@
 """Loaders whose position can be saved, under the names of ``torchdata.stateful_dataloader``."""
 
+from rustloader.stateful_dataloader.description import describe
 from rustloader.stateful_dataloader.loader import StatefulDataLoader
+from rustloader.stateful_dataloader.resharding import reshard
 from rustloader.stateful_dataloader.stateful import Stateful
 
-__all__ = ["Stateful", "StatefulDataLoader"]
+__all__ = ["Stateful", "StatefulDataLoader", "describe", "reshard"]

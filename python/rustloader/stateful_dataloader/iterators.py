@@ -81,12 +81,12 @@ class _Positioned(_BaseDataLoaderIter):
     def _begin_epoch(self) -> None:
         """Takes the plan of the epoch that begins: the one that was set, or its beginning."""
         if self._plan is None:
-            self._plan = Plan(base_seed=self._base_seed, epoch=self.origin.epoch + 1)
+            self._plan = Plan(base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
         self.origin = self._plan
 
     def plan(self, plan: Plan) -> None:
         """Sets what the next epoch starts from, of a persistent loader."""
-        self._plan = dataclasses.replace(plan, base_seed=self._base_seed, epoch=self.origin.epoch + 1)
+        self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
 
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the present epoch."""
@@ -146,7 +146,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
     def _resume_sampler(self, torchs: Any) -> Any:
         """Takes the first snapshot, and makes the batches again that the saved one lacks."""
         start, low = self._start, self.origin.low
-        fetcher, count = self._dataset_fetcher, int(start.replay)
+        fetcher, count = self._dataset_fetcher, start.replayed
         with contextlib.suppress(Exception):  # `state_dict` raises it again
             first = self._maker.first(fetcher, self._dataset)
             if self._maker.has_state:
@@ -248,7 +248,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
                 count, payload = after, snapshot
                 break
         made = maker.without_state(self._dataset_fetcher) if payload is None else pickle.loads(payload)
-        replay = answers - count + (start.replay if count == 0 else 0)
+        replay = answers - count + (start.replayed if count == 0 else 0)
         if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
             replay = 0
         return made, {"delivered": answers, "replay": replay, "batches": made["batches"], "samples": made["samples"]}
@@ -375,24 +375,24 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         if self._passthrough:
             if back:
                 raise ValueError("back must be 0: this loader runs on torch's own iterator")
-            low, ahead, counts, last = answers, [], [], -1
+            position: Any = answers, [], [], -1
         else:
-            low, ahead, counts, last = self._engine().position(answers, back)
-        low, ahead = _ordinals(origin, low, ahead)
+            position = self._engine().position(answers, back)
+        tasks, beyond, counts, last = position
+        low, ahead = _ordinals(origin, tasks, beyond)
         if last < 0:
             last = (self._first_worker - 1) % self._num_workers
-        position = low
-        records = None
+        sampled_at, records = low, None
         if self._has_states and not self._passthrough:
             snapshots, records = self._worker_states(counts)
             if self._dataset_kind == _DatasetKind.Map and not ahead:
-                position = low - self._num_workers * max(record["replay"] for record in records)
+                sampled_at -= self._num_workers * max(record["replay"] for record in records)
         else:
             snapshots = {
                 f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
                 for worker in range(self._num_workers)
             }
-        sampled = self.sampling.state(max(position, 0))
+        sampled = self.sampling.state(max(sampled_at, 0))
         return {
             "_snapshot": {
                 "_snapshot_step": self._num_yielded - back,
@@ -421,13 +421,12 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         states, records = {}, []
         for worker, answers in enumerate(counts):
             start = starts[worker] if starts else WorkerStart()
-            before = start.replay if isinstance(start.replay, int) else len(start.replay)
             count, made = self._snapshot(worker, answers)
             if made is None:
                 made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state
-            replay = answers - count + (before if count == 0 else 0)
+            replay = answers - count + (start.replayed if count == 0 else 0)
             records.append(
                 {"delivered": answers, "replay": replay, "batches": made["batches"], "samples": made["samples"]}
             )

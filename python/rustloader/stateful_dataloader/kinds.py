@@ -18,6 +18,7 @@ from torch.utils.data.sampler import (
 )
 
 from rustloader.iterator import indices
+from rustloader.iterator.starts import shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
 from rustloader.torch_side import known_code
 
@@ -186,13 +187,21 @@ def _check_start(start: Any, kind: Kind) -> None:
 
 
 def _check_shard(start: Mapping[str, Any], inner: DistributedSampler[Any]) -> None:
+    check_shard_start(start)
+    present = shard_start(inner) or {}
+    for name, (text, way_out) in _SHARD_TEXTS.items():
+        _compare(start[name], present.get(name), text, way_out)
+
+
+def check_shard_start(start: Mapping[str, Any]) -> None:
+    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
     for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
         value = start.get(name)
         if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
             raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
-    for name, (text, way_out) in _SHARD_TEXTS.items():
-        present = length_of(inner.dataset) if name == "dataset_length" else getattr(inner, name)
-        _compare(start[name], present, text, way_out)
+    for name in ("shuffle", "drop_last"):
+        if type(start.get(name)) is not bool:
+            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
 
 
 def _check_draw(start: Mapping[str, Any]) -> None:

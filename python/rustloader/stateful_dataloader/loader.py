@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -19,6 +20,11 @@ from rustloader.torch_side import in_torch
 # Draws of samplers without a generator of their own.
 _DRAWN = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.utils.data import Dataset, Sampler
+
 _Iter = _StatefulSingleProcessIter | _StatefulMultiProcessingIter
 
 
@@ -30,14 +36,14 @@ class StatefulDataLoader(DataLoader[_T_co]):
     ``torchdata.stateful_dataloader.StatefulDataLoader``: the same methods and keys, torch's order of samples. It loads
     torchdata's states. docs/resuming.md says what is exact when.
 
+    It has the arguments of ``rustloader.DataLoader``, and these:
+
     Args:
         snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next, 0 for one at
             the start only (default: 1). Datasets without ``state_dict`` have none. Workers leave snapshots out that
             would take more than 2 % of their time; batches after the last one are made again on resuming.
         forward_set_epoch: Whether persistent workers are told the epoch that the program passes to the dataset's
             ``set_epoch`` (default: True).
-        *args: Those of ``rustloader.DataLoader``.
-        **kwargs: Those of ``rustloader.DataLoader``.
 
     Raises:
         ValueError: As ``rustloader.DataLoader``.
@@ -61,19 +67,44 @@ class StatefulDataLoader(DataLoader[_T_co]):
     # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
     _loaded: tuple[dict[str, Any], Plan] | None = None
     # Draws of the next epoch that a state at the end of one has made, and the seed of torch's generator then.
-    _draws: tuple[dict[str, Any], int] | None = None
+    _draws: tuple[dict[str, Any], tuple[int, int]] | None = None
     # Number of epochs that have begun.
     _epochs = 0
 
-    def __init__(
-        self, *args: Any, snapshot_every_n_steps: int | None = 1, forward_set_epoch: bool = True, **kwargs: Any
-    ) -> None:
-        every = snapshot_every_n_steps
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-            raise ValueError(f"snapshot_every_n_steps must be a non-negative integer, got {every!r}")
-        super().__init__(*args, **kwargs)
-        self.snapshot_every_n_steps = every
-        self.forward_set_epoch = forward_set_epoch
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            dataset: Dataset[_T_co],
+            batch_size: int | None = 1,
+            shuffle: bool | None = None,
+            sampler: Sampler[Any] | Iterable[Any] | None = None,
+            batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+            num_workers: int = 0,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            pin_memory: bool = False,
+            drop_last: bool = False,
+            timeout: float = 0,
+            worker_init_fn: Callable[[int], None] | None = None,
+            multiprocessing_context: Any = None,
+            generator: Any = None,
+            *,
+            snapshot_every_n_steps: int | None = 1,
+            forward_set_epoch: bool = True,
+            **options: Any,
+        ) -> None:
+            self.snapshot_every_n_steps = snapshot_every_n_steps
+            self.forward_set_epoch = forward_set_epoch
+
+    else:
+
+        def __init__(self, *args, snapshot_every_n_steps=1, forward_set_epoch=True, **kwargs):
+            every = snapshot_every_n_steps
+            if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+                raise ValueError(f"snapshot_every_n_steps must be a non-negative integer, got {every!r}")
+            super().__init__(*args, **kwargs)
+            self.snapshot_every_n_steps = every
+            self.forward_set_epoch = forward_set_epoch
 
     def state_dict(self, back: int = 0) -> dict[str, Any]:
         """Returns what ``next`` has delivered so far, for ``load_state_dict`` of a loader over the same dataset.
@@ -164,7 +195,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(self._plan_of_next())
         self._draws = None
         self._epochs = self._iterator.origin.epoch + 1
-        return self._iterator  # type: ignore[no-any-return]
+        iterator: _Iter = self._iterator
+        return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return self._make_iterator(Plan(epoch=self._epochs))
@@ -248,8 +280,22 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return self.__dict__ | {"_iterator": None}
 
 
+def _add_parameters() -> None:
+    """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
+    torchs = inspect.signature(DataLoader.__init__)
+    own = inspect.signature(StatefulDataLoader.__init__).parameters
+    added = [
+        own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name in ("snapshot_every_n_steps", "forward_set_epoch")
+    ]
+    parameters = [*torchs.parameters.values(), *added]
+    StatefulDataLoader.__init__.__signature__ = torchs.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+
+_add_parameters()
+
+
 def _random_start(draws: dict[str, Any]) -> dict[str, Any] | None:
-    """The draw of a sampler's order, as a part of a state; None for a sampler that draws nothing, or from a generator of
-    its own."""
+    """The draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its own."""
     start = draws.get("sampler")
     return None if not start or _DRAWN.isdisjoint(start) else {"start": start}

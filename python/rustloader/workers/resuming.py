@@ -36,9 +36,9 @@ def load_counters(seeds: Any, start: WorkerStart) -> None:
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
     """The last tasks of a worker before a resumed epoch, which begins with task 0. With round robin a worker has every
-    ``num_workers``-th of an epoch."""
+    ``num_workers``-th of an epoch. Where a program changed the position of a state, none is before the epoch's first."""
     last = (worker_id - first_ordinal) % num_workers - num_workers
-    return [last - num_workers * later for later in reversed(range(count))]
+    return [max(last - num_workers * later, -first_ordinal) for later in reversed(range(count))]
 
 
 def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any], object] | None = None) -> None:

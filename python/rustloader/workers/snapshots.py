@@ -55,6 +55,11 @@ class WorkerStart:
     batches: int = 0
     samples: int = 0
 
+    @property
+    def replayed(self) -> int:
+        """Number of batches to fetch and drop."""
+        return self.replay if isinstance(self.replay, int) else len(self.replay)
+
     def as_snapshot(self, worker_id: int, is_iterable: bool) -> dict[str, Any]:
         """The snapshot that this was read from."""
         fetcher_state = {"dataset_iter_state": self.iterator_state, "fetcher_ended": self.ended}

@@ -89,6 +89,19 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
+    /// Waits until each worker has sent its first snapshot, or will not.
+    pub(super) fn wait_started(&mut self) -> PyResult<()> {
+        loop {
+            while let Some((incoming, ready)) = self.state.engine.take_news()? {
+                self.open(&incoming, ready)?;
+            }
+            if !self.state.engine.is_starting() {
+                return Ok(());
+            }
+            self.wait(None)?;
+        }
+    }
+
     /// Carries out a step; breaks once there is an answer.
     #[inline]
     fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, Py<PyBaseException>>) -> PyResult<ControlFlow<()>> {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 use pyo3::{PyTraverseError, PyVisit};
 
 use self::call::Call;
@@ -89,7 +89,7 @@ impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
-        warn_stall, shared_queue = false, window_batches = None, window_bytes = None))]
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false))]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -105,13 +105,14 @@ impl PyEngine {
         shared_queue: bool,
         window_batches: Option<usize>,
         window_bytes: Option<u64>,
+        snapshots: bool,
     ) -> PyResult<Self> {
         let torch = Settings::torch(workers, prefetch_factor, in_order);
         let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
         let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
         let window = window.or(window_batches.map(Window::of_batches));
         let settings = Settings { persistent, timeout: seconds(timeout), dispatch, window, ..torch };
-        let mut engine = py.detach(|| Engine::new(settings))?;
+        let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
         Ok(Self {
@@ -232,6 +233,24 @@ impl PyEngine {
         let position = self.handle.answers().positions.at(answers, back);
         let Position { low, ahead, per_worker, last_worker } = position.map_err(PyValueError::new_err)?;
         Ok((low, ahead, per_worker, last_worker.map_or(-1, i64::from)))
+    }
+
+    fn snapshot<'py>(
+        &self,
+        py: Python<'py>,
+        worker: u32,
+        answers: u64,
+    ) -> PyResult<Option<(u64, bool, Bound<'py, PyBytes>)>> {
+        self.check_worker(worker)?;
+        let snapshot = self.handle.snapshot(worker, answers)?;
+        Ok(snapshot.map(|(count, is_error, payload)| (count, is_error, PyBytes::new(py, &payload))))
+    }
+
+    fn wait_started(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(mut access) = self.try_enter()? else { return Ok(false) };
+        let (answer, next_index) = (&PyList::empty(py), py.None().into_bound(py));
+        Call { py, engine: self, state: access.state(), answer, next_index: &next_index }.wait_started()?;
+        Ok(true)
     }
 
     #[getter]

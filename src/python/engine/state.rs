@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 use super::PyEngine;
 use crate::codec::prepare::Ready;
+use crate::engine::gate::Attempt;
 use crate::engine::{Ending, Engine};
 use crate::error::Error;
 use crate::python::gate;
@@ -67,6 +68,17 @@ impl PyEngine {
     /// Waits for exclusive access without the GIL.
     pub(super) fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
         gate::enter(py, &self.gate, &self.handle)?;
+        self.access()
+    }
+
+    /// Enters if no thread has exclusive access, this one included.
+    pub(super) fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
+        self.handle.check_ours()?;
+        let entered = self.gate.try_enter() == Attempt::Entered;
+        entered.then(|| self.access()).transpose()
+    }
+
+    fn access(&self) -> PyResult<Access<'_>> {
         let state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -1,0 +1,164 @@
+"""``reshard``: the states of all ranks of a DistributedSampler, for another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rustloader.stateful_dataloader.kinds import check_shard_start
+
+_OWN = "_rustloader"
+
+
+def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
+    """Makes the states of another number of ranks, which share what is left of the epoch.
+
+    A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
+    of batches have together delivered the begin of that order. What is left is dealt to the new ranks: over all ranks,
+    before and after, each sample is delivered once. If the samples that are left do not divide by the number of ranks,
+    the sampler repeats the first of them or, with its ``drop_last``, leaves out the last of them, as torch does with
+    those of a whole epoch.
+
+    Each new rank loads the state of its number, into a loader with the same batch size and a DistributedSampler with
+    the new ``num_replicas``. The batches keep their numbers: the first new one follows the last one that the state
+    counts. A new rank takes its seeds from the state of an old one. States can be resharded again.
+
+    Args:
+        states: The states of all ranks, in any order, taken after the same batch.
+        num_replicas: Number of ranks to come.
+
+    Returns:
+        New states; the place in the list is the rank.
+
+    Raises:
+        ValueError: ``num_replicas`` is not a positive integer; the states are not those of all ranks of one
+            DistributedSampler at the same position; or what they have delivered is not the begin of the order:
+            batches were delivered out of order, or the dataset has a state of its own.
+
+    Examples:
+        >>> def loader(rank, num_replicas):
+        ...     sampler = torch.utils.data.DistributedSampler(range(12), num_replicas, rank, shuffle=False)
+        ...     return rustloader.StatefulDataLoader(range(12), batch_size=2, sampler=sampler)
+        >>> states = []
+        >>> for rank in range(3):
+        ...     stopped = loader(rank, 3)
+        ...     for batch in stopped:
+        ...         break
+        ...     states.append(stopped.state_dict())
+        >>> resumed = loader(1, 2)
+        >>> resumed.load_state_dict(rustloader.stateful_dataloader.reshard(states, 2)[1])
+        >>> list(resumed)
+        [tensor([7, 9]), tensor([11])]
+    """
+    if type(num_replicas) is not int or num_replicas <= 0:
+        raise ValueError(f"num_replicas must be a positive integer, got {num_replicas!r}")
+    ranks = _in_order([_Rank(state) for state in states])
+    samplers = [_changed(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
+    made = []
+    for number in range(num_replicas):
+        source = number % len(ranks)
+        state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
+        if num_replicas != len(ranks):
+            start = samplers[source]["start"]
+            state[_OWN]["sampler"] = samplers[source] | {"start": start and start | {"rank": number}}
+        made.append(state)
+    return made
+
+
+class _Rank:
+    """The state of one rank, as far as it matters here."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        own = state.get(_OWN) if isinstance(state, Mapping) else None
+        if not isinstance(own, Mapping) or not isinstance(own.get("sampler"), Mapping):
+            raise ValueError(
+                f"states must be those of a rustloader.StatefulDataLoader, which have {_OWN!r}, got a "
+                f"{type(state).__name__} without it"
+            )
+        self.state = state
+        self.sampler: Mapping[str, Any] = own["sampler"]
+        if self.sampler.get("kind") != "distributed":
+            raise ValueError(
+                f"the states are of a sampler of kind {self.sampler.get('kind')!r}: only those of torch's "
+                "DistributedSampler can be resharded, without subclasses that have an order or a state of their own"
+            )
+        if own.get("ahead"):
+            raise ValueError(
+                f"batches {list(own['ahead'])} were delivered before older ones, so what is left cannot be dealt "
+                "anew: take the states with in_order=True, or at the end of an epoch"
+            )
+        if (own.get("dataset") or {}).get("stateful"):
+            raise ValueError(
+                "the dataset has a state of its own, which cannot be dealt to other ranks: resume with the same number "
+                "of ranks"
+            )
+        self.position = _position(state)
+        self.start: Mapping[str, Any] | None = self.sampler.get("start")
+        if self.start is not None:
+            check_shard_start(self.start)
+
+    def common(self) -> dict[str, Any]:
+        """What must be the same in the states of all ranks."""
+        said = {name: self.sampler.get(name) for name in ("batch_size", "drop_last", "length")}
+        said |= {"_iterator_finished": self.state.get("_iterator_finished"), "number of batches": self.position}
+        if self.start is None:
+            return said | {"start": None}
+        return said | {f"sampler's {name}": value for name, value in self.start.items() if name != "rank"}
+
+
+def _position(state: Mapping[str, Any]) -> int:
+    try:
+        if "_snapshot" in state:
+            found = state["_snapshot"]["_main_snapshot"]["_sampler_iter_yielded"] + state["_steps_since_snapshot"]
+        else:
+            found = state["_sampler_iter_yielded"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a state has no number of delivered batches: {error!r} is missing") from error
+    if type(found) is not int or found < 0:
+        raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {found!r}")
+    return found
+
+
+def _in_order(ranks: list[_Rank]) -> list[_Rank]:
+    """The states of all ranks by rank; checks that they belong together."""
+    if not ranks:
+        raise ValueError("states must be those of all ranks, got none")
+    first = ranks[0].common()
+    for rank in ranks[1:]:
+        for name, value in rank.common().items():
+            if value != first.get(name):
+                raise ValueError(
+                    f"the states differ in the {name}: {first.get(name)!r} and {value!r}. Take the states of all "
+                    "ranks of one run after the same batch"
+                )
+    if ranks[0].start is None:
+        return ranks
+    replicas = ranks[0].start["num_replicas"]
+    numbered = {rank.start["rank"]: rank for rank in ranks if rank.start is not None}
+    if sorted(numbered) != list(range(replicas)) or len(ranks) != replicas:
+        found = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
+        raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {found}")
+    return [numbered[number] for number in range(replicas)]
+
+
+def _changed(sampler: Mapping[str, Any], position: int, old: int, new: int) -> dict[str, Any]:
+    """What a state says about the sampler, for another number of ranks."""
+    start = sampler.get("start")
+    if start is None:
+        # The epoch has not begun. Its order depends on the sampler alone.
+        return dict(sampler) | {"length": None}
+    size = 1 if sampler["batch_size"] is None else sampler["batch_size"]
+    length, consumed = start["dataset_length"], start["consumed"]
+    samples = min((position - start["first"]) * size, _each(length - consumed, old, start["drop_last"]))
+    # The end of the order may have been repeated to serve all ranks.
+    consumed = min(consumed + samples * old, length)
+    return dict(sampler) | {
+        "length": _each(length, new, start["drop_last"]),
+        "start": dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
+    }
+
+
+def _each(length: int, replicas: int, drop_last: bool) -> int:
+    """The number of samples of each rank."""
+    return length // replicas if drop_last else -(-length // replicas)

@@ -1,0 +1,747 @@
+"""The index batches of an epoch from any position: torch's own, in whatever process they go on."""
+
+import io
+import itertools
+import json
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support import outcome, within
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from rustloader._core import IndexStream
+from rustloader.stateful_dataloader.sampling import (
+    SamplerState,
+    check,
+    draws,
+    restore,
+    run_out,
+    sampling,
+    unstarted,
+)
+
+pytestmark = pytest.mark.ours
+
+KINDS = ["sequential", "random", "distributed", "subset", "weighted"]
+
+
+class Sized:
+    """A dataset whose length can change."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+
+class OwnRandom(RandomSampler):
+    """A subclass with torch's code."""
+
+
+class OwnBatches(BatchSampler):
+    """A subclass with torch's code."""
+
+    def __len__(self):
+        return 7
+
+
+class Backwards(Sampler):
+    """A sampler that this package does not know."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        yield from reversed(range(self.size))
+
+    def __len__(self):
+        return self.size
+
+
+class Plan:
+    """Settings of a sampler, which makes it any number of times, as new processes do."""
+
+    def __init__(self, kind, size, batch_size=3, drop_last=False, given=False, cls=None, **kw):
+        self.kind, self.size, self.batch_size, self.drop_last, self.given = kind, size, batch_size, drop_last, given
+        self.cls, self.kw = cls, kw
+
+    def __repr__(self):
+        return str(vars(self))
+
+    def make(self, seed=1):
+        """An index sampler, and its generator or None."""
+        generator = torch.Generator().manual_seed(seed) if self.given else None
+        data = Sized(self.size)
+        if self.kind == "sequential":
+            inner = SequentialSampler(data)
+        elif self.kind == "random":
+            inner = (self.cls or RandomSampler)(data, generator=generator, **self.kw)
+        elif self.kind == "distributed":
+            settings = dict(self.kw)
+            epoch, cut = settings.pop("epoch", 0), settings.pop("cut", False)
+            inner = DistributedSampler(data, drop_last=cut, **settings)
+            inner.set_epoch(epoch)
+        elif self.kind == "subset":
+            inner = SubsetRandomSampler([index * 3 for index in range(self.size)], generator=generator)
+        elif self.kind == "weighted":
+            inner = WeightedRandomSampler(
+                [1.0 + index % 3 for index in range(self.size)], generator=generator, **self.kw
+            )
+        else:
+            inner = Backwards(self.size)
+        if self.batch_size is None:
+            return inner, generator
+        cls = OwnBatches if self.cls is OwnBatches else BatchSampler
+        return cls(inner, self.batch_size, self.drop_last), generator
+
+
+def random_plan(rng, kind=None):
+    kind = kind or rng.choice(KINDS)
+    size = rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 90)])
+    common = dict(batch_size=rng.choice([None, 1, rng.randint(1, 12), size]), drop_last=rng.random() < 0.4)
+    common["given"] = rng.random() < 0.5
+    if kind == "random":
+        common["replacement"] = rng.random() < 0.4
+        common["num_samples"] = rng.choice([None, size, 2 * size, rng.randint(1, 3 * size), 64, 32])
+        common["cls"] = rng.choice([None, None, OwnRandom])
+    elif kind == "distributed":
+        replicas = rng.choice([1, 2, rng.randint(1, 9), size + 3])
+        common |= dict(num_replicas=replicas, rank=rng.randrange(replicas), shuffle=rng.random() < 0.6)
+        common |= dict(seed=rng.randrange(3), epoch=rng.randrange(3), cut=rng.random() < 0.4, given=False)
+    elif kind == "weighted":
+        replacement = rng.random() < 0.5
+        common |= dict(num_samples=rng.randint(1, 2 * size if replacement else size), replacement=replacement)
+    return Plan(kind, size, **common)
+
+
+def states(generator):
+    """The states of all generators that a program can see."""
+    given = [] if generator is None else [generator.get_state()]
+    return [state.numpy().tobytes() for state in [torch.get_rng_state(), *given]]
+
+
+def steps(iterator, generator, count=sys.maxsize):
+    """What each call gives, and the states of the generators after it; two calls beyond the end."""
+    seen, ends = [states(generator)], 0
+    while ends < 2 and len(seen) <= count:
+        seen.append((outcome(next, iterator), states(generator)))
+        ends += seen[-1][0][0] != "value"
+    return seen
+
+
+def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
+    return sampling(index_sampler, iter(index_sampler), saved, position, ahead, every, map_style=True)
+
+
+def merged(state):
+    """What a loader gives back of a state."""
+    saved = dict(state.own)
+    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
+    return {name: value for name, value in saved.items() if value is not None or name == "start"}
+
+
+def through(saved):
+    """A state that was written to a file and read."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def plain(value):
+    """A state with its tensors as bytes, to compare."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# An epoch that is not interrupted
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "other"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_epoch_from_its_begin_is_torchs(kind, asked):
+    rng = random.Random(kind)
+    for seed in range(60):
+        plan = random_plan(rng, kind)
+        torch.manual_seed(seed)
+        sampler, generator = plan.make()
+        torchs = steps(iter(sampler), generator)
+        torch.manual_seed(seed)
+        sampler, generator = plan.make()
+        iterator = iter(sampler)
+        before = states(generator)
+        ours = sampling(sampler, iterator, None, 0, (), 1, map_style=True)
+        assert states(generator) == before, plan
+        seen = [before]
+        for call in range(1, len(torchs)):
+            seen.append((outcome(next, ours.iterator), states(generator)))
+            if asked:
+                ours.state(call)
+                assert states(generator) == seen[-1][1], plan
+        assert seen == torchs, plan
+
+
+def test_streams_stay_streams():
+    for plan in (Plan("random", 10), Plan("distributed", 10, num_replicas=2, rank=1), Plan("random", 10, None)):
+        assert type(begin(plan.make()[0]).iterator) is IndexStream
+    for plan in (Plan("sequential", 10), Plan("sequential", 10, None), Plan("other", 10)):
+        index_sampler = plan.make()[0]
+        torchs = iter(index_sampler)
+        assert sampling(index_sampler, torchs, None, 0, (), 1, map_style=True).iterator is torchs
+
+
+@pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_state_before_the_first_batch_makes_the_draws_that_follow(kind, given):
+    kw = dict(replacement=True, num_samples=40) if kind == "weighted" else {}
+    for replacement in (False, True) if kind == "random" else (None,):
+        plan = Plan(kind, 20, given=given, **(kw if replacement is None else dict(replacement=replacement)))
+        torch.manual_seed(3)
+        sampler, generator = plan.make()
+        torchs = [*sampler], states(generator)
+        torch.manual_seed(3)
+        sampler, generator = plan.make()
+        ours = begin(sampler)
+        first = ours.state(0)
+        after = states(generator)
+        assert plain(ours.state(0)) == plain(first)
+        ours.draw()
+        assert states(generator) == after
+        assert ([*ours.iterator], states(generator)) == torchs
+        assert plain(ours.state(0)) == plain(first)
+        torch.manual_seed(4)
+        assert [*begin(plan.make(9)[0], merged(first)).iterator] == torchs[0]
+
+
+def test_attributes_that_torch_reads_for_each_batch():
+    for kind in KINDS:
+        kw = dict(num_replicas=1, rank=0) if kind == "distributed" else {}
+        kw = dict(num_samples=20, replacement=False) if kind == "weighted" else kw
+        seen = []
+        for ours in (False, True):
+            torch.manual_seed(0)
+            sampler, _ = Plan(kind, 20, **kw).make()
+            iterator = begin(sampler).iterator if ours else iter(sampler)
+            batches = [next(iterator)]
+            sampler.batch_size = 5
+            seen.append([*batches, *iterator])
+        assert seen[0] == seen[1]
+        assert [len(batch) for batch in seen[0]] == [3, 5, 5, 5, 2]
+
+
+# Going on
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", range(4))
+def test_any_position_in_a_new_process(kind, part):
+    rng = random.Random(f"{kind} {part}")
+    for seed in range(12):
+        plan = random_plan(rng, kind)
+        torch.manual_seed(seed)
+        sampler, generator = plan.make()
+        torchs = [*sampler]
+        following = [*sampler]
+        for position in {0, len(torchs), rng.randint(0, len(torchs)), rng.randint(0, len(torchs))}:
+            torch.manual_seed(seed)
+            first = begin(plan.make()[0])
+            assert [*itertools.islice(first.iterator, position)] == torchs[:position]
+            state = first.state(position)
+
+            torch.manual_seed(seed + 100)
+            sampler, generator = plan.make(seed=50)
+            if kind == "distributed":
+                sampler_of(sampler).set_epoch(plan.kw["epoch"])
+            before = torch.get_rng_state()
+            second = begin(sampler, through(merged(state)), position)
+            assert plain(second.state(position)) == plain(state), plan
+            cut = rng.randint(0, len(torchs) - position)
+            assert [*itertools.islice(second.iterator, cut)] == torchs[position : position + cut], plan
+            state = second.state(position + cut)
+            # A third process goes on from there; the second one as well.
+            third = begin(plan.make(seed=60)[0], through(merged(state)), position + cut)
+            assert [*third.iterator] == torchs[position + cut :], plan
+            assert [*second.iterator] == torchs[position + cut :], plan
+            # The global generator is left alone, and the sampler's own one is where it was after the epoch.
+            assert torch.equal(torch.get_rng_state(), before), plan
+            if generator is not None or kind in ("sequential", "distributed"):
+                assert [*sampler] == following, plan
+
+
+def sampler_of(index_sampler):
+    return index_sampler.sampler if isinstance(index_sampler, BatchSampler) else index_sampler
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "other"])
+def test_batches_that_were_delivered_ahead(kind):
+    kw = dict(num_replicas=1, rank=0) if kind == "distributed" else {}
+    kw = dict(num_samples=20, replacement=False) if kind == "weighted" else kw
+    plan = Plan(kind, 20, 2, **kw)
+    torch.manual_seed(1)
+    first = begin(plan.make()[0])
+    whole = [*first.iterator]
+    saved = merged(first.state(0))
+    for low, ahead in [(0, [1]), (3, [4, 6]), (3, [9]), (8, [9]), (0, range(1, 10)), (10, [])]:
+        rest = begin(plan.make()[0], saved, low, ahead=ahead)
+        assert [*rest.iterator] == [batch for at, batch in enumerate(whole) if at >= low and at not in ahead]
+
+
+def test_positions_beyond_the_end_have_no_batches():
+    for kind in KINDS:
+        kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
+        kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
+        for batch_size in (3, None):
+            first = begin(Plan(kind, 7, batch_size, **kw).make()[0])
+            saved = merged(first.state(0))
+            rest = begin(Plan(kind, 7, batch_size, **kw).make()[0], saved, 1000)
+            assert [*rest.iterator] == []
+
+
+def test_nothing_is_drawn_or_loaded_before_the_first_batch():
+    for kind in KINDS:
+        kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
+        kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
+        plan = Plan(kind, 7, given=kind not in ("sequential", "distributed"), **kw)
+        saved = merged(begin(plan.make()[0]).state(0))
+        sampler, generator = plan.make(seed=8)
+        before = states(generator)
+        rest = begin(sampler, saved, 1)
+        assert states(generator) == before
+        next(rest.iterator)
+        assert (states(generator) == before) == (generator is None)
+
+
+def test_a_position_costs_no_walk():
+    huge = 2**60
+    index_sampler = BatchSampler(SequentialSampler(range(huge)), 32, False)
+    saved = merged(begin(index_sampler).state(0))
+    with within(10):
+        assert next(begin(index_sampler, saved, huge // 64).iterator) == [*range(huge // 2, huge // 2 + 32)]
+        assert next(begin(SequentialSampler(range(huge)), None, huge - 1).iterator) == huge - 1
+        assert [*begin(SequentialSampler(range(huge)), None, huge).iterator] == []
+
+
+def test_states_are_fresh():
+    for given in (False, True):
+        first = begin(Plan("random", 20, given=given).make()[0])
+        next(first.iterator)
+        state, other = first.state(1), first.state(1)
+        expected = plain(state)
+        for changed in (other.own, other.own["start"], other.sampler_iter_state):
+            assert changed
+            for name, value in changed.items():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(7)
+                changed[name] = None
+        assert plain(state) == expected == plain(first.state(1))
+
+
+def test_what_a_state_says():
+    first = begin(Plan("random", 20, drop_last=True, num_samples=25).make()[0])
+    torch.manual_seed(4)
+    next(first.iterator)
+    torch.manual_seed(4)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    said = dict(kind="random", length=25, batch_size=3, drop_last=True, data_length=20, replacement=False)
+    state = first.state(2)
+    assert state == SamplerState(said | {"start": {"seed": seed}}, None, {"samples_yielded": 6})
+    assert json.loads(json.dumps(state.own)) == state.own
+    assert first.state(9).sampler_iter_state == {"samples_yielded": 25}
+
+    state = begin(Plan("sequential", 20, None).make()[0]).state(5)
+    said = dict(kind="sequential", length=20, batch_size=None, drop_last=None, start={})
+    assert state == SamplerState(said, None, None)
+
+    shard = dict(num_replicas=3, rank=1, shuffle=True, seed=5, drop_last=True)
+    sampler = DistributedSampler(Sized(20), **shard)
+    sampler.set_epoch(np.int64(4))
+    start = begin(BatchSampler(sampler, 2, False)).state(0).own["start"]
+    assert start == shard | dict(epoch=4, dataset_length=20, consumed=0, first=0)
+    assert {type(start[name]) for name in ("epoch", "seed", "rank")} == {int}
+
+    sampler, _generator = Plan("weighted", 9, given=True, num_samples=4, replacement=True).make()
+    state = begin(sampler).state(0)
+    expected = torch.Generator().manual_seed(1).get_state()
+    assert torch.equal(state.own.pop("start")["generator"], expected)
+    assert state.own == dict(kind="weighted", length=4, batch_size=3, drop_last=False, data_length=9, replacement=True)
+    assert begin(Plan("subset", 9).make()[0]).state(0).own["start"].keys() == {"global_generator"}
+    assert begin(Plan("other", 9).make()[0]).state(2) == SamplerState(
+        dict(kind="other", length=9, batch_size=3, drop_last=False, start=None), None, None
+    )
+
+
+def test_a_sampler_before_its_first_epoch():
+    for kind in KINDS:
+        kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
+        kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
+        sampler, generator = Plan(kind, 7, given=kind in ("random", "subset", "weighted"), **kw).make()
+        before = states(generator)
+        state = unstarted(sampler)
+        assert states(generator) == before
+        assert state.own["kind"] == kind and state.own["start"] is None
+        torch.manual_seed(2)
+        whole = [*begin(sampler, merged(state)).iterator]
+        torch.manual_seed(2)
+        assert whole == [*Plan(kind, 7, given=generator is not None, **kw).make()[0]]
+
+
+def test_the_index_batches_of_an_iterable_dataset():
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    loader = DataLoader(Stream(), batch_size=2)
+    torchs = iter(loader._index_sampler)
+    found = sampling(loader._index_sampler, torchs, {"start": None}, 3, (), 1, map_style=False)
+    assert found.iterator is torchs
+    said = dict(kind="none", length=None, batch_size=2, drop_last=False, start=None)
+    assert found.state(3) == SamplerState(said, None, {"samples_yielded": 6})
+    check(said, loader)
+    found.draw()
+
+
+def test_samplers_that_this_package_does_not_know_are_iterated_anew():
+    for batch_size in (3, None):
+        plan = Plan("other", 20, batch_size)
+        whole = [*plan.make()[0]]
+        first = begin(plan.make()[0])
+        assert next(first.iterator) == whole[0]
+        assert [*begin(plan.make()[0], merged(first.state(1)), 2).iterator] == whole[2:]
+
+
+def test_replaced_methods_count_as_unknown(monkeypatch):
+    calls = []
+
+    def counted(self):
+        calls.append(1)
+        return iter(range(9))
+
+    monkeypatch.setattr(SequentialSampler, "__iter__", counted)
+    index_sampler = BatchSampler(SequentialSampler(range(4)), 3, False)
+    found = begin(index_sampler, None, 1)
+    assert found.state(1).own["kind"] == "other"
+    assert [*found.iterator] == [[3, 4, 5], [6, 7, 8]]
+    assert calls == [1]
+
+
+def test_unusual_batch_sizes_are_left_to_torch():
+    index_sampler = BatchSampler(SequentialSampler(range(9)), 3, False)
+    index_sampler.batch_size = np.int64(4)
+    found = begin(index_sampler, None, 1)
+    assert [*found.iterator] == [[4, 5, 6, 7], [8]]
+    assert found.state(2).own["batch_size"] is None
+
+
+@pytest.mark.warns
+def test_the_saved_epoch_of_a_distributed_sampler_counts(caplog):
+    plan = Plan("distributed", 20, num_replicas=2, rank=1, epoch=3)
+    whole = [*plan.make()[0]]
+    saved = merged(begin(plan.make()[0]).state(1))
+    sampler, _ = plan.make()
+    assert [*begin(sampler, saved, 1).iterator] == whole[1:]
+    assert not caplog.records
+    sampler.sampler.set_epoch(0)
+    assert [*begin(sampler, saved, 1).iterator] == whole[1:]
+    assert sampler.sampler.epoch == 0
+    (record,) = caplog.records
+    assert "epoch 3" in record.getMessage() and "now 0" in record.getMessage()
+    assert [*sampler] != whole
+
+
+def test_shards_whose_settings_are_no_numbers():
+    sampler = DistributedSampler(Sized(9), 2, 0, shuffle=False)
+    sampler.set_epoch(None)
+    found = begin(BatchSampler(sampler, 2, False))
+    assert found.state(0).own["start"] is None
+    assert [*found.iterator] == [[0, 2], [4, 6], [8]]
+
+
+# The draws of the next epoch
+
+
+class Loader:
+    """What `draws` needs of a loader."""
+
+    def __init__(self, generator=None, dataset=None):
+        self.generator, self.dataset = generator, dataset
+
+
+def base_seed(generator):
+    return torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("between", [False, True])
+def test_the_next_epoch_has_torchs_order(kind, between):
+    """Two epochs as torch runs them, and with a state between them that makes the draws of the second one."""
+    rng = random.Random(kind)
+    for seed in range(20):
+        plan = random_plan(rng, kind)
+        torch.manual_seed(seed)
+        sampler, generator = plan.make()
+        torchs = []
+        for _ in range(2):
+            torchs.append((base_seed(generator), [*sampler]))
+        torchs.append(states(generator))
+
+        torch.manual_seed(seed)
+        sampler, generator = plan.make()
+        ours = [(base_seed(generator), [*begin(sampler).iterator])]
+        made = draws(Loader(generator), sampler, with_base_seed=True)
+        start = made["sampler"]
+        # Only what was drawn is kept; from a generator of its own the sampler draws by itself.
+        kept = {"start": start} if start is not None and "generator" not in start else None
+        if between:
+            other = torch.get_rng_state()
+            torch.rand(7)
+        batches = [*begin(sampler, kept).iterator]
+        if between:
+            torch.set_rng_state(other)
+        ours += [(made["base_seed"], batches), states(generator)]
+        if not between or kept is not None or generator is not None or kind in ("sequential", "distributed"):
+            assert ours == torchs, plan
+
+        # In another process, the state says the same.
+        torch.manual_seed(seed + 1)
+        sampler, other = plan.make(seed=70)
+        assert [*begin(sampler, start and {"start": through(start)}).iterator] == torchs[1][1], plan
+        if other is not None:
+            sampler, other = plan.make(seed=80)
+            restore(sampler, start)
+            assert [*begin(sampler).iterator] == torchs[1][1], plan
+
+
+def test_draws_of_persistent_workers_have_no_base_seed():
+    sampler, _ = Plan("random", 9).make()
+    torch.manual_seed(3)
+    made = draws(Loader(), sampler, with_base_seed=False)
+    torch.manual_seed(3)
+    assert made == {"base_seed": None, "sampler": {"seed": base_seed(None)}}
+
+
+def test_draws_of_samplers_that_draw_nothing_known():
+    for plan in (Plan("sequential", 9), Plan("distributed", 9, num_replicas=2, rank=0), Plan("other", 9)):
+        torch.manual_seed(3)
+        made = draws(Loader(), plan.make()[0], with_base_seed=True)
+        after = torch.get_rng_state()
+        torch.manual_seed(3)
+        assert made == {"base_seed": base_seed(None), "sampler": None}
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_draws_for_a_datapipe_leave_all_to_torch():
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    made = draws(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
+    assert made == {"base_seed": None, "sampler": None}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_restore_leaves_samplers_without_a_generator_alone():
+    for plan in (Plan("random", 9), Plan("sequential", 9), Plan("other", 9)):
+        before = torch.get_rng_state()
+        for start in (None, {"seed": 3}, {"generator": torch.Generator().get_state()}):
+            restore(plan.make()[0], start)
+        assert torch.equal(torch.get_rng_state(), before)
+    sampler, generator = Plan("random", 9, given=True).make()
+    before = generator.get_state()
+    restore(sampler, {"seed": 3})
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
+def test_running_out_an_epoch(kind):
+    rng = random.Random(kind)
+    for _ in range(30):
+        plan = random_plan(rng, kind)
+        plan.given = True
+        sampler, generator = plan.make()
+        first = begin(sampler)
+        next(first.iterator, None)
+        saved = merged(first.state(1))
+        list(first.iterator)
+        after = generator.get_state()
+        other, generator = plan.make(seed=9)
+        run_out(other, through(saved), 1)
+        assert torch.equal(generator.get_state(), after), plan
+        run_out(other, None)
+        assert torch.equal(generator.get_state(), after)
+
+
+def test_running_out_draws_nothing_from_the_global_generator():
+    for plan in (Plan("random", 9), Plan("subset", 9), Plan("sequential", 9), Plan("other", 9)):
+        first = begin(plan.make()[0])
+        saved = merged(first.state(0))
+        before = torch.get_rng_state()
+        run_out(plan.make()[0], saved)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+# Checks
+
+
+class Holder:
+    def __init__(self, index_sampler):
+        self._index_sampler = index_sampler
+
+
+def refusal(saved, index_sampler):
+    with pytest.raises(ValueError) as caught:
+        check(saved, Holder(index_sampler))
+    return str(caught.value)
+
+
+def said_of(plan):
+    return begin(plan.make()[0]).state(0).own
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "other"])
+def test_a_state_fits_a_sampler_with_the_same_settings(kind):
+    rng = random.Random(kind)
+    for _ in range(30):
+        plan = random_plan(rng, kind)
+        check(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
+        check(unstarted(plan.make()[0]).own, Holder(plan.make()[0]))
+
+
+def test_differences_are_named():
+    saved = said_of(Plan("random", 100, 4))
+    text = refusal(saved, Plan("random", 90, 4).make()[0])
+    assert text == (
+        "the state is of a sampler of length 100, and this loader's has 90: load it into a loader over the same "
+        "dataset, or begin without a state"
+    )
+    text = refusal(saved, Plan("random", 90, 4, num_samples=100).make()[0])
+    assert "over 100 indices" in text and "90" in text
+    text = refusal(saved, Plan("random", 100, 8).make()[0])
+    assert "batch_size=4, whose batches it counts" in text and "has 8" in text
+    text = refusal(saved, Plan("random", 100, 4, drop_last=True).make()[0])
+    assert "drop_last=False" in text and "has True" in text
+    text = refusal(saved, Plan("random", 100, 4, replacement=True).make()[0])
+    assert "replacement=False" in text and "has True" in text
+    text = refusal(saved, Plan("sequential", 100, 4).make()[0])
+    assert "a RandomSampler" in text and "a SequentialSampler" in text
+    text = refusal(saved, Plan("other", 100, 4).make()[0])
+    assert "a RandomSampler" in text and "a sampler of another class" in text
+    text = refusal(said_of(Plan("other", 100, 4)), Plan("other", 90, 4).make()[0])
+    assert "length 100" in text
+    # A length that one of them does not have is no difference.
+    check(saved | {"length": None}, Holder(Plan("random", 100, 4).make()[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(num_replicas=3), ["2 ranks", "has 3", "reshard"]),
+        (dict(rank=0), ["rank 1", "has 0", "the state of this rank"]),
+        (dict(seed=5), ["seed=0", "has 5"]),
+        (dict(shuffle=False), ["shuffle=True", "has False"]),
+        (dict(size=99), ["over 100 indices", "has 99"]),
+        (dict(size=101), ["over 100 indices", "has 101"]),
+    ],
+)
+def test_differences_of_distributed_samplers_are_named(change, words):
+    settings = dict(num_replicas=2, rank=1, size=100)
+    saved = said_of(Plan("distributed", **settings))
+    text = refusal(saved, Plan("distributed", **settings | change).make()[0])
+    for word in words:
+        assert word in text
+
+
+def test_a_distributed_sampler_that_drops_the_last_indices():
+    sampler = DistributedSampler(Sized(9), 2, 0, drop_last=True)
+    saved = begin(BatchSampler(sampler, 2, False)).state(0).own
+    text = refusal(saved, BatchSampler(DistributedSampler(Sized(9), 2, 0), 2, False))
+    assert "a DistributedSampler with drop_last=True" in text and "has False" in text
+
+
+def test_junk_is_refused():
+    random_sampler = Plan("random", 9).make()[0]
+    saved = said_of(Plan("random", 9))
+    for start in ({}, {"seed": -1}, {"seed": "x"}, {"seed": True}, {"generator": 3}, [1], "x", 5):
+        assert "start" in refusal(saved | {"start": start}, random_sampler)
+    assert "start" in refusal(saved | {"start": {"generator": torch.zeros(3)}}, random_sampler)
+    for kind in (None, "fancy", 3, ["random"]):
+        assert "kind of sampler must be one of" in refusal(saved | {"kind": kind}, random_sampler)
+    plan = Plan("distributed", 9, num_replicas=2, rank=0)
+    saved = said_of(plan)
+    for name in (
+        "epoch",
+        "seed",
+        "rank",
+        "num_replicas",
+        "dataset_length",
+        "consumed",
+        "first",
+        "shuffle",
+        "drop_last",
+    ):
+        for value in (None, "x", 1.5):
+            assert repr(name) in refusal(saved | {"start": saved["start"] | {name: value}}, plan.make()[0])
+        left = {key: value for key, value in saved["start"].items() if key != name}
+        assert repr(name) in refusal(saved | {"start": left}, plan.make()[0])
+    for name in ("rank", "consumed", "first"):
+        assert "non-negative" in refusal(saved | {"start": saved["start"] | {name: -1}}, plan.make()[0])
+
+
+# Interrupts and threads
+
+
+def test_a_start_that_is_asked_for_while_it_is_drawn(monkeypatch):
+    """A signal handler may ask for the state while the first batch draws the seed."""
+    sampler, _ = Plan("random", 20).make()
+    first = begin(sampler)
+    seen = []
+    torchs = torch.empty
+
+    def interrupted(*args, **kw):
+        monkeypatch.setattr(torch, "empty", torchs)
+        seen.append(first.state(0))
+        return torchs(*args, **kw)
+
+    monkeypatch.setattr(torch, "empty", interrupted)
+    whole = [*first.iterator]
+    assert len(seen) == 1
+    assert [*begin(Plan("random", 20).make()[0], merged(seen[0])).iterator] == whole
+    assert plain(first.state(0)) == plain(seen[0])
+
+
+def test_states_from_another_thread():
+    first = begin(Plan("random", 3000, 1).make()[0])
+    next(first.iterator)
+    expected = plain(first.state(0))
+    wrong, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            if plain(first.state(0)) != expected:
+                wrong.append(1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert sum(1 for _ in first.iterator) == 2999
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not wrong
