@@ -707,23 +707,40 @@ def test_junk_is_refused():
 # Interrupts and threads
 
 
-def test_a_start_that_is_asked_for_while_it_is_drawn(monkeypatch):
-    """A signal handler may ask for the state while the first batch draws the seed."""
-    sampler, _ = Plan("random", 20).make()
-    first = begin(sampler)
-    seen = []
-    torchs = torch.empty
+@pytest.mark.parametrize("batch_size", [3, None])
+@pytest.mark.parametrize(
+    ("kind", "kw", "during"),
+    [
+        ("random", dict(), "empty"),
+        ("random", dict(replacement=True), "empty"),
+        ("random", dict(replacement=True), "randint"),
+        ("subset", dict(), "get_rng_state"),
+        ("subset", dict(), "randperm"),
+        ("weighted", dict(num_samples=9, replacement=False), "multinomial"),
+    ],
+)
+def test_a_start_that_is_asked_for_while_it_is_drawn(kind, kw, during, batch_size, monkeypatch):
+    """A signal handler may ask for the state while the first batch draws; before its draw and after it."""
+    for after in (False, True):
+        plan = Plan(kind, 20, batch_size, **kw)
+        first = begin(plan.make()[0])
+        seen = []
+        torchs = getattr(torch, during)
 
-    def interrupted(*args, **kw):
-        monkeypatch.setattr(torch, "empty", torchs)
-        seen.append(first.state(0))
-        return torchs(*args, **kw)
+        def interrupted(*args, first=first, seen=seen, after=after, torchs=torchs, **kw):
+            monkeypatch.setattr(torch, during, torchs)
+            if after:
+                made = torchs(*args, **kw)
+                seen.append(first.state(0))
+                return made
+            seen.append(first.state(0))
+            return torchs(*args, **kw)
 
-    monkeypatch.setattr(torch, "empty", interrupted)
-    whole = [*first.iterator]
-    assert len(seen) == 1
-    assert [*begin(Plan("random", 20).make()[0], merged(seen[0])).iterator] == whole
-    assert plain(first.state(0)) == plain(seen[0])
+        monkeypatch.setattr(torch, during, interrupted)
+        whole = [*first.iterator]
+        assert len(seen) == 1
+        assert [*begin(plan.make()[0], merged(seen[0])).iterator] == whole
+        assert plain(first.state(0)) == plain(seen[0])
 
 
 def test_states_from_another_thread():
