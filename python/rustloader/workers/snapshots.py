@@ -16,6 +16,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 
+from rustloader._core import Port
 from rustloader.config import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
@@ -161,8 +162,7 @@ class Snapshots:
         finally:
             cost = thread_time() - before
             self._spent += cost
-            missing = self._spent + cost - SNAPSHOT_ALLOWANCE
-            self._not_before = self._began + max(missing, 0.0) / SNAPSHOT_SHARE
+            self._not_before = self._began + (self._spent + cost - SNAPSHOT_ALLOWANCE) / SNAPSHOT_SHARE
 
     def make(self, fetcher: Any, dataset: Any) -> bytes:
         """Makes a snapshot now. Raises what ``state_dict`` or pickling raises."""
@@ -220,7 +220,7 @@ class Publisher:
         where: The place that errors name.
     """
 
-    def __init__(self, port: Any, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
+    def __init__(self, port: Port, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
         self._port, self._snapshots, self._where = port, snapshots, where
         # What a task's number lacks to the number of its batch.
         self._offset = first_ordinal
