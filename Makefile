@@ -22,8 +22,8 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-breakdown compare-peers compare-gpu reliability-figures \
-	ecosystem wheel dist docs clean
+	compare-memory compare-growth compare-scheduling compare-resuming compare-breakdown compare-peers compare-gpu \
+	reliability-figures ecosystem wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -165,6 +165,9 @@ compare-growth: build ## Measure how both loaders grow with workers, prefetching
 
 compare-scheduling: build ## Compare uneven batches, slow storage, large samplers and tables (ARGS='--rows spikes')
 	$(BIN)/python benches/scheduling.py $(ARGS)
+
+compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
+	$(BIN)/python benches/resuming.py $(ARGS)
 
 compare-breakdown: build ## Measure where the time of a batch goes
 	$(BIN)/python benches/breakdown.py $(ARGS)

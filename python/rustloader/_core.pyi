@@ -11,6 +11,7 @@ from rustloader.config import StallLimits
 
 __all__ = [
     "ARENA_MIN",
+    "BACK_BATCHES",
     "BATCH",
     "DEAD",
     "END",
@@ -61,6 +62,9 @@ __version__: Final[str]
 
 # Bytes of the smallest arena, which takes half of the remaining address space.
 ARENA_MIN: Final[int]
+
+# Batches that `Engine.position` can go back.
+BACK_BATCHES: Final[int]
 
 # Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
@@ -159,13 +163,14 @@ class Engine:
         undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
 
     def position(self, answers: int, back: int) -> tuple[int, list[int], list[int], int]:
-        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back`` batches
-        and the errors after each of these.
+        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back``
+        batches and the errors after each of these.
 
-        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number of
-        the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count as
-        such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer, or -1.
-        ValueError: more than 8 batches back, or more than were delivered. Lock-free; after the end the last position."""
+        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number
+        of the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count
+        as such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer,
+        or -1. ValueError: more than 8 batches back, or more than were delivered, or another number of answers.
+        Lock-free; after the end the last position."""
 
     def snapshot(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
         """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers: the number of
@@ -175,8 +180,8 @@ class Engine:
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self) -> bool:
-        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine is
-        closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
+        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine
+        is closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
         without ``snapshots`` waits for none."""
 
     def start_pinning(

@@ -49,6 +49,7 @@ mod _core {
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::functions::_failpoint_calls, module)?)?;
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
+        module.add("BACK_BATCHES", crate::config::BACK_BATCHES)?;
         module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }
 }

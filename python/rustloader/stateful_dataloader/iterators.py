@@ -14,11 +14,14 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
+from rustloader._core import BACK_BATCHES
+from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
+from rustloader.stateful_dataloader.set_epoch import Recorder
 from rustloader.stateful_dataloader.state import OWN, VERSION, Plan
 from rustloader.torch_side import in_torch
 from rustloader.workers import resuming
@@ -28,6 +31,10 @@ from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
 _EMPTY = (
     "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
     "Take the state after the loop to begin with the next epoch"
+)
+_FROZEN = (
+    "the state of {} has not changed over {} batches: a loop that resumes from it begins at the same place again. Let "
+    "state_dict() of the dataset, or of its iterator, return the position"
 )
 
 
@@ -49,6 +56,9 @@ class _Positioned(_BaseDataLoaderIter):
     _about_dataset: dict[str, Any]
     _seeding: Seeding | None = None
     _raised = 0
+    # From `_note_end` to the loop of the program.
+    _frames_to_caller = 4
+    _has_warned = False
 
     def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
         """Sets what the first epoch starts from. Comes before torch's constructor."""
@@ -88,6 +98,11 @@ class _Positioned(_BaseDataLoaderIter):
         """Sets what the next epoch starts from, of a persistent loader."""
         self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
 
+    def _warn_if_frozen(self, made: dict[str, Any]) -> None:
+        if made.get("frozen") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_FROZEN.format(type(self._dataset).__qualname__, FROZEN_AFTER), stacklevel=5)
+
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the present epoch."""
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
@@ -95,7 +110,7 @@ class _Positioned(_BaseDataLoaderIter):
     def _note_end(self) -> None:
         """Warns of an epoch without batches that comes out of a state."""
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
-            warnings.warn(_EMPTY, stacklevel=4)
+            warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
 
     def _own_part(
         self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, int]] | None
@@ -202,11 +217,13 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             return
         kept = self._snapshots
         # The one before the oldest position that can be asked for, and all later ones.
-        while len(kept) > 1 and kept[1][0] <= answers - 8:
+        while len(kept) > 1 and kept[1][0] <= answers - BACK_BATCHES:
             kept.pop(0)
         kept.append((answers + 1, made))
 
     def _answers_before(self, back: int) -> int:
+        if back > BACK_BATCHES:
+            raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
         answers = self._answers
         while back:
             answers -= 1
@@ -241,6 +258,7 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
         maker, start = self._maker, self._start
         if is_now and maker.has_state:
             made = maker.state(self._dataset_fetcher, self._dataset)
+            self._warn_if_frozen(made)
             return made, {"delivered": answers, "replay": 0, "batches": made["batches"], "samples": made["samples"]}
         count, payload = 0, None
         for after, snapshot in reversed(self._snapshots):
@@ -264,10 +282,11 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
     _ended = False
     # Whether the index batches of the epoch are there already.
     _begun = False
-    # Returns the epoch that the program has told its dataset, or None.
-    _told_epoch: Callable[[], int | None] | None = None
+    _frames_to_caller = 5
+    # Has the epoch that the program has told its dataset.
+    _told_epoch: Recorder | None = None
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Any = None) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Recorder | None) -> None:
         self._prepare(loader, plan, about_dataset)
         self._told_epoch = told
         # A map-style dataset without a state needs its position alone.
@@ -342,7 +361,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     def _epoch_message(self) -> dict[str, Any]:
         message = super()._epoch_message()
-        told = None if self._told_epoch is None else self._told_epoch()
+        told = None if self._told_epoch is None else self._told_epoch.last
         return message if told is None else message | {"set_epoch": told}
 
     def _raise_failed_start(self) -> None:
@@ -422,7 +441,9 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         for worker, answers in enumerate(counts):
             start = starts[worker] if starts else WorkerStart()
             count, made = self._snapshot(worker, answers)
-            if made is None:
+            if made is not None:
+                self._warn_if_frozen(made)
+            else:
                 made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state
@@ -458,7 +479,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         """All snapshots that a state can need. They are gone with the engine."""
         core, answers = self._engine(), self._num_yielded - self.origin.yielded + self._raised
         found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
-        for back in range(8, -1, -1):
+        for back in range(BACK_BATCHES, -1, -1):
             try:
                 counts = core.position(answers, back)[2]
             except ValueError:

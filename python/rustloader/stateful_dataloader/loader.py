@@ -213,7 +213,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         # The workers of the last iterator leave before new ones start.
         self._iterator = None
         iterator = self._make_iterator(plan)
-        for _ in range(plan.drop):
+        for _ in range(iterator.origin.drop):
             next(iterator, None)
         self._iterator = iterator
 

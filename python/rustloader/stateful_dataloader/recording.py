@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
 from rustloader.stateful_dataloader.sources import iterate
@@ -18,6 +20,23 @@ _SECONDS = 0.02
 _FRACTION = 0.02
 # Number of states that are kept. Beyond it every second one of the older half is dropped.
 _KEPT = 64
+
+
+_IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a state. Fast for plain types and tensors."""
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(map(copied, value))
+    if kind is torch.Tensor:
+        return value.detach().clone()
+    return copy.deepcopy(value)
 
 
 class Entry(NamedTuple):
@@ -120,7 +139,7 @@ class Recorder(Iterator[Any]):
     def _begin_inner(self) -> Any:
         saved = None if self._saved is None else self._saved.sampler_iter_state
         self._samples = 0 if saved is None else saved["samples_yielded"]
-        inner = Inner(self._kind.inner, copy.deepcopy(saved))
+        inner = Inner(self._kind.inner, copied(saved))
         inner.begin()
         self._inner = inner
         return iterate(self._kind, inner)
@@ -130,10 +149,10 @@ class Recorder(Iterator[Any]):
         if saved is None:
             return iterator
         if saved.index_sampler_state is not None:
-            as_stateful(self._index_sampler).load_state_dict(copy.deepcopy(saved.index_sampler_state))
+            as_stateful(self._index_sampler).load_state_dict(copied(saved.index_sampler_state))
             iterator = iter(self._index_sampler)
         if saved.sampler_iter_state is not None:
-            as_stateful(iterator).load_state_dict(copy.deepcopy(saved.sampler_iter_state))
+            as_stateful(iterator).load_state_dict(copied(saved.sampler_iter_state))
         return iterator
 
     def __next__(self) -> Any:
@@ -162,7 +181,7 @@ class Recorder(Iterator[Any]):
         """Keeps the present state. An error is raised when the state is asked for."""
         began = time.thread_time()
         try:
-            entry = Entry(position, *copy.deepcopy(self._states(iterator, samples)))
+            entry = Entry(position, *copied(self._states(iterator, samples)))
         except Exception as error:
             self._error = self._error or error
             return
@@ -195,7 +214,7 @@ class Recorder(Iterator[Any]):
         found = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
         if found is None or found[1:] == (None, None):
             return None
-        return Entry(*copy.deepcopy(tuple(found)))
+        return Entry(*copied(tuple(found)))
 
 
 def recorder_of(

@@ -102,9 +102,9 @@ class _Rank:
         """What must be the same in the states of all ranks."""
         said = {name: self.sampler.get(name) for name in ("batch_size", "drop_last", "length")}
         said |= {"_iterator_finished": self.state.get("_iterator_finished"), "number of batches": self.position}
-        if self.start is None:
-            return said | {"start": None}
-        return said | {f"sampler's {name}": value for name, value in self.start.items() if name != "rank"}
+        said["begin of the epoch"] = "not begun" if self.start is None else "begun"
+        shared = {} if self.start is None else self.start
+        return said | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
 
 
 def _position(state: Mapping[str, Any]) -> int:

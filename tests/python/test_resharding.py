@@ -1,0 +1,344 @@
+"""States of all ranks of a DistributedSampler, for another number of ranks: each sample exactly once."""
+
+import copy
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from rustloader.stateful_dataloader.resharding import reshard
+from rustloader.stateful_dataloader.sampler import StatefulDistributedSampler
+from rustloader.stateful_dataloader.sampling import check, sampling, unstarted
+
+pytestmark = pytest.mark.ours
+
+
+class Job:
+    """The settings of a loader on each rank."""
+
+    def __init__(self, size, batch_size=2, drop_last=False, epoch=0, cut=False, **kw):
+        self.size, self.batch_size, self.drop_last, self.epoch = size, batch_size, drop_last, epoch
+        # The sampler's own drop_last, and its other settings.
+        self.cut, self.kw = cut, kw
+
+    def __repr__(self):
+        return str(vars(self))
+
+    def sampler(self, rank, replicas):
+        sampler = DistributedSampler(range(self.size), replicas, rank, drop_last=self.cut, **self.kw)
+        sampler.set_epoch(self.epoch)
+        return sampler
+
+    def batches(self, sampler):
+        return sampler if self.batch_size is None else BatchSampler(sampler, self.batch_size, self.drop_last)
+
+    def order(self):
+        """The order of the whole epoch, as torch draws it."""
+        sampler = DistributedSampler(range(self.size), 1, 0, **self.kw)
+        sampler.set_epoch(self.epoch)
+        return [*sampler]
+
+    def run(self, replicas, states=None, batches=None):
+        """Each rank's batches, `batches` of them, and its state then."""
+        found = []
+        for rank in range(replicas):
+            index_sampler = self.batches(self.sampler(rank, replicas))
+            own, position = None, 0
+            if states is not None:
+                own, position = states[rank]["_rustloader"]["sampler"], states[rank]["_sampler_iter_yielded"]
+                check(own, Holder(index_sampler))
+            epoch = sampling(index_sampler, iter(index_sampler), own, position, (), 1, map_style=True)
+            delivered = [*itertools.islice(epoch.iterator, batches)]
+            found.append((delivered, state_of(epoch.state(position + len(delivered)), position + len(delivered))))
+        return [delivered for delivered, _ in found], [state for _, state in found]
+
+
+class Holder:
+    def __init__(self, index_sampler):
+        self._index_sampler = index_sampler
+
+
+def state_of(sampled, position, **more):
+    """A loader's state, as far as resharding reads it."""
+    own = {
+        "version": 1,
+        "delivered": position,
+        "ahead": [],
+        "sampler": sampled.own,
+        "dataset": {"kind": "map", "length": None, "stateful": False},
+        "base_seed": 5,
+    }
+    state = {
+        "_sampler_iter_yielded": position,
+        "_num_yielded": position,
+        "_sampler_iter_state": sampled.sampler_iter_state,
+        "_iterator_finished": False,
+        "_rustloader": own,
+    }
+    return state | more
+
+
+def samples(ranks):
+    """All samples of all ranks."""
+    found = Counter()
+    for batches in ranks:
+        for batch in batches:
+            found.update(batch if isinstance(batch, list) else [batch])
+    return found
+
+
+def dealt(left, replicas, job):
+    """What torch's samplers make of the rest of an order."""
+    found = []
+    for rank in range(replicas):
+        sampler = DistributedSampler(left, replicas, rank, shuffle=False, drop_last=job.cut) if left else []
+        places = [*sampler]
+        found.append([*job.batches([left[place] for place in places])])
+    return found
+
+
+def random_job(rng):
+    return Job(
+        rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 80)]),
+        rng.choice([None, 1, 2, 3, rng.randint(1, 10)]),
+        drop_last=rng.random() < 0.25,
+        epoch=rng.randrange(3),
+        seed=rng.randrange(3),
+        shuffle=rng.random() < 0.5,
+        cut=rng.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("old", range(1, 5))
+@pytest.mark.parametrize("new", range(1, 7))
+def test_what_is_left_is_dealt_anew(old, new):
+    rng = random.Random(f"{old} {new}")
+    for _ in range(40):
+        job = random_job(rng)
+        order = job.order()
+        whole, _ = job.run(old)
+        at = rng.randint(0, len(whole[0]))
+        before, states = job.run(old, batches=at)
+        total = sum(samples(before).values())
+        consumed = min(total, job.size)
+        assert samples(before) == Counter(order[:total]) if total <= job.size else set(samples(before)) == set(order)
+        rng.shuffle(states)
+        made = reshard(states, new)
+        assert len(made) == new
+        if new == old:
+            after, _ = job.run(new, json.loads(json.dumps(made)))
+            assert after == [batches[at:] for batches in whole]
+            continue
+        after, states = job.run(new, json.loads(json.dumps(made)))
+        assert after == dealt(order[consumed:], new, job), (job, at)
+        if not job.drop_last and not job.cut:
+            # Nothing is left out, and only what fills up the last round of an order is repeated.
+            everything = samples(before) + samples(after)
+            assert set(everything) == set(range(job.size)), (job, at)
+            repeated = total - consumed + -(job.size - consumed) % new
+            assert sum(everything.values()) == job.size + repeated, (job, at)
+        for rank, state in enumerate(states):
+            assert state["_rustloader"]["sampler"]["start"]["rank"] == rank
+
+
+def test_each_sample_exactly_once_where_nothing_is_repeated():
+    """120 samples divide by all numbers of ranks and batches here."""
+    job = Job(120, 2, seed=3, epoch=2)
+    for path in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 4)):
+        states, everything = None, Counter()
+        for replicas in path:
+            made = None if states is None else reshard(states, replicas)
+            delivered, states = job.run(replicas, made, batches=5 if replicas < 4 else 2)
+            everything += samples(delivered)
+        order, consumed = job.order(), sum(everything.values())
+        assert everything == Counter(order[:consumed])
+        rest, _ = job.run(1, reshard(states, 1))
+        assert [index for batch in rest[0] for index in batch] == order[consumed:]
+
+
+def test_resharded_many_times():
+    rng = random.Random(7)
+    for _ in range(150):
+        job = random_job(rng)
+        order, left = job.order(), None
+        states, replicas = None, rng.randint(1, 4)
+        everything, consumed, padded = Counter(), 0, False
+        for _ in range(5):
+            left = order[consumed:]
+            delivered, states = job.run(replicas, states, batches=rng.randint(0, 3))
+            expected = dealt(left, replicas, job)
+            assert delivered == [batches[: len(delivered[0])] for batches in expected]
+            everything += samples(delivered)
+            padded |= sum(samples(delivered).values()) > len(left)
+            consumed = min(consumed + sum(samples(delivered).values()), job.size)
+            # Another number each time; the same number changes nothing.
+            states = reshard(states, replicas)
+            replicas = rng.choice([other for other in range(1, 6) if other != replicas])
+            states = reshard(states, replicas)
+        if not padded:
+            assert everything == Counter(order[:consumed])
+
+
+def test_batches_keep_their_numbers():
+    job = Job(40, 2)
+    _, states = job.run(4, batches=3)
+    made = reshard(states, 2)
+    assert [state["_sampler_iter_yielded"] for state in made] == [3, 3]
+    after, states = job.run(2, made, batches=2)
+    assert [state["_sampler_iter_yielded"] for state in states] == [5, 5]
+    start = states[1]["_rustloader"]["sampler"]["start"]
+    assert (start["first"], start["consumed"], start["num_replicas"], start["rank"]) == (3, 24, 2, 1)
+    assert states[1]["_rustloader"]["sampler"]["length"] == 20
+    # Interrupted in the new stripe, by number alone.
+    rest, _ = job.run(2, states)
+    assert samples(after) + samples(rest) == Counter(job.order()[24:])
+
+
+def test_states_are_not_changed():
+    job = Job(40, 2)
+    _, states = job.run(4, batches=3)
+    before = copy.deepcopy(states)
+    for replicas in (3, 4, 6):
+        made = reshard(states, replicas)
+        assert len({id(state["_rustloader"]["sampler"]["start"]) for state in made}) == replicas
+        for state in made:
+            state["_rustloader"]["sampler"]["start"].clear()
+            state["_rustloader"]["dataset"].clear()
+        assert states == before
+
+
+def test_new_ranks_take_their_seeds_from_old_ones():
+    job = Job(40, 2)
+    _, states = job.run(2, batches=3)
+    for rank, state in enumerate(states):
+        state["_rustloader"]["base_seed"] = rank
+    assert [state["_rustloader"]["base_seed"] for state in reshard(states, 5)] == [0, 1, 0, 1, 0]
+
+
+def test_states_with_workers():
+    job = Job(40, 2)
+    _, states = job.run(2, batches=3)
+    for state in states:
+        main = {"_sampler_iter_yielded": state.pop("_sampler_iter_yielded") - 1}
+        state |= {"_snapshot": {"_main_snapshot": main}, "_steps_since_snapshot": 1}
+    made = reshard(states, 3)
+    assert {state["_rustloader"]["sampler"]["start"]["first"] for state in made} == {3}
+    assert {state["_rustloader"]["sampler"]["start"]["consumed"] for state in made} == {12}
+
+
+def test_states_before_the_first_epoch():
+    job = Job(10)
+    states = [state_of(unstarted(job.batches(job.sampler(rank, 2))), 0) for rank in range(2)]
+    made = reshard(states, 3)
+    after, _ = job.run(3, made)
+    assert after == job.run(3)[0]
+
+
+def test_finished_states_are_those_of_the_next_epoch():
+    job = Job(10)
+    _, states = job.run(2)
+    made = reshard([state | {"_iterator_finished": True} for state in states], 3)
+    for rank, state in enumerate(made):
+        assert state["_iterator_finished"] is True
+        check(state["_rustloader"]["sampler"], Holder(job.batches(job.sampler(rank, 3))))
+
+
+# What is refused
+
+
+def refused(states, words, replicas=3):
+    with pytest.raises(ValueError) as caught:
+        reshard(states, replicas)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def changed(state, *path, to):
+    state = copy.deepcopy(state)
+    inner = state
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = to
+    return state
+
+
+def test_numbers_of_ranks():
+    _, states = Job(10).run(2, batches=1)
+    for replicas in (0, -1, 2.0, "2", True, None):
+        refused(states, ["num_replicas must be a positive integer", repr(replicas)], replicas)
+
+
+def test_ranks_that_are_missing_or_doubled():
+    _, states = Job(10).run(3, batches=1)
+    refused([], ["got none"])
+    refused(states[:2], ["all 3 ranks", "0, 1"])
+    refused([states[0], states[1], states[1]], ["all 3 ranks", "0, 1, 1"])
+    refused([*states, states[0]], ["all 3 ranks", "0, 1, 2, 0"])
+
+
+def test_ranks_at_different_positions():
+    job = Job(20)
+    _, first = job.run(2, batches=1)
+    _, second = job.run(2, batches=2)
+    refused([first[0], second[1]], ["number of batches", "1 and 2", "after the same batch"])
+
+
+def test_ranks_of_different_runs():
+    _, states = Job(20).run(2, batches=1)
+    for other in (
+        Job(20, epoch=1),
+        Job(20, seed=1),
+        Job(20, shuffle=False),
+        Job(21),
+        Job(20, drop_last=True),
+        Job(20, cut=True),
+    ):
+        _, others = other.run(2, batches=1)
+        refused([states[0], others[1]], ["differ in the"])
+    _, others = Job(20, 4).run(2, batches=1)
+    refused([states[0], others[1]], ["batch_size", "2 and 4"])
+    refused([states[0], states[1] | {"_iterator_finished": True}], ["_iterator_finished"])
+    refused([states[0], changed(states[1], "_rustloader", "sampler", "start", to=None)], ["begun' and 'not begun"])
+    refused([changed(states[0], "_rustloader", "sampler", "start", to=None), states[1]], ["not begun' and 'begun"])
+    refused([states[0], changed(states[1], "_rustloader", "sampler", "start", "consumed", to=2)], ["consumed"])
+
+
+def test_batches_out_of_order():
+    _, states = Job(20).run(2, batches=1)
+    refused([states[0], changed(states[1], "_rustloader", "ahead", to=[3, 4])], ["[3, 4]", "in_order=True"])
+
+
+def test_datasets_with_a_state():
+    _, states = Job(20).run(2, batches=1)
+    refused(
+        [changed(state, "_rustloader", "dataset", "stateful", to=True) for state in states], ["dataset has a state"]
+    )
+
+
+def test_other_samplers():
+    samplers = {
+        "random": RandomSampler(range(9)),
+        "sequential": SequentialSampler(range(9)),
+        "stateful": StatefulDistributedSampler(range(9), 2, 0),
+        "other": [1, 2, 3],
+    }
+    for kind, sampler in samplers.items():
+        epoch = sampling(BatchSampler(sampler, 2, False), iter(BatchSampler(sampler, 2, False)), None, 0, (), 1, True)
+        refused([state_of(epoch.state(0), 0)], [repr(kind), "torch's DistributedSampler"])
+
+
+def test_junk():
+    _, states = Job(20).run(1, batches=1)
+    for junk in (None, 3, {}, {"_rustloader": 3}, {"_rustloader": {}}, {"_rustloader": {"sampler": []}}):
+        refused([junk], ["StatefulDataLoader"])
+    refused(
+        [{name: states[0][name] for name in states[0] if name != "_sampler_iter_yielded"}], ["_sampler_iter_yielded"]
+    )
+    refused([states[0] | {"_sampler_iter_yielded": "x"}], ["non-negative integer", "'x'"])
+    refused([states[0] | {"_sampler_iter_yielded": -1}], ["non-negative integer", "-1"])
+    refused([states[0] | {"_snapshot": {}}], ["_main_snapshot"])
+    for name in ("epoch", "rank", "num_replicas", "dataset_length", "consumed", "first", "shuffle"):
+        refused([changed(states[0], "_rustloader", "sampler", "start", name, to="x")], [repr(name)])

@@ -1,0 +1,705 @@
+"""Samplers with a state: this package's, torchdata's, a program's own."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+import torchdata.stateful_dataloader.sampler as torchdata_sampler
+from support import outcome
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler as TorchRandomSampler
+
+from rustloader.stateful_dataloader import recording
+from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
+from rustloader.stateful_dataloader.sampling import check, draws, run_out, sampling
+from rustloader.stateful_dataloader.stateful import Stateful
+
+pytestmark = pytest.mark.ours
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# The classes by themselves, beside torchdata's
+
+
+def random_settings(rng):
+    size = rng.randint(1, 80)
+    return size, dict(replacement=rng.random() < 0.5, num_samples=rng.choice([None, rng.randint(1, 3 * size)]))
+
+
+def test_random_samplers_are_torchdatas():
+    rng = random.Random(0)
+    for case in range(100):
+        size, kw = random_settings(rng)
+        seen = []
+        at = rng.randint(0, 2 * size)
+        for module in (torchdata_sampler, None):
+            cls = RandomSampler if module is None else module.RandomSampler
+            torch.manual_seed(case)
+            made = cls(range(size), generator=generator(case) if case % 2 else None, **kw)
+            found = [torch.get_rng_state().tolist(), len(made), made.num_samples]
+            for _ in range(2):
+                iterator = iter(made)
+                assert isinstance(iterator, Stateful)
+                found.append(made.generator.get_state().tolist())
+                found.append([*itertools.islice(iterator, at)])
+                found.append(plain(iterator.state_dict()))
+                found.append([*iterator])
+                found.append(made.generator.get_state().tolist())
+            seen.append(found)
+        assert seen[0] == seen[1], (size, kw)
+
+
+def test_states_of_random_samplers_load_in_both():
+    rng = random.Random(1)
+    for case in range(100):
+        size, kw = random_settings(rng)
+        classes = [torchdata_sampler.RandomSampler, RandomSampler]
+        source, target = rng.choice(classes), rng.choice(classes)
+        iterator = iter(source(range(size), generator=generator(case), **kw))
+        drawn = [*itertools.islice(iterator, rng.randint(0, 2 * size))]
+        state = copy.deepcopy(iterator.state_dict())
+        made = target(range(size), generator=generator(77), **kw)
+        other = iter(made)
+        if target is RandomSampler:  # torchdata's has to be new
+            next(other)
+        other.load_state_dict(state)
+        assert plain(other.state_dict()) == plain(state)
+        assert [*other] == [*iterator], (source, target, kw, len(drawn))
+
+
+def test_wrong_settings_of_random_samplers():
+    for kw in (dict(replacement=1), dict(num_samples=0), dict(num_samples=-1), dict(num_samples=2.5), dict()):
+        size = 5 if kw else 0
+        torchdatas = outcome(lambda kw=kw, size=size: torchdata_sampler.RandomSampler(range(size), **kw))
+        assert torchdatas[0] != "value"
+        assert outcome(lambda kw=kw, size=size: RandomSampler(range(size), **kw)) == torchdatas
+
+
+class Counted(Sampler):
+    """A sampler that is itself stateful: it goes on where it was."""
+
+    def __init__(self, size):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def __len__(self):
+        return self.size
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict):
+        self.at = state_dict["at"]
+
+
+INNER = {
+    "random": lambda module: (module.RandomSampler if module else RandomSampler)(range(11), generator=generator(3)),
+    "distributed": lambda module: (module.StatefulDistributedSampler if module else StatefulDistributedSampler)(
+        range(23), num_replicas=2, rank=1
+    ),
+    "sequential": lambda module: SequentialSampler(range(11)),
+    "a list": lambda module: [5, 4, 3, 2, 1],
+    "its own": lambda module: Counted(11),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 40])
+def test_batch_samplers_are_torchdatas(inner, drop_last, batch_size):
+    count = len([*BatchSampler(INNER[inner](None), batch_size, drop_last)])
+    for at in range(count + 1):
+        seen = []
+        for module in (torchdata_sampler, None):
+            cls = BatchSampler if module is None else module.BatchSampler
+            made = cls(INNER[inner](module), batch_size, drop_last)
+            iterator = iter(made)
+            assert isinstance(made, TorchBatchSampler) and isinstance(iterator, Stateful)
+            found = [len(made), [*itertools.islice(iterator, at)]]
+            state = copy.deepcopy(iterator.state_dict())
+            found.append(plain(state))
+            # Both load into a sampler of the other module.
+            for other, wanted in ((torchdata_sampler, torchdata_sampler.BatchSampler), (None, BatchSampler)):
+                fresh = iter(wanted(INNER[inner](other), batch_size, drop_last))
+                fresh.load_state_dict(copy.deepcopy(state))
+                found.append([*fresh])
+            found.append([*iterator])
+            seen.append(found)
+        assert seen[0] == seen[1]
+        # At its end this sampler begins anew.
+        if inner != "its own" or at < count:
+            assert seen[1][-1] == seen[1][-2] == seen[1][-3]
+
+
+def test_wrong_settings_of_batch_samplers():
+    for settings in ((range(4), 0, False), (range(4), 2.5, False), (range(4), 2, 1)):
+        assert outcome(BatchSampler, *settings) == outcome(TorchBatchSampler, *settings)
+
+
+def test_a_state_of_a_sampler_that_has_none_here():
+    for state in ({"sampler_state": {}}, {"sampler_iter_state": {}}):
+        iterator = iter(BatchSampler(SequentialSampler(range(5)), 2, False))
+        with pytest.raises(ValueError, match="has no load_state_dict"):
+            iterator.load_state_dict({"samples_yielded": 2} | state)
+
+
+class Interrupting:
+    """Yields numbers; a call raises KeyboardInterrupt, as Ctrl-C in it would."""
+
+    def __init__(self, size, at):
+        self.size, self.at, self.count = size, at, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.count:
+            self.at = None
+            raise KeyboardInterrupt
+        if self.count == self.size:
+            raise StopIteration
+        self.count += 1
+        return self.count - 1
+
+
+def test_a_batch_goes_on_after_an_interrupt():
+    for at in range(6):
+        iterator = iter(BatchSampler(Interrupting(5, at), 2, False))
+        seen = []
+        while len(seen) < 3:
+            try:
+                seen.append(next(iterator))
+            except KeyboardInterrupt:
+                continue
+        assert seen == [[0, 1], [2, 3], [4]]
+        assert next(iterator, None) is None
+
+
+def test_distributed_samplers_are_torchs():
+    rng = random.Random(2)
+    for _ in range(60):
+        size, replicas = rng.randint(1, 60), rng.randint(1, 6)
+        kw = dict(num_replicas=replicas, rank=rng.randrange(replicas), shuffle=rng.random() < 0.5)
+        kw |= dict(seed=rng.randrange(3), drop_last=rng.random() < 0.5)
+        torchs, ours = DistributedSampler(range(size), **kw), StatefulDistributedSampler(range(size), **kw)
+        for epoch in range(2):
+            torchs.set_epoch(epoch)
+            ours.set_epoch(epoch)
+            assert [*ours] == [*torchs] and len(ours) == len(torchs)
+            assert ours.yielded == len(torchs) and ours.next_yielded is None
+            at = rng.randint(0, len(torchs))
+            iterator = iter(ours)
+            assert ours.yielded == 0
+            assert [*itertools.islice(iterator, at)] == [*torchs][:at]
+            assert ours.state_dict() == {"yielded": at} and ours.yielded == at
+            fresh = StatefulDistributedSampler(range(size), **kw)
+            fresh.set_epoch(epoch)
+            fresh.load_state_dict(ours.state_dict())
+            assert fresh.next_yielded == at and fresh.state_dict() == {"yielded": at}
+            assert [*fresh] == [*torchs][at:]
+            assert fresh.yielded == len(torchs) and fresh.next_yielded is None
+            # The epoch after a resumed one is whole.
+            assert [*fresh] == [*torchs]
+
+
+def test_states_of_distributed_samplers():
+    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
+    assert sampler.yielded == 0 and sampler.next_yielded is None and sampler._YIELDED == "yielded"
+    sampler.load_state_dict({"yielded": 3})
+    assert sampler.next_yielded == 3 and sampler.yielded == 0
+    for state in ({}, {"yielded": -1}, {"other": 3}):
+        with pytest.raises(ValueError):
+            sampler.load_state_dict(state)
+    assert sampler.next_yielded == 3
+    sampler.load_state_dict({"yielded": 0})
+    assert sampler.next_yielded == 0
+    sampler.yielded = 5
+    sampler.next_yielded = None
+    assert sampler.state_dict() == {"yielded": 5}
+
+
+def test_a_loaded_position_waits_for_the_first_index():
+    """torch's iterators with workers make an iterator over the sampler that they do not use."""
+    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)
+    sampler.load_state_dict({"yielded": 4})
+    unused = iter(sampler)
+    assert sampler.next_yielded == 4
+    assert [*sampler] == [8, 10, 12, 14, 16, 18]
+    del unused
+
+
+def test_a_load_leaves_a_running_iterator_alone():
+    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)
+    iterator = iter(sampler)
+    assert [next(iterator), next(iterator)] == [0, 2]
+    sampler.load_state_dict({"yielded": 7})
+    assert next(iterator) == 4 and sampler.yielded == 3
+    assert [*sampler] == [14, 16, 18]
+
+
+# In an epoch of a loader
+
+
+def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
+    return sampling(index_sampler, iter(index_sampler), saved, position, ahead, every, map_style=True)
+
+
+def merged(state):
+    saved = dict(state.own)
+    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
+    return copy.deepcopy({name: value for name, value in saved.items() if value is not None or name == "start"})
+
+
+class Walker(Sampler):
+    """Its iterator is stateful, the sampler is not."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return Walk(self.size)
+
+    def __len__(self):
+        return self.size
+
+
+class Walk:
+    def __init__(self, size):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.size:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at, "inner": [self.at]}
+
+    def load_state_dict(self, state_dict):
+        self.at = state_dict["at"]
+
+
+class Growing(Sampler):
+    """A batch sampler with a state of its own."""
+
+    def __init__(self, size):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.at += 1
+            yield [self.at * 10] * self.at
+        self.at = 0
+
+    def __len__(self):
+        return self.size
+
+    def state_dict(self):
+        return vars(self)  # not a copy
+
+    def load_state_dict(self, state_dict):
+        vars(self).update(state_dict)
+
+
+SAMPLERS = {
+    "batches of ours": lambda seed: BatchSampler(RandomSampler(range(23), generator=generator(seed)), 3, False),
+    "torch's batches of ours": lambda seed: TorchBatchSampler(
+        RandomSampler(range(23), replacement=True, generator=generator(seed)), 3, True
+    ),
+    "torchdata's": lambda seed: torchdata_sampler.BatchSampler(
+        torchdata_sampler.RandomSampler(range(23), generator=generator(seed)), 3, False
+    ),
+    "torchdata's in torch's batches": lambda seed: TorchBatchSampler(
+        torchdata_sampler.RandomSampler(range(23), generator=generator(seed)), 3, False
+    ),
+    "ours without batches": lambda seed: RandomSampler(range(23), generator=generator(seed)),
+    "distributed": lambda seed: TorchBatchSampler(StatefulDistributedSampler(range(23), 2, 1), 3, False),
+    "distributed without batches": lambda seed: StatefulDistributedSampler(range(23), 2, 1),
+    "batches of ours over torch's": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
+    "a stateful iterator": lambda seed: TorchBatchSampler(Walker(23), 3, False),
+    "a stateful iterator without batches": lambda seed: Walker(23),
+    "a stateful sampler": lambda seed: TorchBatchSampler(Counted(23), 3, True),
+    "a batch sampler": lambda seed: Growing(9),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_every_position(name, every):
+    make = SAMPLERS[name]
+    reference = make(1)
+    whole, following = [*reference], [*reference]
+    for drawn in range(len(whole) + 1):
+        # As many index batches are drawn as workers have; fewer are delivered.
+        first = begin(make(1), every=every)
+        assert [*itertools.islice(first.iterator, drawn)] == whole[:drawn]
+        for position in range(drawn + 1):
+            state = first.state(position)
+            assert state.own["kind"] == "stateful"
+            if every == 1:
+                assert state.own["state_position"] == position
+            saved = merged(state)
+            sampler = make(50)
+            second = begin(sampler, saved, position, every=every)
+            again = second.state(position)
+            assert plain(again) == plain(state)
+            assert [*second.iterator] == whole[position:], (drawn, position)
+            assert [*begin(sampler).iterator] == following
+        assert [*first.iterator] == whole[drawn:]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_resumed_twice_and_with_batches_ahead(name):
+    make = SAMPLERS[name]
+    whole = [*make(1)]
+    first = begin(make(1))
+    [*itertools.islice(first.iterator, 5)]
+    second = begin(make(2), merged(first.state(2)), 2, ahead=[3, 4])
+    expected = [batch for at, batch in enumerate(whole) if at == 2 or at > 4]
+    assert [*itertools.islice(second.iterator, 2)] == expected[:2]
+    for position in range(2, 7):
+        third = begin(make(3), merged(second.state(position)), position)
+        assert [*third.iterator] == whole[position:]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_running_out(name):
+    make = SAMPLERS[name]
+    sampler = make(1)
+    whole = [*sampler]
+    following = [*sampler]
+    for position in (len(whole), 3):
+        first = begin(make(1), every=2)
+        [*itertools.islice(first.iterator, position)]
+        other = make(9)
+        run_out(other, merged(first.state(position)), position)
+        assert [*begin(other).iterator] == following
+
+
+class Endless(Sampler):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict):
+        self.at = state_dict["at"]
+
+
+def test_running_out_a_sampler_without_an_end():
+    other = Endless()
+    run_out(other, {"kind": "stateful", "state_position": 3, "_index_sampler_state": {"at": 3}}, 5)
+    assert other.at == 6
+
+
+def test_draws_say_nothing_of_samplers_with_a_state():
+    class Loader:
+        generator = dataset = None
+
+    for make in SAMPLERS.values():
+        assert draws(Loader, make(1), with_base_seed=False) == {"base_seed": None, "sampler": None}
+
+
+def test_a_torchdata_state_in_torchs_sampler():
+    """Without this package's part of a state: the rest comes in torchdata's order."""
+    rng = random.Random(3)
+    for case in range(60):
+        size, kw = random_settings(rng)
+        batch_size = rng.choice([None, 1, 2, 5])
+
+        def batches(cls, inner, size=batch_size):
+            return inner if size is None else cls(inner, size, False)
+
+        data = range(size)
+        inner = torchdata_sampler.RandomSampler(data, generator=generator(case), **kw)
+        iterator = iter(batches(torchdata_sampler.BatchSampler, inner))
+        position = len([*itertools.islice(iterator, rng.randint(0, 9))])
+        saved = {"_sampler_iter_state": copy.deepcopy(iterator.state_dict())}
+        rest = [*iterator]
+        following = [*iter(batches(torchdata_sampler.BatchSampler, inner))]
+        for own in (None, generator(5)):
+            before = torch.get_rng_state()
+            ours = batches(TorchBatchSampler, TorchRandomSampler(data, generator=own, **kw))
+            assert [*begin(ours, saved, position).iterator] == rest, (size, kw, batch_size, position)
+            assert torch.equal(torch.get_rng_state(), before)
+        # At the end of the epoch, the next one follows in torchdata's order, too.
+        run_out(ours, saved, position)
+        assert [*begin(ours).iterator] == following
+
+
+def test_a_torchdata_state_of_other_samplers():
+    iterator = iter(torchdata_sampler.BatchSampler(SequentialSampler(range(20)), 3, False))
+    drawn = [next(iterator), next(iterator)]
+    saved = {"_sampler_iter_state": iterator.state_dict()}
+    rest = [*iterator]
+    for cls in (TorchBatchSampler, BatchSampler):
+        assert [*begin(cls(SequentialSampler(range(20)), 3, False), saved, 2).iterator] == rest
+    # Two batches were delivered after the state.
+    iterator = begin(BatchSampler(SequentialSampler(range(20)), 3, False), saved | {"state_position": 2}, 4).iterator
+    assert [*iterator] == rest[2:]
+    assert len(drawn) == 2
+
+
+def test_a_position_that_a_program_set_back():
+    """accelerate's dispatcher does this; torchdata takes the sampler's state as it is."""
+    first = begin(SAMPLERS["batches of ours"](1))
+    whole = [*first.iterator]
+    saved = merged(first.state(4))
+    second = begin(SAMPLERS["batches of ours"](2), saved, 3)
+    assert [*second.iterator] == whole[4:]
+
+
+def test_a_state_for_a_sampler_that_has_none():
+    for index_sampler in (Walker(5), TorchBatchSampler(Walker(5), 2, False)):
+        saved = {"_index_sampler_state": {"at": 3}}
+        if isinstance(index_sampler, TorchBatchSampler):
+            saved = {"_sampler_iter_state": {"samples_yielded": 2, "sampler_state": {"at": 3}}}
+        with pytest.raises(ValueError, match="Walker has no load_state_dict"):
+            next(begin(index_sampler, saved, 1).iterator)
+
+
+def test_nothing_happens_before_the_first_batch():
+    events = []
+
+    class Watched(Counted):
+        def __iter__(self):
+            events.append("iter")
+            return super().__iter__()
+
+        def state_dict(self):
+            events.append("state")
+            return super().state_dict()
+
+        def load_state_dict(self, state_dict):
+            events.append("load")
+            super().load_state_dict(state_dict)
+
+        def __len__(self):
+            events.append("len")
+            return super().__len__()
+
+    saved = {"kind": "stateful", "state_position": 1, "_sampler_iter_state": {"samples_yielded": 2}}
+    saved["_sampler_iter_state"]["sampler_state"] = {"at": 2}
+    index_sampler = TorchBatchSampler(Watched(6), 2, False)
+    found = sampling(index_sampler, iter(index_sampler), saved, 1, (), 1, map_style=True)
+    assert events == []
+    assert next(found.iterator) == [2, 3]
+    assert events == ["load", "iter", "state"]
+    found = sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True)
+    events.clear()
+    next(found.iterator)
+    assert events == ["iter", "state", "state"]
+
+
+def test_states_are_copies():
+    first = begin(Growing(5))
+    [*itertools.islice(first.iterator, 2)]
+    one, two = first.state(1), first.state(1)
+    assert one.index_sampler_state == {"size": 5, "at": 1}
+    one.index_sampler_state["at"] = 77
+    assert first.state(1) == two
+    saved = merged(two)
+    second = begin(Growing(5), saved, 1)
+    next(second.iterator)
+    assert saved == merged(two)
+    assert second.state(1) == two
+
+
+def test_copies_of_all_kinds_of_values():
+    class Box:
+        def __init__(self):
+            self.items = [1]
+
+    tensor = torch.arange(3)
+    value = {"a": [1, (2.5, "x", None, [b"y"])], 5: {True}, "t": tensor, "box": Box()}
+    made = recording.copied(value)
+    assert made["a"] == value["a"] and made[5] == value[5] and torch.equal(made["t"], tensor)
+    made["a"][1][3].append(1)
+    made["a"].append(1)
+    made[5].add(7)
+    made["t"][0] = 9
+    made["box"].items.append(2)
+    made["new"] = 1
+    assert value.keys() == {"a", 5, "t", "box"}
+    assert value["a"] == [1, (2.5, "x", None, [b"y"])] and value[5] == {True} and value["box"].items == [1]
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_how_often_states_are_made():
+    counts = []
+
+    class Watched(Growing):
+        def state_dict(self):
+            counts.append(self.at)
+            return dict(vars(self))
+
+    for every, expected in [(0, [0]), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (4, [0, 4])]:
+        counts.clear()
+        first = begin(Watched(7), every=every)
+        [*itertools.islice(first.iterator, 6)]
+        assert counts == expected
+        assert first.state(5).own["state_position"] == max(at for at in expected if at <= 5)
+
+
+def test_states_that_take_long_are_left_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(recording.time, "monotonic", lambda: 100.0)
+
+    class Slow(Growing):
+        def state_dict(self):
+            now[0] += 0.006
+            return dict(vars(self))
+
+    first = begin(Slow(9))
+    [*itertools.islice(first.iterator, 8)]
+    # 24 ms are beyond the limit of 20.
+    assert [first.state(at).own["state_position"] for at in range(9)] == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    whole = [*Growing(9)]
+    for at in range(9):
+        assert [*begin(Slow(9), merged(first.state(at)), at).iterator] == whole[at:]
+    # After a second there are 20 ms more.
+    monkeypatch.setattr(recording.time, "monotonic", lambda: 101.0)
+    next(first.iterator)
+    assert first.state(9).own["state_position"] == 9
+
+
+def test_old_states_are_thinned_out(monkeypatch):
+    monkeypatch.setattr(recording, "_SECONDS", 100)
+    first = begin(RandomSampler(range(1000), generator=generator(1)))
+    whole = [*itertools.islice(first.iterator, 900)]
+    assert len(first._recorder._entries) <= recording._KEPT
+    rest = [*first.iterator]
+    whole += rest
+    # Recent ones are all there, older ones farther apart.
+    positions = [first.state(at).own["state_position"] for at in range(1001)]
+    assert positions[-30:] == [*range(971, 1001)]
+    assert len({*positions}) <= recording._KEPT and positions[0] == 0
+    for at in (0, 1, 333, 970, 1000):
+        sampler = RandomSampler(range(1000), generator=generator(2))
+        assert [*begin(sampler, merged(first.state(at)), at).iterator] == whole[at:]
+
+
+def test_an_error_of_state_dict_is_raised_when_a_state_is_asked_for():
+    class Broken(Counted):
+        def state_dict(self):
+            if self.at > 2:
+                raise RuntimeError("no state today")
+            return super().state_dict()
+
+    first = begin(Broken(6))
+    assert [*itertools.islice(first.iterator, 2)] == [0, 1]
+    assert first.state(2).index_sampler_state == {"at": 2}
+    assert [*first.iterator] == [2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="no state today"):
+        first.state(6)
+
+
+def test_an_interrupted_state_loses_no_index_batch():
+    class Interrupted(Counted):
+        raises = 0
+
+        def state_dict(self):
+            if self.raises:
+                self.raises -= 1
+                raise KeyboardInterrupt
+            return super().state_dict()
+
+    for batches in (False, True):
+        for at in range(4):
+            sampler = Interrupted(8)
+            index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
+            whole = [*index_sampler]
+            first = begin(index_sampler)
+            seen = [*itertools.islice(first.iterator, at)]
+            sampler.raises = 1
+            with pytest.raises(KeyboardInterrupt):
+                next(first.iterator)
+            assert first.state(at).own["state_position"] == at
+            seen += first.iterator
+            assert seen == whole
+            assert first.state(at + 1).own["state_position"] == at + 1
+            other = Interrupted(8)
+            other = TorchBatchSampler(other, 2, False) if batches else other
+            assert [*begin(other, merged(first.state(at + 1)), at + 1).iterator] == whole[at + 1 :]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_unknown_samplers_in_torchs_batches_are_torchs(drop_last):
+    """A sampler whose iterator may turn out to have a state is iterated by torch's code."""
+
+    class Plain(Sampler):
+        def __init__(self, fails):
+            self.fails, self.calls = fails, 0
+
+        def __iter__(self):
+            self.calls += 1
+            return map(self._one, range(8))
+
+        def _one(self, index):
+            if index == self.fails:
+                raise ValueError(f"index {index}")
+            return index
+
+    for fails in (None, 0, 4, 5):
+        seen = []
+        for ours in (False, True):
+            inner = Plain(fails)
+            index_sampler = TorchBatchSampler(inner, 3, drop_last)
+            found = begin(index_sampler) if ours else None
+            iterator = found.iterator if ours else iter(index_sampler)
+            seen.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
+            if ours:
+                state = found.state(2)
+                assert state.own["kind"] == "other" and state[1:] == (None, None)
+        assert seen[0] == seen[1]
+    assert next(iter(begin(TorchBatchSampler(Plain(None), 3, drop_last), None, 1).iterator)) == [3, 4, 5]
+
+
+def test_checks_of_samplers_with_a_state():
+    class Holder:
+        def __init__(self, index_sampler):
+            self._index_sampler = index_sampler
+
+    for make in SAMPLERS.values():
+        first = begin(make(1))
+        next(first.iterator)
+        check(first.state(1).own, Holder(make(2)))
+        check(first.state(1).own | {"kind": "other"}, Holder(make(2)))
+    saved = begin(SAMPLERS["batches of ours"](1)).state(0).own
+    assert saved["batch_size"] == 3
+    with pytest.raises(ValueError, match="batch_size=3"):
+        check(saved, Holder(BatchSampler(RandomSampler(range(31)), 4, False)))
+    with pytest.raises(ValueError, match="length 8"):
+        check(saved, Holder(BatchSampler(RandomSampler(range(29)), 3, False)))
+    with pytest.raises(ValueError, match="another class"):
+        check(saved, Holder(TorchBatchSampler(TorchRandomSampler(range(23)), 3, False)))
