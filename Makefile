@@ -20,10 +20,10 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-breakdown compare-peers compare-gpu reliability-figures \
-	ecosystem wheel dist docs clean
+	compare-memory compare-growth compare-scheduling compare-resuming compare-breakdown compare-peers compare-gpu \
+	reliability-figures ecosystem wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -104,6 +104,9 @@ failures: build failpoints ## Make each system call of an epoch fail, or end its
 fuzz-programs: build ## Run random programs through both loaders and compare (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
 
+resume-programs: build ## Stop and resume loaders in random programs, against a model (ARGS='--programs 10000 --seed 1')
+	cd tests/python && $(abspath $(BIN))/python -m stateful.model $(ARGS)
+
 soak: build ## Run loaders of random kinds with faults mixed in (ARGS='--minutes 20 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m faults.soak $(ARGS)
 
@@ -162,6 +165,9 @@ compare-growth: build ## Measure how both loaders grow with workers, prefetching
 
 compare-scheduling: build ## Compare uneven batches, slow storage, large samplers and tables (ARGS='--rows spikes')
 	$(BIN)/python benches/scheduling.py $(ARGS)
+
+compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
+	$(BIN)/python benches/resuming.py $(ARGS)
 
 compare-breakdown: build ## Measure where the time of a batch goes
 	$(BIN)/python benches/breakdown.py $(ARGS)

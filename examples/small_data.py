@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 
@@ -24,6 +22,10 @@ class Points(Dataset):
 
 def write_images(root: Path, classes: int = 4, each: int = 16, side: int = 40) -> Path:
     """Write PNG files `root/0/000.png` and so on: noise with a bright square, whose corner is the class."""
+    # Needed here alone: the examples that train on points do without.
+    import numpy as np
+    from PIL import Image
+
     random = np.random.default_rng(7)
     for label in range(classes):
         (root / str(label)).mkdir(parents=True)

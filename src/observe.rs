@@ -11,12 +11,13 @@ use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
     BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT,
-    PINNING, QueueSlot, RegionHead, RingControl, Shared, StatusPage, VERSION, WorkerState,
+    PINNING, QueueSlot, RegionHead, RingControl, RingSlot, Shared, StatusPage, VERSION, WorkerState,
 };
 use crate::shm::queue::is_waiting;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::sys;
 use crate::tree;
+use crate::wire::ResultEntry;
 
 /// A snapshot of an iterator.
 #[derive(Clone, Debug)]
@@ -105,13 +106,14 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let mut usage = Usage::default();
     let mut observed = Vec::new();
     let shared = if geometry.shared_queue { Some(file.waiting(&geometry)?) } else { None };
-    for worker in 0..geometry.workers {
+    for worker_id in 0..geometry.workers {
         let control =
-            file.read_steady(geometry.control(worker), |it: &ControlPage| worker_key(&it.status))?;
+            file.read_steady(geometry.control(worker_id), |it: &ControlPage| worker_key(&it.status))?;
         let before = usage.warm;
-        file.add_region(&geometry, worker, &mut usage)?;
+        file.add_region(&geometry, worker_id, &mut usage)?;
         let warm = usage.warm.saturating_sub(before);
-        let mut worker = worker_of(&control, started_ns, epoch_task, warm);
+        let ready = file.results(&geometry, worker_id, &control.results)?;
+        let mut worker = worker_of(&control, started_ns, epoch_task, warm, ready);
         worker.queued = shared.unwrap_or(worker.queued);
         observed.push(worker);
     }
@@ -181,7 +183,13 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
     counts
 }
 
-fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64) -> ObservedWorker {
+fn worker_of(
+    control: &ControlPage,
+    started_ns: u64,
+    epoch_task: u64,
+    warm: u64,
+    ready: u32,
+) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
@@ -197,7 +205,7 @@ fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64)
         at_batch_ns: if taken_up == 0 { 0 } else { now_ns.saturating_sub(taken_up) },
         index,
         queued: waiting(&control.tasks),
-        ready: waiting(&control.results),
+        ready,
         warm,
     }
 }
@@ -258,6 +266,23 @@ impl File<'_> {
         let slots = self.bytes(geometry.queue(), geometry.queue_slots() as usize * size_of::<QueueSlot>())?;
         let slots = slots.chunks_exact(size_of::<QueueSlot>());
         Ok(slots.filter(|slot| is_waiting(word(&struct_of::<QueueSlot>(slot).state))).count() as u32)
+    }
+
+    /// Entries of a completion ring without the snapshots among them.
+    fn results(&self, geometry: &Geometry, worker: u32, ring: &RingControl) -> Result<u32> {
+        let count = waiting(ring).min(geometry.ring_slots);
+        if count == 0 {
+            return Ok(0);
+        }
+        let len = size_of::<RingSlot>();
+        let slots = self.bytes(geometry.result_slots(worker), geometry.ring_slots as usize * len)?;
+        let head = ring.head.0.load(Ordering::Relaxed);
+        let is_result = |place: &u32| {
+            let at = (head.wrapping_add(*place) % geometry.ring_slots) as usize * len;
+            let RingSlot(words) = struct_of(&slots[at..at + len]);
+            !ResultEntry::from_words(&words.map(AtomicU64::into_inner)).is_ok_and(|it| it.kind.is_snapshot())
+        };
+        Ok((0..count).filter(is_result).count() as u32)
     }
 
     /// Adds the memory of a region.

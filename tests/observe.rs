@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use rustloader::engine::Engine;
+use rustloader::engine::{Engine, Step};
 use rustloader::error::Error;
 use rustloader::metrics::Count;
 use rustloader::observe::{Observed, observe};
@@ -94,6 +94,32 @@ fn workers_that_share_a_queue_show_what_waits_in_it() {
     // A number that is neither 0 nor 1 is none of a header.
     arena.header().shared_queue.store(2, Ordering::Relaxed);
     assert!(matches!(observe(read_only(&arena).as_fd()), Err(Error::Corrupt { .. })));
+}
+
+#[test]
+fn snapshots_are_no_batches_that_are_ready() {
+    let arena = arena();
+    let mut engine = engine(&arena);
+    let (other, worker) = (port(&arena, 0), port(&arena, 1));
+    // Round and round, so that the entries lie across the ring's end.
+    for tag in 0..20 {
+        engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap();
+        engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap();
+        let Received::Task(entry) = worker.receive().unwrap() else { panic!("no task") };
+        let ready = || look(&arena).unwrap().workers[1].ready;
+        assert_eq!(ready(), 0);
+        assert!(worker.send_snapshot(1, b"state", tag % 2 == 0).unwrap());
+        assert_eq!(ready(), 0);
+        worker.send(entry.task, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
+        assert_eq!(ready(), 1);
+        assert!(worker.send_snapshot(2, b"state", false).unwrap());
+        assert_eq!(ready(), 1);
+        let Received::Task(entry) = other.receive().unwrap() else { panic!("no task") };
+        other.send(entry.task, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
+        for _ in 0..2 {
+            while !matches!(engine.step().unwrap(), Step::Deliver { .. }) {}
+        }
+    }
 }
 
 #[test]

@@ -163,13 +163,14 @@ class Engine:
         undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
 
     def position(self, answers: int, back: int) -> tuple[int, list[int], list[int], int]:
-        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back`` batches
-        and the errors after each of these.
+        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back``
+        batches and the errors after each of these.
 
-        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number of
-        the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count as
-        such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer, or -1.
-        ValueError: more than 8 batches back, or more than were delivered. Lock-free; after the end the last position."""
+        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number
+        of the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count
+        as such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer,
+        or -1. ValueError: more than 8 batches back, or more than were delivered, or another number of answers.
+        Lock-free; after the end the last position."""
 
     def snapshot(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
         """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers: the number of
@@ -179,8 +180,8 @@ class Engine:
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self) -> bool:
-        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine is
-        closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
+        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine
+        is closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
         without ``snapshots`` waits for none."""
 
     def start_pinning(

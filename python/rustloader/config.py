@@ -30,6 +30,8 @@ STATUS_AFTER = 1.0
 # more than this share of the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.02
+# Batches of a worker after which the state of an iterable dataset that has not changed is reported.
+FROZEN_AFTER = 64
 # Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
 

@@ -68,7 +68,7 @@ impl Handle {
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Whether a first snapshot of this epoch is still to come: its worker has not died, and nothing has ended the iterator.
     pub fn is_starting(&self) -> bool {
-        let goes_on = self.snapshots && !self.handle.closing() && self.delivery.is_sound();
+        let goes_on = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
         let is_awaited =
             |worker| !state.snapshots.has_started(worker) && !self.scheduler.is_dead(WorkerId(worker));
@@ -79,10 +79,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// [`Step::Open`](super::Step::Open).
     pub fn take_news(&mut self) -> Result<Option<(Incoming, Option<B>)>> {
         self.handle.check_ours()?;
-        if self.handle.closing() || self.delivery.is_broken() {
+        if self.has_ended() || self.delivery.is_broken() {
             return Ok(None);
         }
         self.look()?;
         Ok(self.delivery.tied())
+    }
+
+    /// Whether nothing may be taken in any more: the rings may belong to another iterator.
+    fn has_ended(&self) -> bool {
+        self.finished || self.handle.closing()
     }
 }

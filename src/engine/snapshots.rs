@@ -74,3 +74,109 @@ impl<M> Snapshots<M> {
         self.workers.iter_mut().for_each(|worker| worker.kept.clear());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn at(snapshots: &Snapshots<&'static str>, answers: u64) -> Option<(u64, &'static str)> {
+        snapshots.at(0, answers).map(|(count, snapshot)| (count, *snapshot))
+    }
+
+    #[test]
+    fn the_newest_snapshot_up_to_a_number_of_answers_is_found() {
+        let mut snapshots = Snapshots::new(2);
+        assert_eq!(at(&snapshots, 9), None);
+        for (count, name) in [(0, "first"), (3, "third"), (5, "fifth")] {
+            snapshots.keep(0, count, Some(name), 0);
+        }
+        let found = [(0, "first"), (0, "first"), (0, "first"), (3, "third"), (3, "third"), (5, "fifth")];
+        for (answers, found) in (0..).zip(found) {
+            assert_eq!(at(&snapshots, answers), Some(found));
+        }
+        assert_eq!(at(&snapshots, u64::MAX), Some((5, "fifth")));
+        assert!(snapshots.at(1, 9).is_none() && snapshots.at(2, 9).is_none());
+    }
+
+    #[test]
+    fn the_later_one_of_the_same_moment_counts() {
+        let mut snapshots = Snapshots::new(1);
+        snapshots.keep(0, 4, Some("in its course"), 0);
+        snapshots.keep(0, 4, Some("at its end"), 0);
+        assert_eq!(at(&snapshots, 4), Some((4, "at its end")));
+        assert_eq!(snapshots.workers[0].kept.len(), 1);
+    }
+
+    #[test]
+    fn what_no_position_needs_is_dropped() {
+        let mut snapshots = Snapshots::new(1);
+        for (count, settled) in [(0, 0), (2, 1), (4, 3)] {
+            snapshots.keep(0, count, Some("state"), settled);
+        }
+        // A position after 3 answers needs the one before them.
+        let counts =
+            |snapshots: &Snapshots<_>| snapshots.workers[0].kept.iter().map(|it| it.0).collect::<Vec<_>>();
+        assert_eq!(counts(&snapshots), [2, 4]);
+        snapshots.keep(0, 6, Some("state"), 4);
+        assert_eq!(counts(&snapshots), [4, 6]);
+        snapshots.clear();
+        assert_eq!(counts(&snapshots), [0; 0]);
+        assert!(snapshots.has_started(0));
+    }
+
+    #[test]
+    fn a_new_epoch_forgets_the_old_one_and_what_still_comes_of_it() {
+        let mut snapshots = Snapshots::new(2);
+        snapshots.keep(0, 7, Some("old"), 0);
+        snapshots.begin_epoch();
+        assert_eq!(at(&snapshots, 9), None);
+        snapshots.keep(0, 8, Some("old"), 0);
+        assert!(at(&snapshots, 9).is_none() && !snapshots.has_started(0));
+        snapshots.resumed(0);
+        assert!(!snapshots.has_started(0));
+        snapshots.keep(0, 0, Some("new"), 0);
+        assert!(at(&snapshots, 9) == Some((0, "new")) && snapshots.has_started(0));
+        assert!(!snapshots.has_started(1));
+    }
+
+    #[test]
+    fn one_that_was_left_out_begins_the_epoch_all_the_same() {
+        let mut snapshots = Snapshots::<&str>::new(1);
+        assert!(!snapshots.has_started(0));
+        snapshots.keep(0, 0, None, 0);
+        assert!(snapshots.has_started(0) && at(&snapshots, 9).is_none());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn every_position_finds_the_snapshot_that_a_full_record_has(
+            steps in proptest::collection::vec((0..3u64, 0..3u64), 1..60),
+        ) {
+            let mut snapshots = Snapshots::new(1);
+            let (mut count, mut settled, mut all) = (0, 0, Vec::new());
+            for (id, (later, answered)) in steps.into_iter().enumerate() {
+                count += later;
+                settled = (settled + answered).min(count);
+                let snapshot = Rc::new(id);
+                all.push((count, snapshot.clone()));
+                snapshots.keep(0, count, Some(snapshot), settled);
+                for answers in settled..=count + 1 {
+                    let expected = all.iter().rfind(|(count, _)| *count <= answers);
+                    let found = snapshots.at(0, answers);
+                    prop_assert_eq!(found, expected.map(|(count, snapshot)| (*count, snapshot)));
+                }
+                // One at most is older than what is settled, and each is kept or dropped.
+                let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);
+                let kept: Vec<u64> = kept.map(|(count, _)| *count).collect();
+                prop_assert_eq!(kept.len(), snapshots.workers[0].kept.len());
+                prop_assert!(kept.iter().filter(|count| **count <= settled).count() <= 1);
+                prop_assert!(kept.is_sorted_by(|a, b| a < b));
+            }
+        }
+    }
+}

@@ -242,7 +242,7 @@ impl<T, R> Scheduler<T, R> {
                 return self.answer(Decision::Submit);
             }
         }
-        // No event is processed while a result is staged, so at most `max_tasks` submissions delay its delivery.
+        // A call processes no event while a result is staged, so at most `max_tasks` submissions delay its delivery.
         if self.fills && may_ask && self.has_room() {
             return self.answer(Decision::Submit);
         }

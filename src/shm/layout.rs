@@ -45,6 +45,9 @@ unsafe impl Shared for BlockEntry {}
 // SAFETY: as above.
 #[cfg(not(loom))]
 unsafe impl Shared for QueueSlot {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Shared for RingSlot {}
 
 /// A value on a cache line of its own.
 #[repr(C, align(64))]

@@ -514,6 +514,52 @@ mod tests {
         assert!(lock(&port.reserve).is_some());
     }
 
+    #[test]
+    fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_error_are_reported() {
+        let port = port(64 << 20);
+        let mut held = Vec::new();
+        for len in [1 << 20, 64 << 10, 4096] {
+            while let Ok((block, _)) = port.allocate(len) {
+                held.push(block);
+            }
+        }
+        let mut results = Consumer::new(port.arena.result_ring(0));
+        let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
+        assert!(!port.send_snapshot(1, b"state", false).unwrap());
+        assert_eq!(entry(), None);
+        // The reserve is for these, as far as it goes. The main process waits for the first one in any case.
+        assert!(port.send_snapshot(0, b"state", false).unwrap());
+        assert!(entry().unwrap().block.is_some());
+        assert!(!port.send_snapshot(0, b"state", false).unwrap());
+        let none = entry().unwrap();
+        assert_eq!((none.kind, none.block, none.task), (ResultKind::Snapshot, None, 0));
+        port.release(held.pop().unwrap());
+        assert!(port.send_snapshot(3, b"error", true).unwrap());
+        let error = entry().unwrap();
+        assert_eq!((error.kind, error.block.is_some(), error.task), (ResultKind::FailedSnapshot, true, 3));
+        // A large one does not fit into the reserve.
+        assert!(!port.send_snapshot(0, &[0; 1 << 20], false).unwrap());
+        assert_eq!(entry().unwrap().block, None);
+        held.into_iter().for_each(|block| port.release(block));
+        assert!(port.send_snapshot(4, &[7; 500_000], false).unwrap());
+        let snapshot = entry().unwrap();
+        assert_eq!((snapshot.len, snapshot.load), (500_008, Load::default()));
+        assert_eq!(snapshot.checksum, wire::checksum(&[7; 500_000]));
+    }
+
+    #[test]
+    fn a_snapshot_leaves_the_workers_figures_as_they_are() {
+        let port = port(64 << 20);
+        port.send(0, ResultKind::Plain, &[], &[0; 100], Timings::default()).unwrap();
+        let figures = || {
+            let StatusPage { sent, largest, tasks_done, task, .. } = port.status();
+            [sent, largest, tasks_done, task].map(|word| word.load(Ordering::Relaxed))
+        };
+        let before = figures();
+        assert!(port.send_snapshot(1, &[0; 100_000], false).unwrap());
+        assert_eq!((figures(), before), (before, [1, 108, 1, 0]));
+    }
+
     /// Takes a task of the ring, whose fetch sleeps, or computes for as long.
     fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
         let entry = TaskEntry::inline(0, kind, &[]).unwrap();

@@ -1,10 +1,17 @@
 """Programs of other libraries, in an environment of their own: `make ecosystem`."""
 
 import importlib.metadata
+import os
 import platform
+import sys
 from pathlib import Path
 
+import pytest
+
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+
+# For stop_and_resume.py, which a test there uses too.
+sys.path.append(str(Path(__file__).parents[1] / "python"))
 
 
 def pytest_report_header(config):
@@ -12,3 +19,12 @@ def pytest_report_header(config):
     names = [line.strip() for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ["torch", *names]]
     return f"Python {platform.python_version()}, " + ", ".join(versions)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_network_or_traces(tmp_path_factory):
+    """Libraries keep settings and caches at home, and some ask for news."""
+    home = str(tmp_path_factory.mktemp("home"))
+    set_here = {"HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home, "YOLO_CONFIG_DIR": home}
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "YOLO_OFFLINE"), "1")
+    os.environ.update(set_here | offline | {"OMP_NUM_THREADS": "1"})

@@ -2,7 +2,6 @@
 loader, to the last bit, and the engine delivered every batch. The workers' random numbers are part of the losses."""
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -18,15 +17,6 @@ RUN = ("-m", "rustloader", "run")
 
 FROM_ENGINE = re.compile(r"process (\d+): (\d+) batches from the engine")
 LOSS = re.compile(r"\d\.\d{6}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def without_network_or_traces(tmp_path_factory):
-    """Libraries keep settings and caches at home, and some ask for news."""
-    home = str(tmp_path_factory.mktemp("home"))
-    set_here = {"HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home, "YOLO_CONFIG_DIR": home}
-    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "YOLO_OFFLINE"), "1")
-    os.environ.update(set_here | offline | {"OMP_NUM_THREADS": "1"})
 
 
 def outcome(*command):

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import doctest
 import random
 import types
 import warnings
@@ -103,6 +104,19 @@ def with_workers(snapshots, at=120, steps=0, finished=False, **changes):
     }
 
 
+# A rank whose epoch was divided anew at batch 10: 515 samples are left for 4 ranks, and each has 129 of them.
+RESHARDED = {
+    "rank": 1,
+    "num_replicas": 4,
+    "epoch": 2,
+    "seed": 0,
+    "dataset_length": 2000,
+    "consumed": 1485,
+    "first": 10,
+    "drop_last": False,
+}
+
+
 def line(state, name):
     """What the line of that name says; None without one."""
     found = [text.removeprefix(f"{name}: ") for text in describe(state).splitlines() if text.startswith(f"{name}: ")]
@@ -142,8 +156,8 @@ def test_a_state_with_workers_and_states_of_the_dataset():
             "sampler: none (the dataset is iterable) in batches of 32, without a last one that is not full",
             "dataset: iterable, with a state",
             "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
-            "worker 0: 60 batches delivered, state of the dataset: 5.0 kB",
-            "worker 1: 1 batch delivered, 2 to fetch again, state of the iterator: 2.0 MB, at its end",
+            "worker 0: state of the dataset: 5.0 kB",
+            "worker 1: state of the iterator: 2.0 MB, 2 batches to fetch again, at its end",
         ]
     )
 
@@ -163,6 +177,27 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         ({"batch_size": "many"}, 1, "1 batch delivered; the next one is batch 1"),
         ({"batch_size": 0}, 1, "1 batch delivered; the next one is batch 1"),
         ({"length": None}, 1, "1 batch delivered; the next one is batch 1"),
+        # Of a batch sampler, the length is that of batches.
+        ({"kind": "other"}, 1, "1 batch delivered; the next one is batch 1"),
+        ({"kind": "stateful"}, 1, "1 batch delivered; the next one is batch 1"),
+        ({"kind": "stateful", "batch_size": None}, 1, "1 batch delivered of 16,000; the next one is batch 1"),
+        ({"kind": "distributed", "start": RESHARDED}, 1, "1 batch delivered of 15; the next one is batch 1"),
+        (
+            {"kind": "distributed", "start": RESHARDED | {"drop_last": True}, "drop_last": True},
+            1,
+            "1 batch delivered of 14;",
+        ),
+        ({"kind": "distributed", "start": RESHARDED | {"consumed": 10**6}}, 1, "1 batch delivered of 10; the next"),
+        (
+            {"kind": "distributed", "start": RESHARDED | {"first": None}},
+            1,
+            "1 batch delivered; the next one is batch 1",
+        ),
+        (
+            {"kind": "distributed", "start": RESHARDED | {"num_replicas": 0}},
+            1,
+            "1 batch delivered; the next one is batch",
+        ),
     ],
 )
 @pytest.mark.parametrize("workers", [False, True])
@@ -213,8 +248,8 @@ def test_batches_ahead_of_the_position(ahead, words):
         ),
         ({"kind": "subset", "start": {}}, "SubsetRandomSampler"),
         ({"kind": "weighted"}, "WeightedRandomSampler"),
-        ({"kind": "stateful"}, "a sampler with a state"),
-        ({"kind": "other"}, "a sampler without a state, which is iterated anew up to the position"),
+        ({"kind": "stateful"}, "one with a state"),
+        ({"kind": "other", "length": 7}, "one without a state, iterated anew up to the position, length 7"),
         ({"kind": "of a later version"}, "'of a later version'"),
         (
             {"kind": "distributed", "start": {"rank": 1, "num_replicas": 4, "epoch": 2, "seed": 0, "consumed": 0}},
@@ -235,6 +270,8 @@ def test_the_states_of_a_sampler():
     state["_sampler_iter_state"] = {"samples_yielded": 3840, "sampler_iter_state": {"yielded": 3840}}
     assert line(state, "sampler's state").startswith("_sampler_iter_state, ")
     assert line(state, "sampler's state").endswith(" B, 3,840 samples drawn")
+    state["_sampler_iter_state"] = {"samples_yielded": 3840}
+    assert line(state, "sampler's state") is None
     state = with_workers([snapshot(0)])
     state["_snapshot"]["_main_snapshot"]["_index_sampler_state"] = b"x" * 3000
     assert line(state, "sampler's state") == "_index_sampler_state, 3.0 kB"
@@ -260,6 +297,7 @@ def test_a_state_that_cannot_be_pickled_has_no_size():
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_of_torchdata(workers):
+    """With workers its own sampler is drawn ahead; the state is that of the last snapshot."""
     loader = Torchdatas(range(20), batch_size=3, shuffle=True, num_workers=workers, snapshot_every_n_steps=2)
     batches = iter(loader)
     for _ in range(3):
@@ -272,7 +310,7 @@ def test_states_of_torchdata(workers):
     drawn = 6 if workers else 9
     assert line(state, "sampler's state") == f"_sampler_iter_state, 5.5 kB, {drawn} samples drawn"
     assert line(state, "since these snapshots") == ("1 batch" if workers else None)
-    assert line(state, "worker 1") == ("no state" if workers else None)
+    assert line(state, "workers") == ("no states" if workers else None)
     assert line(state, "problems") is line(state, "other keys") is line(state, "dataset") is None
     assert sum(1 for _ in batches) == 4
     assert "the epoch has ended" in line(loader.state_dict(), "position")
@@ -373,6 +411,7 @@ def test_it_never_fails(seed):
     draw = random.Random(seed)
     states = [
         without_workers(ahead=[122, 130], next={"base_seed": 1, "sampler": {"seed": 2}}),
+        without_workers(sampler=own()["sampler"] | {"kind": "distributed", "start": RESHARDED}),
         with_workers(
             [snapshot(0, dataset={"a": 1}), snapshot(1, iterator=[2])],
             seeds={"base_seed": 1, "epoch": 2},
@@ -392,3 +431,35 @@ def test_it_never_fails(seed):
                     part[draw.choice(["more", 7, None, "_rustloader", "_snapshot"])] = copy.deepcopy(draw.choice(JUNK))
         text = describe(state)
         assert text and "object at 0x" not in text.partition("\nproblems: ")[0].partition("\nother keys: ")[0], text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_states_of_a_loader(workers, shuffle):
+    loader = rustloader.StatefulDataLoader(range(20), batch_size=3, shuffle=shuffle, num_workers=workers)
+    states = [loader.state_dict()]
+    for _ in loader:
+        states.append(loader.state_dict())
+    states.append(loader.state_dict())
+    positions = [f"{k} batch{'es' * (k != 1)} delivered of 7; the next one is batch {k}" for k in range(7)]
+    positions.append(
+        "7 batches delivered of 7; the end was not reached, and the next iter() is an epoch without batches"
+    )
+    positions.append("7 batches delivered of 7; the epoch has ended, and the next iter() begins another one")
+    assert [line(state, "position") for state in states] == [f"epoch 0, {position}" for position in positions]
+    for state in states:
+        assert line(state, "written by").endswith("with 2 workers" if workers else "without workers")
+        name = "RandomSampler" if shuffle else "SequentialSampler"
+        assert line(state, "sampler").startswith(f"{name}, 20 indices in batches of 3")
+        assert line(state, "dataset") == "map-style, 20 samples, without a state"
+        assert line(state, "problems") is line(state, "other keys") is None
+    assert ("order by seed" in line(states[1], "sampler")) is shuffle
+    assert line(states[-1], "next epoch").startswith("base seed ")
+
+
+def test_the_example_of_the_docstring():
+    (found,) = doctest.DocTestFinder(recurse=False).find(describe, "describe", globs={"rustloader": rustloader})
+    assert found.examples
+    said = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found, out=said.append)
+    assert not said, "".join(said)

@@ -1,6 +1,5 @@
-"""How workers begin a resumed epoch, and the snapshots that they send: real workers, with a job that has a start."""
+"""How workers begin a resumed epoch: real workers, with a job that has a start."""
 
-import dataclasses
 import itertools
 import pickle
 import threading
@@ -8,155 +7,37 @@ import types
 
 import pytest
 import torch
+from resume_support import (
+    BASE,
+    Faulty,
+    Logged,
+    Recalling,
+    Tail,
+    TailIterator,
+    Workers,
+    log_init,
+    make,
+    with_draws,
+)
 from sample_data import Numbers, as_list, untouched
-from support import DataLoader, outcome, wait_until, within
+from support import outcome, wait_until, within
 from test_seeds import drawn
-from torch.utils.data import IterableDataset, _DatasetKind, get_worker_info
+from torch.utils.data import IterableDataset, _DatasetKind
 from torch.utils.data._utils import fetch
 
-import rustloader
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import core
-from rustloader.workers import main, resuming
+from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
 
 pytestmark = pytest.mark.ours
-
-BASE = 7
-
-
-class Workers:
-    """Gives workers a start and a policy, and keeps the snapshots that they send."""
-
-    def __init__(self, folder, monkeypatch):
-        self.folder = folder
-        self.set()
-        monkeypatch.setattr(core, "Job", self.job)
-        # Workers are forked.
-        monkeypatch.setattr(main, "Publisher", self.publisher)
-
-    def set(self, *starts, every=1, first_ordinal=0, ahead=()):
-        self.starts, self.policy, self.ahead = list(starts) or None, SnapshotPolicy(every, first_ordinal), ahead
-        for file in self.folder.iterdir():
-            file.unlink()
-
-    def job(self, *, seeding, **kw):
-        if seeding is not None:
-            seeding = dataclasses.replace(seeding, first_ordinal=self.policy.first_ordinal, ahead=self.ahead)
-        return Job(seeding=seeding, snapshots=self.policy, starts=self.starts, **kw)
-
-    def publisher(self, port, *args):
-        return Publisher(types.SimpleNamespace(send_snapshot=self.keep), *args)
-
-    def keep(self, count, payload, is_error):
-        with open(self.folder / str(get_worker_info().id), "ab") as file:
-            pickle.dump((count, payload, is_error), file)
-        return True
-
-    def sent(self, worker=0):
-        """(count, state or error, is_error) of each snapshot of a worker."""
-        found = []
-        if (path := self.folder / str(worker)).exists():
-            with open(path, "rb") as file:
-                while file.peek(1):
-                    count, payload, is_error = pickle.load(file)
-                    found.append((count, pickle.loads(payload), is_error))
-        return found
-
-    def start(self, answers, worker, replay):
-        """How the worker begins after some of its answers, from its newest snapshot then."""
-        _, state, _ = [it for it in self.sent(worker) if it[0] <= answers][-1]
-        fetcher = state["fetcher_state"] or {}
-        return WorkerStart(
-            dataset_state=state["dataset_state"],
-            iterator_state=fetcher.get("dataset_iter_state"),
-            ended=fetcher.get("fetcher_ended", False),
-            replay=replay,
-            batches=state["batches"],
-            samples=state["samples"],
-        )
 
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    return Workers(folder, monkeypatch)
-
-
-def make(dataset, count=1, **kw):
-    torch.manual_seed(BASE)
-    return DataLoader(dataset, num_workers=count, **dict(collate_fn=logged, batch_size=2) | kw)
-
-
-def log():
-    return get_worker_info().dataset.log
-
-
-def logged(samples):
-    """The samples, and what was done in the worker before."""
-    before = list(log())
-    log().append("collate")
-    return samples, before
-
-
-def log_init(worker_id):
-    log().append("init")
-
-
-class Logged:
-    """Has a state. Notes what is done with it."""
-
-    def __init__(self):
-        self.log = []
-        self.mark = None
-
-    def state_dict(self):
-        self.log.append("state")
-        return {"mark": self.mark}
-
-    def load_state_dict(self, state):
-        self.log.append(f"load {state}")
-        self.mark = state["mark"]
-
-
-class Tail(Logged, IterableDataset):
-    """The numbers below n. Its iterator has a state, too."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.n = n
-
-    def __iter__(self):
-        self.log.append("iter")
-        return TailIterator(self)
-
-    def __getitem__(self, i):
-        raise AssertionError
-
-
-class TailIterator:
-    def __init__(self, dataset):
-        self.dataset, self.i = dataset, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.dataset.log.append(self.i)
-        if self.i >= self.dataset.n:
-            raise StopIteration
-        self.i += 1
-        return self.i - 1
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state):
-        self.dataset.log.append(f"load iterator {state}")
-        self.i = state["i"]
+    return Workers(tmp_path / "snapshots", monkeypatch)
 
 
 # The order of a start
@@ -233,32 +114,9 @@ def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_siz
 # Batches of a resumed epoch
 
 
-class Recalling(Numbers):
-    """Sample i is (i, the samples made before it, what it drew). What it has made is its state."""
-
-    def __init__(self, n, in_order=True):
-        super().__init__(n)
-        self.made, self.in_order = [], in_order
-
-    def __getitem__(self, i):
-        before = list(self.made) if self.in_order else None
-        self.made.append(int(i))
-        return int(i), before, drawn() if self.in_order else rustloader.sample_seed()
-
-    def state_dict(self):
-        return {"made": sorted(self.made)}
-
-    def load_state_dict(self, state):
-        self.made = list(state["made"])
-
-
 class RecallingBatches(Recalling):
     def __getitems__(self, indices):
         return [self[i] for i in indices]
-
-
-def with_draws(samples):
-    return samples, drawn()
 
 
 MAP_CASES = {
@@ -428,22 +286,19 @@ def test_a_job_goes_to_a_worker_without_the_starts_of_others():
 # Errors
 
 
-class Faulty(Recalling):
-    """Samples 2 and 9 fail."""
+class Ending(Faulty):
+    """What ends an iterable dataset is an error like others here."""
 
-    def __getitem__(self, i):
-        sample = super().__getitem__(i)
-        if i in (2, 9):
-            raise KeyError(f"sample {int(i)}")
-        return sample
+    error = StopIteration
 
 
-def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers):
+@pytest.mark.parametrize("cls", [Faulty, Ending])
+def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers, cls):
     workers.set(WorkerStart(replay=[[0, 1], [2, 3], [4, 5]]), first_ordinal=3)
-    loader = make(Faulty(12), sampler=range(6, 12), collate_fn=as_list, seed_by="batch")
+    loader = make(cls(12), sampler=range(6, 12), collate_fn=as_list, seed_by="batch")
     iterator = iter(loader)
     assert [sample[1] for sample in next(iterator)] == [[0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 6]]
-    assert outcome(next, iterator)[:2] == ("error", KeyError)
+    assert outcome(next, iterator)[0] == ("error" if cls is Faulty else "end")
     assert [sample[0] for sample in next(iterator)] == [10, 11]
     # An error is an answer.
     assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
@@ -463,75 +318,6 @@ def test_a_stream_that_failed_goes_on_as_it_did(workers):
     for replay, wanted in [(1, ["error", "end", "end"]), (2, ["end"] * 3)]:
         workers.set(WorkerStart(replay=replay))
         assert run() == wanted
-
-
-class Unreadable:
-    def __reduce__(self):
-        return _raise, ()
-
-
-def _raise():
-    raise OSError("unreadable")
-
-
-def test_every_kind_of_answer_counts(workers):
-    def unsendable(samples):
-        return threading.Lock() if samples[0][0] == 1 else samples
-
-    batches = [[0], Unreadable(), [1], [2], [3]]
-    iterator = iter(make(Faulty(5), batch_size=1, batch_sampler=batches, collate_fn=unsendable, seed_by="batch"))
-    kinds = [outcome(next, iterator)[0] for _ in range(6)]
-    assert kinds == ["value", "error", "error", "error", "value", "end"]
-    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3, 4, 5]
-
-
-class NoIterator(Logged, IterableDataset):
-    def __iter__(self):
-        raise KeyError("iter")
-
-
-class NoLoading(Logged, Numbers):
-    def __init__(self, n):
-        Logged.__init__(self)
-        Numbers.__init__(self, n)
-
-    def load_state_dict(self, state):
-        raise KeyError("load")
-
-
-class NoIteratorState(Tail):
-    def __iter__(self):
-        iterator = super().__iter__()
-        iterator.load_state_dict = iterator.missing = lambda state: self.missing
-        return iterator
-
-
-def bad_init(worker_id):
-    raise KeyError("init")
-
-
-BROKEN = {
-    "init": (lambda: Numbers(4), dict(worker_init_fn=bad_init)),
-    "iter": (NoIterator, {}),
-    "load": (lambda: NoLoading(4), {}),
-    "iterator": (lambda: NoIteratorState(4), {}),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
-    make_dataset, kw = BROKEN[case]
-    workers.set(WorkerStart({"mark": 1}, {"i": 1}, replay=2 if case.startswith("iter") else [[0], [1]]))
-    loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, **kw)
-    iterator = iter(loader)
-    kind = AttributeError if case == "iterator" else KeyError
-    assert [outcome(next, iterator)[:2] for _ in range(2)] == [("error", kind)] * 2
-    ((count, error, is_error),) = workers.sent()
-    assert (count, is_error, error.exc_type) == (0, True, kind)
-    assert error.where == "in DataLoader worker process 0" and error.exc_type.__name__ in error.exc_msg
-    # The next epoch begins as ever.
-    got = [outcome(next, iter(loader))[0], workers.sent()[1][2]]
-    assert got == (["value", False] if case in ("load", "iterator") else ["error", True])
 
 
 def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import pickle
-import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from rustloader.texts import count_of, size, type_name
+from rustloader.stateful_dataloader.phrases import (
+    LISTED,
+    is_count,
+    names,
+    pickled_size,
+    plain,
+    resharded,
+    short,
+    snapshot_words,
+    start_words,
+)
+from rustloader.stateful_dataloader.state import OWN as _OWN
+from rustloader.stateful_dataloader.state import VERSION as _VERSION
+from rustloader.texts import count_of, type_name
 
-_OWN = "_rustloader"
-_VERSION = 1
 # The keys of states with and without workers.
 _WITH_WORKERS = ("_snapshot", "_steps_since_snapshot", "_iterator_finished")
 _WITHOUT_WORKERS = (
@@ -30,14 +39,10 @@ _SAMPLERS = {
     "distributed": "DistributedSampler",
     "subset": "SubsetRandomSampler",
     "weighted": "WeightedRandomSampler",
-    "stateful": "a sampler with a state",
-    "other": "a sampler without a state, which is iterated anew up to the position",
+    "stateful": "one with a state",
+    "other": "one without a state, iterated anew up to the position",
     "none": "none (the dataset is iterable)",
 }
-# Above every count.
-_TOO_LARGE = 2**63
-# Numbers of delivered batches that are listed.
-_LISTED = 8
 
 
 def describe(state: Any) -> str:
@@ -59,18 +64,19 @@ def describe(state: Any) -> str:
         >>> loader = rustloader.StatefulDataLoader(range(10), batch_size=2)
         >>> batches = iter(loader)
         >>> batch = next(batches)
-        >>> print(rustloader.stateful_dataloader.describe(loader.state_dict()))
+        >>> print(rustloader.stateful_dataloader.describe(loader.state_dict()))  # doctest: +ELLIPSIS
         written by: StatefulDataLoader of rustloader, without workers
         position: epoch 0, 1 batch delivered of 5; the next one is batch 1
         sampler: SequentialSampler, 10 indices in batches of 2
         dataset: map-style, 10 samples, without a state
+        random numbers: base seed ...
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"describe() takes the dict that state_dict() returned, got {type_name(state)}")
     if not state:
         return "an empty state: load_state_dict() makes the loader begin anew"
     if "_snapshot" not in state and "_num_yielded" not in state:
-        return f"no state of a StatefulDataLoader: it has {_names(state)}, but neither '_snapshot' nor '_num_yielded'"
+        return f"no state of a StatefulDataLoader: it has {names(state)}, but neither '_snapshot' nor '_num_yielded'"
     return "\n".join(_Description(state).lines())
 
 
@@ -102,7 +108,7 @@ class _Description:
         ]
         others = [key for key in self._state if key not in known]
         if others:
-            found.append(f"other keys: {_names(others)}")
+            found.append(f"other keys: {names(others)}")
         if self._problems:
             found.append(f"problems: {'; '.join(self._problems)}")
         return found
@@ -111,7 +117,7 @@ class _Description:
 
     def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
         """A value of one of these types, or None with a note."""
-        name = f"{path}.{_plain(key)}" if path else _plain(key)
+        name = f"{path}.{plain(key)}" if path else plain(key)
         if key not in values:
             self._problems[f"{name} is missing"] = None
             return None
@@ -119,8 +125,8 @@ class _Description:
         if not isinstance(value, kinds):
             self._problems[f"{name} must be of type {kinds[0].__name__}, is {type_name(value)}"] = None
             return None
-        if isinstance(value, int) and not _is_count(value):
-            self._problems[f"{name} must be a non-negative number, is {_short(value)}"] = None
+        if isinstance(value, int) and not is_count(value):
+            self._problems[f"{name} must be a non-negative number, is {short(value)}"] = None
             return None
         return value
 
@@ -173,17 +179,25 @@ class _Description:
     def _total(self) -> int | None:
         """The batches of an epoch, if the state says so."""
         length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
-        if not _is_count(length) or self._sampler.get("kind") == "none":
+        first, length = resharded(self._sampler.get("start"), length)
+        if not is_count(length) or self._sampler.get("kind") == "none":
             return None
-        if not _is_count(batch_size) or batch_size < 1:
-            return length if batch_size is None else None
-        return length // batch_size if self._sampler.get("drop_last") is True else -(-length // batch_size)
+        if batch_size is None:
+            return first + length
+        if not is_count(batch_size) or batch_size < 1 or not self._is_known():
+            return None
+        drops_last = self._sampler.get("drop_last") is True
+        return first + (length // batch_size if drops_last else -(-length // batch_size))
+
+    def _is_known(self) -> bool:
+        """Whether the sampler yields single indices. The length of another one may count batches."""
+        return _SAMPLERS.get(plain(self._sampler.get("kind")), "")[:1].isupper()
 
     def _ahead(self) -> Iterator[str]:
         ahead = (self._value(self._own, _OWN, "ahead", list, tuple) if self._own else None) or ()
         if ahead:
-            numbers = ", ".join(_short(one) for one in ahead[:_LISTED])
-            more = f" and {len(ahead) - _LISTED} more" if len(ahead) > _LISTED else ""
+            numbers = ", ".join(short(one) for one in ahead[:LISTED])
+            more = f" and {len(ahead) - LISTED} more" if len(ahead) > LISTED else ""
             yield f"ahead: from there on, {numbers}{more} are delivered already (in_order=False)"
 
     def _sampler_lines(self) -> Iterator[str]:
@@ -191,22 +205,23 @@ class _Description:
             yield f"sampler: {self._sampler_words()}"
         for key in ("_index_sampler_state", "_sampler_iter_state"):
             state = self._main.get(key)
-            if state is not None:
+            if state is not None and not (isinstance(state, Mapping) and state.keys() == {"samples_yielded"}):
                 drawn = state.get("samples_yielded") if isinstance(state, Mapping) else None
-                words = f", {count_of(drawn, 'sample')} drawn" if _is_count(drawn) else ""
-                yield f"sampler's state: {key}, {_size(state)}{words}"
+                words = f", {count_of(drawn, 'sample')} drawn" if is_count(drawn) else ""
+                yield f"sampler's state: {key}, {pickled_size(state)}{words}"
 
     def _sampler_words(self) -> str:
         kind = self._value(self._sampler, f"{_OWN}.sampler", "kind", str)
-        text = "unknown" if kind is None else _SAMPLERS.get(kind, _short(kind))
+        text = "unknown" if kind is None else _SAMPLERS.get(kind, short(kind))
         length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
-        if _is_count(length) and kind != "none":
-            text += f", {length:,} {'index' if length == 1 else 'indices'}"
-        if _is_count(batch_size):
+        if is_count(length) and kind != "none":
+            indices = "index" if length == 1 else "indices"
+            text += f", {length:,} {indices}" if self._is_known() else f", length {length:,}"
+        if is_count(batch_size):
             text += f" in batches of {batch_size:,}"
         if self._sampler.get("drop_last") is True:
             text += ", without a last one that is not full"
-        return text + _start_words(self._sampler.get("start"))
+        return text + start_words(self._sampler.get("start"))
 
     def _dataset_line(self) -> Iterator[str]:
         if not self._own:
@@ -214,7 +229,7 @@ class _Description:
         dataset = self._part(self._own, _OWN, "dataset")
         kind = self._value(dataset, f"{_OWN}.dataset", "kind", str) if dataset else None
         words = ["unknown" if kind is None else {"map": "map-style"}.get(kind, kind)]
-        if _is_count(dataset.get("length")):
+        if is_count(dataset.get("length")):
             words.append(count_of(dataset["length"], "sample"))
         if isinstance(stateful := dataset.get("stateful"), bool):
             words.append("with a state" if stateful else "without a state")
@@ -224,10 +239,10 @@ class _Description:
         words = []
         base_seed = (self._own if self._own else self._main).get("base_seed" if self._own else "_base_seed")
         if base_seed is not None:
-            words.append(f"base seed {_short(base_seed)}")
+            words.append(f"base seed {short(base_seed)}")
         seeds = self._own.get("seeds")
         if isinstance(seeds, Mapping):
-            numbers = [_short(seeds.get(key)) for key in ("base_seed", "epoch")]
+            numbers = [short(seeds.get(key)) for key in ("base_seed", "epoch")]
             words.append("seed_by with base seed {}, epoch {}".format(*numbers))
         if words:
             yield f"random numbers: {'; '.join(words)}"
@@ -236,96 +251,26 @@ class _Description:
         records = self._own.get("workers")
         records = records if isinstance(records, list | tuple) else []
         if not self._with_workers:
-            words = _snapshot_words(self._state, records[0] if records else None)
+            words = snapshot_words(self._state, records[0] if records else None)
             if words:
                 yield f"main process: {', '.join(words)}"
             return
         snapshots = self._part(self._snapshot, "_snapshot", "_worker_snapshots")
+        found = {}
         for number, name in enumerate(snapshots):
             snapshot = self._part(snapshots, "_snapshot._worker_snapshots", name)
-            words = _snapshot_words(snapshot, records[number] if number < len(records) else None)
-            yield f"{_plain(name).replace('_', ' ')}: {', '.join(words) or 'no state'}"
+            words = snapshot_words(snapshot, records[number] if number < len(records) else None)
+            found[plain(name).replace("_", " ")] = ", ".join(words)
+        if not any(found.values()):
+            yield "workers: no states"
+        else:
+            yield from (f"{name}: {words or 'no state'}" for name, words in found.items())
         steps = self._state.get("_steps_since_snapshot")
-        if _is_count(steps) and steps > 0:
+        if is_count(steps) and steps > 0:
             yield f"since these snapshots: {count_of(steps, 'batch')}"
 
     def _next_epoch(self) -> Iterator[str]:
         draws = self._own.get("next")
         if isinstance(draws, Mapping):
-            words = f"base seed {_short(draws.get('base_seed'))}"
-            yield f"next epoch: {words}{_start_words(draws.get('sampler'))}"
-
-
-def _start_words(start: Any) -> str:
-    """How the order of an epoch comes about."""
-    if not isinstance(start, Mapping):
-        return ""
-    if "rank" in start:
-        rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
-        before = f", behind {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
-        return f", rank {rank} of {ranks}, its epoch {epoch}{before}"
-    if "seed" in start:
-        return f", order by seed {_short(start['seed'])}"
-    return ", order by the state of its generator" if "generator" in start else ""
-
-
-def _snapshot_words(snapshot: Mapping[Any, Any], record: Any) -> list[str]:
-    """What is known of a worker, or of the process without workers."""
-    words = []
-    if isinstance(record, Mapping):
-        delivered, replay = record.get("delivered"), record.get("replay")
-        if _is_count(delivered):
-            words.append(f"{count_of(delivered, 'batch')} delivered")
-        if _is_count(replay) and replay > 0:
-            words.append(f"{replay:,} to fetch again")
-    fetcher = snapshot.get("fetcher_state")
-    iterator = fetcher.get("dataset_iter_state") if isinstance(fetcher, Mapping) else None
-    for state, owner in ((snapshot.get("dataset_state"), "dataset"), (iterator, "iterator")):
-        if state is not None:
-            words.append(f"state of the {owner}: {_size(state)}")
-    if isinstance(fetcher, Mapping) and fetcher.get("fetcher_ended") is True:
-        words.append("at its end")
-    return words
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 <= value < _TOO_LARGE
-
-
-class _Counter:
-    """A file that counts what is written."""
-
-    count = 0
-
-    def write(self, data: Any) -> int:
-        self.count += len(data)
-        return len(data)
-
-
-def _size(value: Any) -> str:
-    """The size of a pickled value."""
-    counter = _Counter()
-    try:
-        pickle.dump(value, counter, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        return "cannot be pickled"
-    return size(counter.count)
-
-
-def _plain(key: Any) -> str:
-    """A key without quotes."""
-    return key if isinstance(key, str) else _short(key)
-
-
-def _short(value: Any) -> str:
-    """A value in at most a few words."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # an int with thousands of digits
-        return f"<{type_name(value)}>"
-
-
-def _names(keys: Any) -> str:
-    keys = list(keys)
-    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-    return ", ".join(_short(key) for key in keys[:_LISTED]) + more
+            words = f"base seed {short(draws.get('base_seed'))}"
+            yield f"next epoch: {words}{start_words(draws.get('sampler'))}"

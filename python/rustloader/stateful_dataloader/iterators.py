@@ -15,11 +15,14 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from rustloader._core import BACK_BATCHES
+from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
+from rustloader.stateful_dataloader.set_epoch import Recorder
 from rustloader.stateful_dataloader.state import OWN, VERSION, Plan
 from rustloader.torch_side import in_torch
 from rustloader.workers import resuming
@@ -29,6 +32,10 @@ from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
 _EMPTY = (
     "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
     "Take the state after the loop to begin with the next epoch"
+)
+_FROZEN = (
+    "the state of {} has not changed over {} batches: a loop that resumes from it begins at the same place again. Let "
+    "state_dict() of the dataset, or of its iterator, return the position"
 )
 
 
@@ -50,6 +57,9 @@ class _Positioned(_BaseDataLoaderIter):
     _about_dataset: dict[str, Any]
     _seeding: Seeding | None = None
     _raised = 0
+    # From `_note_end` to the loop of the program.
+    _frames_to_caller = 4
+    _has_warned = False
 
     def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
         """Sets what the first epoch starts from. Comes before torch's constructor."""
@@ -89,6 +99,11 @@ class _Positioned(_BaseDataLoaderIter):
         """Sets what the next epoch starts from, of a persistent loader."""
         self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
 
+    def _warn_if_frozen(self, made: dict[str, Any]) -> None:
+        if made.get("frozen") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_FROZEN.format(type(self._dataset).__qualname__, FROZEN_AFTER), stacklevel=5)
+
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the present epoch."""
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
@@ -96,7 +111,7 @@ class _Positioned(_BaseDataLoaderIter):
     def _note_end(self) -> None:
         """Warns of an epoch without batches that comes out of a state."""
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
-            warnings.warn(_EMPTY, stacklevel=4)
+            warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
 
     def _own_part(
         self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, int]] | None
@@ -207,10 +222,9 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             kept.pop(0)
         kept.append((answers + 1, made))
 
-    def _answers_before(self, back: int) -> int:
+    def _answers_before(self, answers: int, back: int) -> int:
         if back > BACK_BATCHES:
             raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
-        answers = self._answers
         while back:
             answers -= 1
             if answers < 0:
@@ -218,43 +232,57 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             back -= answers not in self._errors
         return answers
 
-    def state(self, back: int) -> dict[str, Any]:
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before."""
-        answers = self._answers_before(back) if back else self._answers
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - self.origin.yielded + self._raised
+        if back:
+            answers = self._answers_before(answers, back)
         low, ahead = _ordinals(self.origin, answers, [])
-        is_now = back == 0 and (self._drawn_at != answers or self.finished)
-        made, record = self._made(answers, is_now)
+        # First: the state of a dataset may hold that of a generator.
+        self.sampling.draw()
+        made, record = self._made(answers, back == 0, finished)
         sampled = self.sampling.state(low - record["replay"] if self._dataset_kind == _DatasetKind.Map else low)
-        state = {
+        return {
             "_index_sampler_state": sampled.index_sampler_state,
             "_sampler_iter_state": sampled.sampler_iter_state,
             "_sampler_iter_yielded": low,
-            "_num_yielded": self._num_yielded - back,
+            "_num_yielded": yielded - back,
             "_IterableDataset_len_called": self._IterableDataset_len_called,
             "_shared_seed": self._shared_seed,
             "fetcher_state": made["fetcher_state"],
             "dataset_state": made["dataset_state"],
-            "_iterator_finished": self.finished and not back,
+            "_iterator_finished": finished,
+            OWN: self._own_part(low, ahead, sampled.own, [record]),
         }
-        state[OWN] = self._own_part(low, ahead, sampled.own, [record])
-        return state
 
-    def _made(self, answers: int, is_now: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, int]]:
         """The state of dataset and fetcher, and how many batches were made after it."""
-        maker, start = self._maker, self._start
-        if is_now and maker.has_state:
-            made = maker.state(self._dataset_fetcher, self._dataset)
-            return made, {"delivered": answers, "replay": 0, "batches": made["batches"], "samples": made["samples"]}
-        count, payload = 0, None
-        for after, snapshot in reversed(self._snapshots):
+        maker, count, made = self._maker, answers, None
+        if is_last and maker.has_state and (finished or self._drawn_at != answers):
+            made = copied(maker.state(self._dataset_fetcher, self._dataset))
+            if not finished and self._drawn_at == answers:
+                # Another thread has begun the next batch.
+                made = None
+        if made is None:
+            count, made = self._newest_snapshot(answers)
+        self._warn_if_frozen(made)
+        has_place = maker.has_state or self._dataset_kind == _DatasetKind.Iterable
+        replay = answers - count + (self._start.replayed if count == 0 else 0)
+        record = {
+            "delivered": answers,
+            "replay": replay if has_place else 0,
+            "batches": made["batches"],
+            "samples": made["samples"],
+        }
+        return made, record
+
+    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any]]:
+        for after, payload in reversed(self._snapshots):
             if after <= answers:
-                count, payload = after, snapshot
-                break
-        made = maker.without_state(self._dataset_fetcher) if payload is None else pickle.loads(payload)
-        replay = answers - count + (start.replayed if count == 0 else 0)
-        if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
-            replay = 0
-        return made, {"delivered": answers, "replay": replay, "batches": made["batches"], "samples": made["samples"]}
+                return after, pickle.loads(payload)
+        return 0, self._start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)
 
 
 class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
@@ -267,10 +295,11 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
     _ended = False
     # Whether the index batches of the epoch are there already.
     _begun = False
-    # Returns the epoch that the program has told its dataset, or None.
-    _told_epoch: Callable[[], int | None] | None = None
+    _frames_to_caller = 5
+    # Has the epoch that the program has told its dataset.
+    _told_epoch: Recorder | None = None
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Any = None) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: Recorder | None) -> None:
         self._prepare(loader, plan, about_dataset)
         self._told_epoch = told
         # A map-style dataset without a state needs its position alone.
@@ -345,7 +374,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     def _epoch_message(self) -> dict[str, Any]:
         message = super()._epoch_message()
-        told = None if self._told_epoch is None else self._told_epoch()
+        told = None if self._told_epoch is None else self._told_epoch.last
         return message if told is None else message | {"set_epoch": told}
 
     def _raise_failed_start(self) -> None:
@@ -371,10 +400,12 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     # The state.
 
-    def state(self, back: int) -> dict[str, Any]:
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before."""
         origin = self.origin
-        answers = self._num_yielded - origin.yielded + self._raised
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - origin.yielded + self._raised
         if self._passthrough:
             if back:
                 raise ValueError("back must be 0: this loader runs on torch's own iterator")
@@ -398,7 +429,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         sampled = self.sampling.state(max(sampled_at, 0))
         return {
             "_snapshot": {
-                "_snapshot_step": self._num_yielded - back,
+                "_snapshot_step": yielded - back,
                 "_last_yielded_worker_id": last,
                 "_main_snapshot": {
                     "_num_workers": self._num_workers,
@@ -412,7 +443,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
                 "_worker_snapshots": snapshots,
             },
             "_steps_since_snapshot": 0,
-            "_iterator_finished": not back and self.finished,
+            "_iterator_finished": finished,
             OWN: self._own_part(low, ahead, sampled.own, records),
         }
 
@@ -425,7 +456,9 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         for worker, answers in enumerate(counts):
             start = starts[worker] if starts else WorkerStart()
             count, made = self._snapshot(worker, answers)
-            if made is None:
+            if made is not None:
+                self._warn_if_frozen(made)
+            else:
                 made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -139,9 +140,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
             return self._state_before_iter()
         iterator: _Iter = self._iterator
-        found = iterator.state(back)
-        if found["_iterator_finished"]:
-            found[OWN]["next"] = self._draws_of_next()
+        # First: the state of a dataset may hold that of a generator.
+        finished = bool(iterator.finished) and not back
+        draws = self._draws_of_next() if finished else None
+        found = iterator.state(back, finished)
+        if draws is not None:
+            found[OWN]["next"] = draws
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,7 +217,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         # The workers of the last iterator leave before new ones start.
         self._iterator = None
         iterator = self._make_iterator(plan)
-        for _ in range(plan.drop):
+        for _ in range(iterator.origin.drop):
             next(iterator, None)
         self._iterator = iterator
 
@@ -233,7 +237,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         )
         # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
         if self.num_workers == 0:
-            self._begin(plan)
+            # Without a draw: the state of the dataset may be that of a generator.
+            self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self.persistent_workers:
             self._begin(plan)
             self._iterator.plan(following)

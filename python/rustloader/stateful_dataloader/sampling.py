@@ -223,6 +223,8 @@ def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: i
         return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))) if position else torchs, None)
     if kind.name == "distributed" and given is not None:
         _warn_of_epoch(given, kind.inner)
+        # Frameworks load the state of one rank on all: it is a position, and the same for each.
+        given = {**given, "rank": kind.inner.rank}
         # A program may have set the position back to one of other ranks.
         position = max(position - given["first"], 0)
     start = Start(given)

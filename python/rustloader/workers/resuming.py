@@ -25,6 +25,9 @@ def load_iterator(fetcher: Any, start: WorkerStart) -> None:
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:
+        # A generator takes note of its loaded place at its first step. Without that, the next epoch would begin there.
+        with contextlib.suppress(Exception):
+            next(iterator)
         fetcher.ended = True
 
 
@@ -36,7 +39,7 @@ def load_counters(seeds: Any, start: WorkerStart) -> None:
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
     """The last tasks of a worker before a resumed epoch, which begins with task 0. With round robin a worker has every
-    ``num_workers``-th of an epoch. Where a program changed the position of a state, none is before the epoch's first."""
+    ``num_workers``-th of an epoch. None is before the epoch's first, even if a program changed the state's position."""
     last = (worker_id - first_ordinal) % num_workers - num_workers
     return [max(last - num_workers * later, -first_ordinal) for later in reversed(range(count))]
 

@@ -16,7 +16,8 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 
-from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader._core import Port
+from rustloader.config import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.workers import by_value, serialize
@@ -111,12 +112,17 @@ class Snapshots:
         self._every = 0
         self._began = self._not_before = 0.0
         self._spent = 0.0
+        # Number of the last batch, and the state that was pickled last for comparison, after which batch.
+        self._ordinal = self._compared_at = -1
+        self._compared = b""
+        self._is_frozen = False
 
     def first(self, fetcher: Any, dataset: Any) -> bytes:
         """Begins an epoch with the snapshot of its start."""
         self.stop()
         self._began = self._not_before = monotonic()
         self._spent = 0.0
+        self._compared, self._is_frozen = b"", False
         self.has_state = any(map(is_stateful, self._sources(fetcher, dataset)))
         with self.charged():
             payload = self.make(fetcher, dataset)
@@ -139,6 +145,7 @@ class Snapshots:
     def is_due(self, ordinal: int) -> bool:
         """Whether the policy asks for a snapshot after the batch with this number, and the last one's cost leaves CPU
         time for it. As in torchdata, each worker makes one during the last turn before a multiple of ``every``."""
+        self._ordinal = ordinal
         every = self._every
         return every > 0 and ordinal % every + self._turns >= every and monotonic() >= self._not_before
 
@@ -155,8 +162,7 @@ class Snapshots:
         finally:
             cost = thread_time() - before
             self._spent += cost
-            missing = self._spent + cost - SNAPSHOT_ALLOWANCE
-            self._not_before = self._began + max(missing, 0.0) / SNAPSHOT_SHARE
+            self._not_before = self._began + (self._spent + cost - SNAPSHOT_ALLOWANCE) / SNAPSHOT_SHARE
 
     def make(self, fetcher: Any, dataset: Any) -> bytes:
         """Makes a snapshot now. Raises what ``state_dict`` or pickling raises."""
@@ -165,7 +171,16 @@ class Snapshots:
     def state(self, fetcher: Any, dataset: Any) -> dict[str, Any]:
         """What a snapshot holds now."""
         states = [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
+        if self._is_iterable and self.has_state:
+            self._compare(states)
         return self._with_states(fetcher, *states)
+
+    def _compare(self, states: list[Any]) -> None:
+        """Notes a state that stays the same while batches are made: the position is not in it."""
+        if self._compared and self._ordinal - self._compared_at < FROZEN_AFTER * self._turns:
+            return
+        before, self._compared, self._compared_at = self._compared, by_value.dumps(states), self._ordinal
+        self._is_frozen = before == self._compared
 
     def without_state(self, fetcher: Any) -> dict[str, Any]:
         """The same for a dataset without a state."""
@@ -191,6 +206,7 @@ class Snapshots:
             "batches": 0 if seeds is None else seeds.batches,
             "samples": 0 if seeds is None else seeds.samples,
             "stateful": self.has_state,
+            "frozen": self._is_frozen,
         }
 
 
@@ -204,7 +220,7 @@ class Publisher:
         where: The place that errors name.
     """
 
-    def __init__(self, port: Any, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
+    def __init__(self, port: Port, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
         self._port, self._snapshots, self._where = port, snapshots, where
         # What a task's number lacks to the number of its batch.
         self._offset = first_ordinal

@@ -1,0 +1,32 @@
+"""What the examples that stop and resume have in common: their options, and a line for each step."""
+
+import argparse
+import time
+from pathlib import Path
+
+EVERY = 5  # steps between checkpoints
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints are")
+    parser.add_argument("--step-seconds", type=float, default=0, help="a longer step leaves time to stop in")
+    return parser
+
+
+class Steps:
+    """Prints each step of this process, and makes it longer."""
+
+    def __init__(self, step_seconds: float, rank: int = 0) -> None:
+        self.step_seconds = step_seconds
+        self.rank = rank
+
+    def show(self, step: int, what: str) -> None:
+        print(f"rank {self.rank} step {step}: {what}", flush=True)
+        time.sleep(self.step_seconds)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
+    found = {int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"}
+    return found[max(found)] if found else None

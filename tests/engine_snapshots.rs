@@ -1,0 +1,459 @@
+//! Snapshots of workers: which ones the engine keeps and for how long, and that they change nothing for the results.
+
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use rustloader::engine::completions::Message;
+use rustloader::engine::pin::{Body, Prepare};
+use rustloader::engine::{Ending, Engine, Incoming, Step};
+use rustloader::error::Error;
+use rustloader::metrics::{Count, WorkerTotals};
+use rustloader::scheduler::{Dispatch, Settings};
+use rustloader::shm::arena::Arena;
+use rustloader::shm::block::CONSUMER;
+use rustloader::shm::ring::Producer;
+use rustloader::sys::poll::PollSet;
+use rustloader::wire::{Load, ResultEntry, ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Blocks that the main process has not released.
+fn held(arena: &Arc<Arena>) -> usize {
+    let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
+    (0..arena.geometry().workers)
+        .flat_map(entries)
+        .filter(|entry| entry.state.load(Ordering::SeqCst) & CONSUMER != 0)
+        .count()
+}
+
+fn until(mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < LIMIT, "it did not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Counts the batches that it prepares.
+struct Counting(Arc<AtomicUsize>);
+
+impl Prepare for Counting {
+    type Ready = ();
+
+    fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> Result<(), String> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Message::open(arena, incoming, Vec::new()).map(drop).map_err(|error| error.to_string())
+    }
+}
+
+/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+struct Rig {
+    arena: Arc<Arena>,
+    engine: Engine<u64, ()>,
+    ports: Vec<Port>,
+    processes: Vec<Child>,
+    next: u64,
+}
+
+impl Rig {
+    fn new(settings: Settings) -> Self {
+        let workers = settings.workers as u32;
+        let mut engine = Engine::new(settings, true).unwrap();
+        let arena = engine.arena().clone();
+        let doorbell = || engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
+        let open = |worker| Port::open(arena.clone(), worker, doorbell()).unwrap();
+        let ports = (0..workers).map(open).collect();
+        let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
+        let processes: Vec<Child> = (0..workers).map(start).collect();
+        for (worker, process) in (0..).zip(&processes) {
+            engine.started(worker, process.id() as i32).unwrap();
+        }
+        let mut rig = Self { arena, engine, ports, processes, next: 0 };
+        (0..rig.engine.max_tasks()).for_each(|_| rig.submit());
+        rig
+    }
+
+    /// Persistent workers with two tasks each.
+    fn persistent(workers: usize) -> Self {
+        Self::new(Settings { persistent: true, ..Settings::torch(workers, 2, true) })
+    }
+
+    fn submit(&mut self) {
+        self.engine.submit(self.next, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
+        self.next += 1;
+    }
+
+    fn take(&self, worker: usize) -> u64 {
+        let received = self.ports[worker].receive().unwrap();
+        let Received::Task(entry) = received else { panic!("{received:?}") };
+        entry.task
+    }
+
+    /// A worker answers its next task.
+    fn answer(&self, worker: usize, kind: ResultKind) {
+        let task = self.take(worker);
+        self.ports[worker].send(task, kind, &[], b"data", Timings::default()).unwrap();
+    }
+
+    fn snapshot(&self, worker: usize, count: u64, payload: &[u8]) {
+        assert!(self.ports[worker].send_snapshot(count, payload, false).unwrap());
+    }
+
+    /// What the engine has for a number of answers.
+    fn found(&self, worker: u32, answers: u64) -> Option<(u64, bool, Vec<u8>)> {
+        self.engine.handle().snapshot(worker, answers).unwrap()
+    }
+
+    fn count(&self, worker: u32, answers: u64) -> Option<u64> {
+        self.found(worker, answers).map(|(count, ..)| count)
+    }
+
+    /// Takes in everything that has come, and opens what is tied.
+    fn take_news(&mut self) {
+        while let Some((incoming, _)) = self.engine.take_news().unwrap() {
+            drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
+            self.engine.opened(()).unwrap();
+        }
+    }
+
+    /// The result that comes now; submits where the engine asks for it.
+    fn deliver(&mut self) -> u64 {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < LIMIT, "next hangs");
+            match self.engine.step().unwrap() {
+                Step::Submit => self.submit(),
+                Step::Deliver { tag, incoming, ready: None } => {
+                    drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
+                    return tag;
+                }
+                Step::Deliver { tag, .. } => return tag,
+                Step::Wait(deadline) => {
+                    self.engine.wait(deadline).unwrap();
+                    self.engine.after_wait().unwrap();
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn kill(&mut self, worker: usize) {
+        self.processes[worker].kill().unwrap();
+        self.processes[worker].wait().unwrap();
+    }
+
+    fn leave(&mut self) {
+        for worker in 0..self.ports.len() {
+            self.ports[worker].leave();
+            self.kill(worker);
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        (0..self.processes.len()).for_each(|worker| self.kill(worker));
+    }
+}
+
+#[test]
+fn a_snapshot_comes_before_its_result_and_is_no_result() {
+    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    rig.snapshot(0, 0, b"first");
+    rig.answer(0, ResultKind::Plain);
+    let done = |rig: &Rig| {
+        let sent = WorkerTotals::of(&rig.arena.control(0).status, (1, false), 0).tasks;
+        (sent, rig.engine.handle().status(0).unwrap().unwrap().tasks_done)
+    };
+    assert_eq!(done(&rig), (1, 1));
+    assert_eq!(rig.found(0, 9), None, "nothing has been taken in");
+    assert_eq!(rig.deliver(), 0);
+    assert_eq!(rig.found(0, 9), Some((0, false, b"first".to_vec())));
+    assert_eq!(rig.found(1, 9), None);
+    // Of the second answer, made before it was sent.
+    rig.snapshot(0, 2, b"second");
+    rig.answer(0, ResultKind::Error);
+    rig.answer(1, ResultKind::Plain);
+    let before = rig.engine.progress();
+    rig.take_news();
+    assert_eq!(rig.engine.progress().outstanding, before.outstanding - 2);
+    assert_eq!((rig.deliver(), rig.deliver()), (1, 2));
+    assert_eq!(rig.found(0, 1), Some((0, false, b"first".to_vec())));
+    assert_eq!(rig.found(0, 2), Some((2, false, b"second".to_vec())));
+    assert_eq!(done(&rig), (2, 2));
+    assert!(rig.ports[0].send_snapshot(2, b"why not", true).unwrap());
+    rig.take_news();
+    assert_eq!(rig.found(0, 2), Some((2, true, b"why not".to_vec())));
+    assert_eq!(rig.found(7, 2), None);
+}
+
+#[test]
+fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kept() {
+    for in_order in [true, false] {
+        let mut rig = Rig::new(Settings::torch(2, 2, in_order));
+        (0..2).for_each(|worker| rig.snapshot(worker, 0, b"first"));
+        for answers in 1..=60u64 {
+            let worker = (answers - 1) as usize % 2;
+            let count = answers.div_ceil(2);
+            rig.snapshot(worker, count, &count.to_le_bytes());
+            rig.answer(worker, ResultKind::Plain);
+            rig.deliver();
+            for missing in 0..=1 {
+                for back in 0..=8 {
+                    let state = rig.engine.handle().answers();
+                    let Ok(position) = state.positions.at(answers - missing, back) else { continue };
+                    drop(state);
+                    for (worker, count) in (0..).zip(position.per_worker) {
+                        let (found, is_error, payload) = rig.found(worker, count).unwrap();
+                        assert_eq!((found, is_error), (count, false));
+                        assert_eq!(
+                            payload,
+                            if count == 0 { b"first".to_vec() } else { count.to_le_bytes().into() }
+                        );
+                    }
+                }
+            }
+            // Nine answers that a position may go behind, one before them for each worker, and one under way.
+            assert!(held(&rig.arena) <= 9 + 2 + 1, "{} are held", held(&rig.arena));
+        }
+    }
+}
+
+#[test]
+fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
+    let mut rig = Rig::persistent(2);
+    for worker in 0..2 {
+        rig.snapshot(worker, 0, b"old");
+    }
+    rig.answer(0, ResultKind::Plain);
+    rig.deliver();
+    assert_eq!(held(&rig.arena), 2);
+    assert!(!rig.engine.is_starting());
+    rig.engine.reset(b"").unwrap();
+    assert_eq!((held(&rig.arena), rig.found(0, 9)), (0, None));
+    // These still belong to the old epoch.
+    rig.snapshot(0, 2, b"old");
+    rig.answer(0, ResultKind::Plain);
+    rig.take_news();
+    assert_eq!((held(&rig.arena), rig.found(0, 9)), (0, None));
+    assert!(rig.engine.is_starting());
+    rig.answer(0, ResultKind::Plain);
+    assert_eq!(rig.take(0), 0, "the message has no task");
+    rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
+    rig.snapshot(0, 0, b"new");
+    rig.take_news();
+    assert_eq!(rig.found(0, 9), Some((0, false, b"new".to_vec())));
+    assert!(rig.engine.is_starting(), "worker 1 has not resumed");
+    (0..2).for_each(|_| rig.answer(1, ResultKind::Plain));
+    assert_eq!(rig.take(1), 0);
+    rig.ports[1].answer(0, ResultKind::Resumed).unwrap();
+    rig.take_news();
+    assert!(rig.engine.is_starting() && !rig.engine.resuming());
+    rig.snapshot(1, 0, b"new");
+    rig.take_news();
+    assert!(!rig.engine.is_starting());
+}
+
+#[test]
+fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
+    let mut rig = Rig::persistent(2);
+    rig.snapshot(0, 0, b"taken in");
+    rig.answer(0, ResultKind::Plain);
+    rig.deliver();
+    rig.snapshot(1, 0, b"in the ring");
+    rig.leave();
+    assert_eq!(held(&rig.arena), 2);
+    let Ending::Pool(arena) = rig.engine.finish() else { panic!("a clean end") };
+    assert!(rig.engine.take_news().unwrap().is_none());
+    assert_eq!((held(&arena), rig.found(0, 9)), (0, None));
+    let position = rig.engine.handle().answers().positions.at(1, 0).unwrap();
+    assert_eq!((position.low, position.per_worker), (1, vec![1, 0]), "what is outstanding is not delivered");
+    assert!(!rig.engine.is_starting());
+}
+
+#[test]
+fn an_engine_that_is_dropped_releases_the_snapshots() {
+    let mut rig = Rig::persistent(1);
+    rig.snapshot(0, 0, b"state");
+    rig.take_news();
+    assert_eq!(held(&rig.arena), 1);
+    let handle = rig.engine.handle().clone();
+    rig.engine = Engine::new(Settings::torch(1, 1, true), true).unwrap();
+    assert_eq!((held(&rig.arena), handle.snapshot(0, 9).unwrap()), (0, None));
+}
+
+#[test]
+fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() {
+    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    assert!(rig.engine.is_starting());
+    rig.snapshot(0, 0, b"state");
+    rig.take_news();
+    assert!(rig.engine.is_starting());
+    rig.snapshot(0, 1, b"published before the death");
+    rig.kill(0);
+    rig.kill(1);
+    let start = Instant::now();
+    while rig.engine.is_starting() {
+        assert!(start.elapsed() < LIMIT, "the death is not seen");
+        rig.engine.wait(None).unwrap();
+        rig.engine.after_wait().unwrap();
+        rig.take_news();
+    }
+    assert_eq!((rig.count(0, 0), rig.count(0, 1), rig.count(1, 9)), (Some(0), Some(1), None));
+    rig.engine.finish().carry_out();
+    assert_eq!(rig.count(0, 1), None);
+}
+
+#[test]
+fn nothing_is_awaited_of_an_iterator_that_is_closed_or_has_no_snapshots() {
+    let mut rig = Rig::new(Settings::torch(1, 2, true));
+    rig.snapshot(0, 0, b"state");
+    rig.engine.handle().close();
+    assert!(!rig.engine.is_starting());
+    assert!(rig.engine.take_news().unwrap().is_none());
+    assert_eq!(rig.found(0, 0), None, "a closed iterator takes in nothing");
+    let plain = Engine::<u64>::new(Settings::torch(1, 2, true), false).unwrap();
+    assert!(!plain.is_starting());
+}
+
+#[test]
+fn a_tied_result_does_not_hide_the_first_snapshot_behind_it() {
+    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    rig.snapshot(0, 0, b"state");
+    rig.answer(0, ResultKind::Tied);
+    rig.answer(0, ResultKind::Tied);
+    rig.snapshot(1, 0, b"state");
+    assert!(rig.engine.take_news().unwrap().is_some());
+    assert!(rig.engine.is_starting());
+    rig.take_news();
+    assert!(!rig.engine.is_starting());
+    assert_eq!(rig.deliver(), 0);
+}
+
+#[test]
+fn the_first_snapshot_rings_the_doorbell_and_the_others_wait_for_their_results() {
+    let rig = Rig::new(Settings::torch(1, 2, true));
+    let mut poll = PollSet::new();
+    poll.add(rig.engine.handle().doorbell.as_fd().as_raw_fd(), 0).unwrap();
+    let mut has_rung = || {
+        let mut ready = Vec::new();
+        poll.wait(Some(Duration::ZERO), &mut ready).unwrap();
+        !ready.is_empty()
+    };
+    rig.arena.header().doorbell.0.announce();
+    rig.snapshot(0, 1, b"state");
+    assert!(!has_rung());
+    rig.snapshot(0, 0, b"state");
+    assert!(has_rung());
+}
+
+#[test]
+fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
+    for (workers, prefetch_factor) in [(1, 1), (1, 4), (2, 6), (3, 4)] {
+        let torchs = Settings::torch(workers, prefetch_factor, true);
+        for settings in [
+            Settings { persistent: true, ..torchs.clone() },
+            Settings { persistent: true, dispatch: Dispatch::SharedQueue, ..torchs },
+        ] {
+            // With a shared queue, one worker may take all tasks.
+            let tasks =
+                if settings.dispatch == Dispatch::SharedQueue { workers } else { 1 } * prefetch_factor;
+            let mut rig = Rig::new(settings);
+            rig.snapshot(0, 0, b"first");
+            for count in 1..=tasks as u64 {
+                rig.snapshot(0, count, b"state");
+                rig.answer(0, ResultKind::Plain);
+            }
+            assert!(rig.ports[0].send_snapshot(tasks as u64, b"an error", true).unwrap());
+            rig.snapshot(0, tasks as u64, b"the end");
+            rig.engine.reset(b"").unwrap();
+            rig.take(0);
+            rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
+            rig.snapshot(0, 0, b"first");
+            rig.take_news();
+            assert_eq!(rig.count(0, 99), Some(0));
+        }
+    }
+}
+
+#[test]
+fn a_pin_thread_passes_snapshots_on_and_prepares_the_batches_alone() {
+    let mut rig = Rig::new(Settings::torch(1, 16, true));
+    let prepared = Arc::new(AtomicUsize::new(0));
+    rig.engine.start_pinning(Counting(prepared.clone()), Body::run).unwrap();
+    rig.snapshot(0, 0, b"first");
+    for count in 1..=16 {
+        rig.snapshot(0, count, b"state");
+        rig.answer(0, ResultKind::Plain);
+    }
+    // The thread finishes all of them, although `next` takes nothing.
+    until(|| prepared.load(Ordering::SeqCst) == 16);
+    until(|| rig.arena.control(0).results.head.0.load(Ordering::SeqCst) == 33);
+    assert_eq!(rig.found(0, 99), None);
+    assert!(rig.engine.is_starting());
+    for number in 0..16 {
+        assert_eq!(rig.deliver(), number);
+        assert_eq!(rig.count(0, number + 1), Some(number + 1));
+    }
+    assert!(!rig.engine.is_starting());
+    assert_eq!(rig.engine.handle().meter.get(Count::Pinned), 16);
+    rig.engine.handle().stop_pinning();
+    until(|| rig.engine.handle().pinning().unwrap().join(LIMIT));
+}
+
+/// Publishes an entry past the port.
+fn forge(rig: &Rig, entry: &ResultEntry) {
+    Producer::new(rig.arena.result_ring(0)).push(&entry.to_words()).unwrap();
+    rustloader::shm::doorbell::mark(rig.arena.bitmap(), 0);
+}
+
+fn is_damaged<R>(result: Result<R, Error>) -> bool {
+    matches!(result, Err(Error::Corrupt { .. }))
+}
+
+#[test]
+fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
+    let mut rig = Rig::new(Settings::torch(2, 2, false));
+    rig.snapshot(0, 0, b"state");
+    rig.take_news();
+    // Each bit of the payload, and of the head before it.
+    let block = (0..rig.arena.block_count(0))
+        .find(|id| rig.arena.table(0)[*id as usize].state.load(Ordering::SeqCst) & CONSUMER != 0);
+    let block = block.unwrap();
+    let memory = rig.arena.block_memory(0, block, 13).unwrap().as_ptr();
+    for bit in 0..13 * 8 {
+        // SAFETY: the block has 13 bytes, and this test alone uses it.
+        let flip = || unsafe { *memory.add(bit / 8) ^= 1 << (bit % 8) };
+        flip();
+        assert!(is_damaged(rig.engine.handle().snapshot(0, 0)), "bit {bit}");
+        flip();
+    }
+    assert_eq!(rig.count(0, 0), Some(0));
+    let sound = ResultEntry {
+        task: 1,
+        kind: ResultKind::Snapshot,
+        block: Some(block),
+        len: 13,
+        checksum: rustloader::wire::checksum(b"state"),
+        timings: Timings::default(),
+        load: Load::default(),
+    };
+    for entry in [
+        ResultEntry { len: u64::MAX, ..sound },
+        ResultEntry { len: 7, ..sound },
+        ResultEntry { block: Some(9_999_999), ..sound },
+        ResultEntry { checksum: 0, ..sound },
+        ResultEntry { task: u64::MAX, len: 12, ..sound },
+    ] {
+        forge(&rig, &entry);
+        rig.take_news();
+        assert!(is_damaged(rig.engine.handle().snapshot(0, u64::MAX)), "{entry:?}");
+    }
+    // Results are delivered all the same.
+    rig.answer(1, ResultKind::Plain);
+    assert_eq!(rig.deliver(), 1);
+}

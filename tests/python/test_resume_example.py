@@ -1,0 +1,33 @@
+"""examples/resume_train.py: killed at any moment and started again, it prints the losses of a run without a stop."""
+
+import pathlib
+import sys
+
+import pytest
+from stop_and_resume import Training, stop_and_resume
+from support import HERE
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
+
+EXAMPLE = [sys.executable, pathlib.Path(HERE).parents[1] / "examples" / "resume_train.py"]
+STEPS = 16  # of an epoch; there are three
+
+
+@pytest.mark.parametrize("kill_at", [7, 23, 30])
+def test_the_losses_of_both_runs_are_those_of_one(tmp_path, kill_at):
+    stop_and_resume(EXAMPLE, tmp_path, kill_at=kill_at, epoch=STEPS)
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0), (3, 1)])
+def test_another_number_of_workers_resumes_it(tmp_path, workers):
+    first, second = ([*EXAMPLE, "--workers", number] for number in workers)
+    stop_and_resume(first, tmp_path, kill_at=23, epoch=STEPS, resume=second)
+
+
+def test_a_checkpoint_after_the_last_batch_of_an_epoch(tmp_path):
+    command = [*EXAMPLE, "--every", 16]
+    whole = Training([*command, "--folder", tmp_path / "whole"]).run()
+    stopped = Training([*command, "--folder", tmp_path / "stopped", "--step-seconds", "0.05"]).run(kill_at=19)
+    resumed = Training([*command, "--folder", tmp_path / "stopped"]).run()
+    assert resumed.first == STEPS + 1
+    assert stopped.steps | resumed.steps == whole.steps

@@ -1,0 +1,197 @@
+"""The snapshots that real workers send: what they count, and what comes of errors."""
+
+import functools
+import pickle
+import threading
+
+import pytest
+import torch
+from resume_support import Faulty, Logged, Tail, Workers, bad_init, make
+from sample_data import Numbers, as_list, untouched
+from support import outcome
+from torch.utils.data import IterableDataset
+
+from rustloader.iterator import core, fallback
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
+
+pytestmark = pytest.mark.ours
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    return Workers(tmp_path / "snapshots", monkeypatch)
+
+
+class Unreadable:
+    def __reduce__(self):
+        return _raise, ()
+
+
+def _raise():
+    raise OSError("unreadable")
+
+
+def test_every_kind_of_answer_counts(workers):
+    def unsendable(samples):
+        return threading.Lock() if samples[0][0] == 1 else samples
+
+    batches = [[0], Unreadable(), [1], [2], [3]]
+    iterator = iter(make(Faulty(5), batch_size=1, batch_sampler=batches, collate_fn=unsendable, seed_by="batch"))
+    kinds = [outcome(next, iterator)[0] for _ in range(6)]
+    assert kinds == ["value", "error", "error", "error", "value", "end"]
+    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3, 4, 5]
+
+
+class NoIterator(Logged, IterableDataset):
+    def __iter__(self):
+        raise KeyError("iter")
+
+
+class NoLoading(Logged, Numbers):
+    def __init__(self, n):
+        Logged.__init__(self)
+        Numbers.__init__(self, n)
+
+    def load_state_dict(self, state):
+        raise KeyError("load")
+
+
+class NoIteratorState(Tail):
+    def __iter__(self):
+        iterator = super().__iter__()
+        iterator.load_state_dict = iterator.missing = lambda state: self.missing
+        return iterator
+
+
+BROKEN = {
+    "init": (lambda: Numbers(4), dict(worker_init_fn=bad_init)),
+    "iter": (NoIterator, {}),
+    "load": (lambda: NoLoading(4), {}),
+    "iterator": (lambda: NoIteratorState(4), {}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
+    make_dataset, kw = BROKEN[case]
+    workers.set(WorkerStart({"mark": 1}, {"i": 1}, replay=2 if case.startswith("iter") else [[0], [1]]))
+    loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, **kw)
+    iterator = iter(loader)
+    kind = AttributeError if case == "iterator" else KeyError
+    assert [outcome(next, iterator)[:2] for _ in range(2)] == [("error", kind)] * 2
+    ((count, error, is_error),) = workers.sent()
+    assert (count, is_error, error.exc_type) == (0, True, kind)
+    assert error.where == "in DataLoader worker process 0" and error.exc_type.__name__ in error.exc_msg
+    # The next epoch begins as ever.
+    got = [outcome(next, iter(loader))[0], workers.sent()[1][2]]
+    assert got == (["value", False] if case in ("load", "iterator") else ["error", True])
+
+
+# Through the engine
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Gives workers a start; their snapshots go to the engine."""
+    made = fallback.Engine
+    monkeypatch.setattr(fallback, "Engine", lambda *args, **kw: made(*args, **kw | {"snapshots": True}))
+
+    def begin(*starts, every=1, first_ordinal=0):
+        policy = SnapshotPolicy(every, first_ordinal)
+        job = functools.partial(Job, snapshots=policy, starts=list(starts) or None)
+        monkeypatch.setattr(core, "Job", job)
+
+    begin()
+    return begin
+
+
+def snapshot(iterator, worker, answers):
+    """(count, state or error, is_error)"""
+    count, is_error, payload = iterator._core.snapshot(worker, answers)
+    return count, pickle.loads(payload), is_error
+
+
+def place(iterator, worker, answers):
+    """After how many answers the snapshot was made, and the iterator's place then."""
+    count, state, is_error = snapshot(iterator, worker, answers)
+    assert not is_error and state["worker_id"] == worker
+    return count, state["fetcher_state"]["dataset_iter_state"]["i"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_delivered_batch_has_its_snapshot(engine, method):
+    engine(*[WorkerStart({"mark": torch.ones(2)}, {"i": 2}, replay=1)] * 2)
+    iterator = iter(make(Tail(10), 2, multiprocessing_context=method))
+    assert iterator._core.wait_started()
+    assert [place(iterator, worker, 0) for worker in (0, 1)] == [(0, 2), (0, 2)]
+    for answers in range(1, 4):
+        for worker in (0, 1):
+            assert next(iterator)[0] == [2 * answers + 2, 2 * answers + 3]
+            assert place(iterator, worker, answers) == (answers, 2 * answers + 4)
+            assert torch.equal(snapshot(iterator, worker, answers)[1]["dataset_state"]["mark"], torch.ones(2))
+    assert outcome(next, iterator)[0] == "end"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_cannot_change_the_state_that_it_was_given(engine, method):
+    mark = torch.zeros(1000)
+    engine(*[WorkerStart({"mark": mark})] * 2)
+    iterator = iter(make(Marking(4), 2, batch_size=None, collate_fn=untouched, multiprocessing_context=method))
+    assert list(iterator) == [1.0, 1.0, 2.0, 2.0]
+    assert not mark.any() and not mark.is_shared()
+
+
+class Marking(Logged, Numbers):
+    """Sample i is how often the worker has changed its mark."""
+
+    def __init__(self, n):
+        Logged.__init__(self)
+        Numbers.__init__(self, n)
+
+    def __getitem__(self, i):
+        self.mark += 1
+        return self.mark[0].item()
+
+
+def test_the_end_has_its_snapshot(engine):
+    loader = make(Tail(3), 2, persistent_workers=True, collate_fn=as_list)
+    iterator = iter(loader)
+    for _ in range(2):
+        assert [next(iterator) for _ in range(4)] == [[0, 1], [0, 1], [2], [2]]
+        assert outcome(next, iterator)[0] == "end"
+        for worker in (0, 1):
+            assert place(iterator, worker, 2) == (2, 3) and place(iterator, worker, 1) == (1, 2)
+            assert snapshot(iterator, worker, 2)[1]["fetcher_state"]["fetcher_ended"]
+        assert iter(loader) is iterator
+
+
+def test_an_error_of_worker_init_fn_is_known_at_the_start(engine):
+    iterator = iter(make(Numbers(4), 2, worker_init_fn=bad_init))
+    assert iterator._core.wait_started()
+    for worker in (0, 1):
+        count, error, is_error = snapshot(iterator, worker, 0)
+        assert (count, is_error, error.exc_type, error.where[-1]) == (0, True, KeyError, str(worker))
+
+
+class Refusing(Tail):
+    def state_dict(self):
+        return {"mark": self.mark, "open": open(__file__) if self.log[-1] == 3 else None}
+
+
+def test_batches_go_on_without_a_state(engine):
+    iterator = iter(make(Refusing(8), collate_fn=as_list))
+    assert next(iterator) == [0, 1] and place(iterator, 0, 1) == (1, 2)
+    assert next(iterator) == [2, 3]
+    count, error, is_error = snapshot(iterator, 0, 2)
+    assert (count, is_error, error.exc_type) == (2, True, TypeError) and "TextIOWrapper" in error.exc_msg
+    assert list(iterator) == [[4, 5], [6, 7]]
+
+
+def test_a_state_may_be_large(engine):
+    big = torch.arange(1 << 20)
+    engine(WorkerStart({"mark": big}))
+    iterator = iter(make(Tail(4), collate_fn=as_list))
+    next(iterator)
+    _, state, _ = snapshot(iterator, 0, 1)
+    assert torch.equal(state["dataset_state"]["mark"], big)
