@@ -302,6 +302,31 @@ def test_batches_that_were_delivered_ahead(kind):
         assert [*rest.iterator] == [batch for at, batch in enumerate(whole) if at >= low and at not in ahead]
 
 
+@pytest.mark.parametrize("kw", [dict(), dict(replacement=True), dict(cls=OwnRandom)])
+def test_a_sampler_that_got_or_lost_its_generator(kw):
+    for given in (False, True):
+        torch.manual_seed(6)
+        first = begin(Plan("random", 20, given=given, **kw).make()[0])
+        whole = [*first.iterator]
+        sampler, generator = Plan("random", 20, given=not given, **kw).make()
+        before = states(generator)
+        assert [*begin(sampler, merged(first.state(2)), 2).iterator] == whole[2:]
+        assert states(generator) == before
+
+
+@pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
+@pytest.mark.parametrize("kw", [dict(), dict(cls=OwnRandom)])
+def test_a_generator_that_is_used_before_the_first_batch(kind, kw):
+    kw = kw | (dict(num_samples=20, replacement=True) if kind == "weighted" else {})
+    plan = Plan(kind, 20, given=True, **kw)
+    sampler, generator = plan.make()
+    first = begin(sampler)
+    first.state(0)
+    generator.manual_seed(33)
+    whole = [*first.iterator]
+    assert [*begin(plan.make(8)[0], merged(first.state(1)), 1).iterator] == whole[1:]
+
+
 def test_positions_beyond_the_end_have_no_batches():
     for kind in KINDS:
         kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
