@@ -54,17 +54,19 @@ class KeptDraws:
         generators = _generators(loader.generator)
         before = [generator.get_state() for generator in generators]
         self.draws = draws(loader, index_sampler, with_base_seed)
-        self._seen = [
-            (generator.initial_seed(), None if torch.equal(state, generator.get_state()) else state)
+        # Of those that were drawn from.
+        self._drawn = [
+            (generator, generator.initial_seed(), state)
             for generator, state in zip(generators, before, strict=True)
+            if not torch.equal(state, generator.get_state())
         ]
 
-    def was_seeded_since(self, generator: torch.Generator | None) -> bool:
+    def was_seeded_since(self) -> bool:
         """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
         run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
         return any(
-            now.initial_seed() != seed or (before is not None and _is_at(now, seed, before))
-            for now, (seed, before) in zip(_generators(generator), self._seen, strict=True)
+            generator.initial_seed() != seed or _is_at(generator, seed, before)
+            for generator, seed, before in self._drawn
         )
 
 
@@ -99,7 +101,7 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:
         generator.set_state(start["generator"])
 
 
-def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0) -> None:
+def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0, has_ended: bool = False) -> None:
     """Brings a sampler to the end of a saved epoch: its generator, or the state that it has.
 
     For the state of a finished epoch that does not say where the next one starts from.
@@ -108,6 +110,7 @@ def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int =
         index_sampler: What the loader takes its index batches from.
         saved: As for ``sampling``.
         position: Number of index batches that were delivered.
+        has_ended: Whether the state that a sampler has is that after its epoch.
     """
     kind = kind_of(index_sampler)
     if saved is None:
@@ -116,6 +119,9 @@ def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int =
         torchs = iter(index_sampler)
         if may_be_stateful(kind, torchs):
             recorder, left = recorder_of(kind, torchs, saved, position, every=0)
+            if has_ended:
+                recorder.begin()
+                return
             # Not a sampler without an end, which a program can call finished.
             _exhaust(itertools.islice(recorder, max(left, length_of(index_sampler) or 0) + 1))
         return

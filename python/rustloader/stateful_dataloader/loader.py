@@ -69,6 +69,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _iterator: Any = None
     # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
     _loaded: tuple[dict[str, Any], Plan] | None = None
+    # The state that the present iterator has resumed from.
+    _resumed_from: tuple[dict[str, Any], Plan] | None = None
     # The state while `iter()` makes an iterator in place of one that was left.
     _interim: dict[str, Any] | None = None
     # Draws of the next epoch that a state at the end of one has made.
@@ -172,7 +174,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         loaded = None
         if state_dict != {}:
-            plan = state.read(state_dict, self)
+            # One copy for the dataset, which may change it.
+            plan = state.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
             if plan.finished:
                 # Now: a program that seeds its generator for the next epoch has the last word.
@@ -189,12 +192,15 @@ class StatefulDataLoader(DataLoader[_T_co]):
         self._loaded = loaded
 
     def __iter__(self) -> _BaseDataLoaderIter:
+        iterator = self._iterator
+        if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
+            self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
             plan = loaded[1]
             state.check_workers(plan, self.num_workers)
-            self._begin_from(plan)
-            self._loaded = None
+            self._begin_from(copy.deepcopy(plan))
+            self._loaded, self._resumed_from = None, loaded
         elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
             self._iterator.plan(self._plan_of_next())
             self._iterator._reset(self)
@@ -202,8 +208,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(self._plan_of_next())
         self._draws = None
         self._epochs = self._iterator.origin.epoch + 1
-        iterator: _Iter = self._iterator
-        return iterator
+        return self._iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return self._make_iterator(Plan(epoch=self._epochs))
@@ -260,14 +265,14 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
         start = None if plan.next is None else plan.next.get("sampler")
         if start is None:
-            sampling.run_out(self._index_sampler, plan.sampler, plan.low)
+            sampling.run_out(self._index_sampler, plan.sampler, plan.low, plan.sampler_has_ended)
         else:
             sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """The beginning of the next epoch, with the draws that a state has made."""
         kept = self._draws
-        if kept is None or kept.was_seeded_since(self.generator):
+        if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
         draws = kept.draws
         return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=_random_start(draws))

@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
+from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart
 
 
 class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
@@ -138,9 +138,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         core.wait_started()
         for worker in range(self._num_workers):
             found = core.snapshot(worker, 0)
-            if found is not None and found[1]:
+            error = pickle.loads(found[2]) if found is not None and found[1] else None
+            if error is not None and not error.where.startswith(OF_STATE):
                 self._shutdown_workers()
-                pickle.loads(found[2]).reraise()
+                error.reraise()
 
     def _torchs_next(self) -> Any:
         try:
@@ -236,13 +237,14 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         if found is None:
             return 0, None
         count, is_error, payload = found
-        if is_error and count == 0:
-            # `next` raises it in place of every batch of this worker.
-            return 0, None
         made = pickle.loads(payload)
-        if is_error:
-            made.reraise()
-        return count, made
+        if not is_error:
+            return count, made
+        if not made.where.startswith(OF_STATE):
+            # Of the worker's start: `next` raises it in place of every batch of this worker.
+            return 0, None
+        made.reraise()
+        raise AssertionError("an error that was not raised")
 
     def _before_end(self) -> None:
         # Nothing can ask for a state of an iterator that is deleted.

@@ -91,6 +91,10 @@ class Positioned(_BaseDataLoaderIter):
         """Whether neither a batch nor the end has come out of the present epoch."""
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
 
+    def failed_to_resume(self) -> bool:
+        """Whether the present epoch has raised errors and delivered nothing."""
+        return self._num_yielded == self.origin.yielded and self._raised > 0 and not self.finished
+
     def _note_end(self) -> None:
         """Warns of an epoch without batches that comes out of a state."""
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:

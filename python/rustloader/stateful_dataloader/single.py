@@ -15,6 +15,7 @@ from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.iterator import fetching, settings
 from rustloader.iterator.core import warn_of_length
+from rustloader.iterator.interrupts import is_interrupt
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.recording import copied
@@ -109,9 +110,11 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             self._note_end()
             self.finished = True
             raise
-        except Exception:
-            self._errors.append(answers)
-            self._raised += 1
+        except Exception as error:
+            # What a signal handler raises leaves the batch to the next call.
+            if not is_interrupt(error):
+                self._errors.append(answers)
+                self._raised += 1
             raise
         if self._maker.has_state:
             self._keep_snapshot(answers)

@@ -37,6 +37,8 @@ class Plan:
         finished: Whether the epoch has ended.
         next: The draws of the next epoch, if it has.
         resumed: Whether it comes out of a state.
+        sampler_has_ended: Whether the state of a sampler is that after the end of its epoch, as in torchdata's states
+            of loaders without workers.
     """
 
     low: int = 0
@@ -54,14 +56,22 @@ class Plan:
     finished: bool = False
     next: dict[str, Any] | None = None
     resumed: bool = False
+    sampler_has_ended: bool = False
 
 
 def read(state: Any, loader: Any) -> Plan:
     """Reads a state for a loader.
 
     Raises:
-        ValueError: It is no state of a loader, or one of another dataset, sampler or batch size.
+        ValueError: It is not a state of a loader, or one of another dataset, sampler or batch size.
     """
+    try:
+        return _read(state, loader)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the state cannot be read: {error}; load what state_dict() returned") from error
+
+
+def _read(state: Any, loader: Any) -> Plan:
     if not isinstance(state, Mapping):
         raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
     own = state.get(OWN)
@@ -89,7 +99,25 @@ def read(state: Any, loader: Any) -> Plan:
         seeds = own.get("seeds")
         plan.seeds = None if seeds is None else (_of(seeds, "base_seed", int), _count(seeds, "epoch"))
         plan.next = _of(own, "next", dict, type(None)) if "next" in own else None
+    _check_position(plan, loader)
     return plan
+
+
+def _check_position(plan: Plan, loader: Any) -> None:
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return
+    total = length_of(loader)
+    if total is not None and plan.low > total:
+        raise ValueError(
+            f"the state has {plan.low} batches delivered, and an epoch of this loader has {total}: load it into a "
+            "loader over the same dataset, with the same batch size"
+        )
+    saved = plan.sampler or {}
+    if plan.low and saved.get("kind") in ("random", "subset", "weighted", "distributed") and not saved.get("start"):
+        raise ValueError(
+            "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
+            "state_dict() returned"
+        )
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
@@ -208,6 +236,7 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
         sampler=_sampler(own, state),
         is_bound=_is_bound(loader, own, [start]),
         workers=[start],
+        sampler_has_ended=not own,
     )
 
 
@@ -247,6 +276,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         if not own and not any(start.has_state for start in starts):
             # torchdata delivers them again.
             plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, yielded + steps
+            plan.workers = []
         else:
             plan.drop = steps
     elif plan.is_bound:

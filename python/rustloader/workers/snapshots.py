@@ -22,6 +22,9 @@ from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.workers import by_value, serialize
 
+# Where the errors of states come from, as opposed to those of a worker's start.
+OF_STATE = "in the state of the dataset"
+
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
@@ -267,7 +270,7 @@ class Publisher:
         try:
             payload = make(fetcher, dataset)
         except Exception:
-            self._fail(ExceptionWrapper(where=self._where))
+            self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"))
         else:
             self._port.send_snapshot(self._answers, payload, False)
 
