@@ -242,8 +242,8 @@ def test_states_are_those_of_torchdata(number):
     assert run(maker.state) == ours
     stateful = make not in (DATASETS[0][1], Plain)
     for found in ours:
-        assert [found.pop(key) for key in ("batches", "samples", "stateful")] == [0, 0, stateful]
-    assert ours == wanted
+        assert [found[key] for key in ("batches", "samples", "stateful")] == [0, 0, stateful]
+    assert [{key: found[key] for key in _make_state_dict(3, MAP, None, None)} for found in ours] == wanted
 
 
 def test_without_state():

@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
-from rustloader._core import BACK_BATCHES
+from rustloader._core import BACK_BATCHES, observed
 from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
-from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter, warn_of_length
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.set_epoch import Recorder
@@ -57,7 +57,7 @@ class _Positioned(_BaseDataLoaderIter):
     _about_dataset: dict[str, Any]
     _seeding: Seeding | None = None
     _raised = 0
-    # From `_note_end` to the loop of the program.
+    # From `_note_end` to the program.
     _frames_to_caller = 4
     _has_warned = False
 
@@ -181,6 +181,19 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
     @property
     def _answers(self) -> int:
         return self._num_yielded - self.origin.yielded + self._raised
+
+    def __next__(self) -> Any:
+        if observed():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data = self._next_data()
+        else:
+            data = self._next_data()
+        # No call from here on: a signal handler that raises in it would lose a batch that counts.
+        self._num_yielded += 1
+        length: Any = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            warn_of_length(self)
+        return data
 
     def _next_data(self) -> Any:
         answers = self._answers

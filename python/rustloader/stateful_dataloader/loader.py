@@ -248,10 +248,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _restore_sampler(self, plan: Plan) -> None:
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
-        if plan.next is None:
+        start = None if plan.next is None else plan.next.get("sampler")
+        if start is None:
             sampling.run_out(self._index_sampler, plan.sampler, plan.low)
         else:
-            sampling.restore(self._index_sampler, plan.next.get("sampler"))
+            sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """The beginning of the next epoch, with the draws that a state has made."""

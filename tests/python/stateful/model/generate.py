@@ -4,6 +4,8 @@ import random
 
 from .program import DATASETS, SAMPLERS, Program, Settings, changed, wrong
 
+# An interrupt in the Python code of a sampler, or of a dataset without workers, ends what that had under way.
+UNINTERRUPTED = ("sequential", "shuffle", "shuffle with generator", "distributed")
 WAYS = ("dict", "json", "pickle", "torch")
 
 
@@ -69,6 +71,8 @@ def loaders_own(draws):
 
 def next_step(draws, settings):
     kind = draws.choices(["next", "end", "iter", "save", "resume", "kill", "interrupt"], [34, 9, 5, 24, 22, 2, 4])[0]
+    if kind == "interrupt" and (not settings.num_workers or settings.sampler not in UNINTERRUPTED):
+        kind = "next"
     if kind in ("next", "interrupt"):
         return kind, draws.choice([1, 1, 2, 3, 4, 7])
     if kind == "save":

@@ -39,7 +39,8 @@ class Place:
         first: Length of `log` when the present iterator began.
         following: The index batches of the next epoch, once this one has ended.
         counts: Samples made at the end of the epoch, a number for each worker; None if not known.
-        generator: State of the reference's generator.
+        generator: State of the reference's generator, with the draws of the next epoch if this one has ended.
+        drawn: The same without those.
     """
 
     epoch: int = -1
@@ -49,6 +50,7 @@ class Place:
     following: list | None = None
     counts: list | None = None
     generator: object = None
+    drawn: object = None
 
     @property
     def finished(self):
@@ -68,7 +70,7 @@ class Place:
             if len(log) == self.first:
                 return None
             back -= not is_error(log.pop()[1])
-        return dataclasses.replace(self, log=log, following=None)
+        return dataclasses.replace(self, log=log, following=None, generator=self.drawn)
 
 
 def is_error(batch):
@@ -164,7 +166,7 @@ class Player:
         after = counts if known else [0] * number
         expected = self.reference.batches(epoch, indices, after)
         self.place = Place(epoch, expected, counts=after if known else None)
-        self.place.generator = self.reference.generator.get_state()
+        self.place.generator = self.place.drawn = self.reference.generator.get_state()
         self.tell_epoch(epoch)
         self.iterator = self.iterator if settings.persistent else None
         self.told.clear()

@@ -77,11 +77,9 @@ def run_all(programs, jobs, limit):
             wait = max(min(run.end for run in running.values()) - time.monotonic(), 0)
             ready, _, _ = select.select(running, [], [], wait)
             late = [done for done, run in running.items() if time.monotonic() > run.end]
-            for done in {*ready, *late}:
-                run = running.pop(done)
+            for run in [running.pop(done) for done in {*ready, *late}]:
                 yield run.program, run.failure()
     finally:
         for run in running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            os.waitpid(run.pid, 0)
+            run.end = 0.0
+            run.failure()

@@ -22,7 +22,7 @@ def shrink(program, failure, limit):
     going_on = True
     while going_on:
         going_on = False
-        for candidate in simpler(program):
+        for candidate in filter(valid, simpler(program)):
             found = failure_of(candidate, limit)
             if found is not None and kind(found) == kind(failure):
                 program, failure, going_on = candidate, found, True
@@ -52,7 +52,7 @@ def simpler(program):
             others = [tuple(size // 2 for size in value), tuple(max(size - 1, 0) for size in value)]
         for other in others:
             candidate = changed(settings, {field.name: other})
-            if value != other and valid(candidate, steps):
+            if value != other:
                 yield dataclasses.replace(program, settings=candidate)
 
 
@@ -68,13 +68,18 @@ def simpler_steps(step):
             yield (*step[:2], {key: value for key, value in step[2].items() if key != name}, step[3])
 
 
-def valid(settings, steps):
-    for step in (("resume", "dict", {}, False), *steps):
+def valid(program):
+    """Whether there are such loaders, and each may load the state of the one before."""
+    settings = program.settings
+    for step in (("resume", "dict", {}, False), *program.steps):
         if step[0] == "resume":
-            bound = settings.is_bound and step[2].get("num_workers", settings.num_workers) != settings.num_workers
-            settings = changed(settings, step[2])
-            if bound or wrong(settings) is not None:
+            following = changed(settings, step[2])
+            bound = settings.is_bound and following.num_workers != settings.num_workers
+            if bound or wrong(following) is not None:
                 return False
+            settings = following
+        if step[0] == "interrupt" and not settings.num_workers:
+            return False
     return True
 
 
