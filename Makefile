@@ -20,7 +20,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs soak faults kill \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-growth compare-scheduling compare-resuming compare-breakdown compare-peers compare-gpu \
 	reliability-figures ecosystem wheel dist docs clean
@@ -103,6 +103,9 @@ failures: build failpoints ## Make each system call of an epoch fail, or end its
 
 fuzz-programs: build ## Run random programs through both loaders and compare (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
+
+resume-programs: build ## Stop and resume loaders in random programs, against a model (ARGS='--programs 10000 --seed 1')
+	cd tests/python && $(abspath $(BIN))/python -m stateful.model $(ARGS)
 
 soak: build ## Run loaders of random kinds with faults mixed in (ARGS='--minutes 20 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m faults.soak $(ARGS)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rustloader.iterator.starts import Start
 from rustloader.stateful_dataloader.kinds import Kind, kind_of, length_of
 from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_of
 from rustloader.stateful_dataloader.sampler import RandomSampler
@@ -44,12 +43,9 @@ def _draw(kind: Kind) -> dict[str, Any] | None:
         return None
     if kind.inner.generator is not None:
         return {"generator": kind.inner.generator.get_state()}
-    start = Start()
-    if kind.name == "random":
-        start.seed()
-    else:
-        Source(kind, None, start, 0).begin()
-    return start.saved
+    source = Source(kind, None, skip=0)
+    source.begin()
+    return source.saved
 
 
 def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:

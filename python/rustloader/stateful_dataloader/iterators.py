@@ -14,12 +14,13 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
-from rustloader._core import BACK_BATCHES
+from rustloader._core import BACK_BATCHES, observed
 from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fallback, fetching, settings, single
-from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter, warn_of_length
+from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.set_epoch import Recorder
 from rustloader.stateful_dataloader.state import OWN, VERSION, Plan
@@ -56,7 +57,7 @@ class _Positioned(_BaseDataLoaderIter):
     _about_dataset: dict[str, Any]
     _seeding: Seeding | None = None
     _raised = 0
-    # From `_note_end` to the loop of the program.
+    # From `_note_end` to the program.
     _frames_to_caller = 4
     _has_warned = False
 
@@ -181,6 +182,19 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
     def _answers(self) -> int:
         return self._num_yielded - self.origin.yielded + self._raised
 
+    def __next__(self) -> Any:
+        if observed():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data = self._next_data()
+        else:
+            data = self._next_data()
+        # No call from here on: a signal handler that raises in it would lose a batch that counts.
+        self._num_yielded += 1
+        length: Any = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            warn_of_length(self)
+        return data
+
     def _next_data(self) -> Any:
         answers = self._answers
         if self._drawn_at != answers:
@@ -221,10 +235,9 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             kept.pop(0)
         kept.append((answers + 1, made))
 
-    def _answers_before(self, back: int) -> int:
+    def _answers_before(self, answers: int, back: int) -> int:
         if back > BACK_BATCHES:
             raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
-        answers = self._answers
         while back:
             answers -= 1
             if answers < 0:
@@ -232,44 +245,57 @@ class _StatefulSingleProcessIter(_Positioned, _SingleProcessDataLoaderIter):
             back -= answers not in self._errors
         return answers
 
-    def state(self, back: int) -> dict[str, Any]:
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before."""
-        answers = self._answers_before(back) if back else self._answers
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - self.origin.yielded + self._raised
+        if back:
+            answers = self._answers_before(answers, back)
         low, ahead = _ordinals(self.origin, answers, [])
-        is_now = back == 0 and (self._drawn_at != answers or self.finished)
-        made, record = self._made(answers, is_now)
+        # First: the state of a dataset may hold that of a generator.
+        self.sampling.draw()
+        made, record = self._made(answers, back == 0, finished)
         sampled = self.sampling.state(low - record["replay"] if self._dataset_kind == _DatasetKind.Map else low)
-        state = {
+        return {
             "_index_sampler_state": sampled.index_sampler_state,
             "_sampler_iter_state": sampled.sampler_iter_state,
             "_sampler_iter_yielded": low,
-            "_num_yielded": self._num_yielded - back,
+            "_num_yielded": yielded - back,
             "_IterableDataset_len_called": self._IterableDataset_len_called,
             "_shared_seed": self._shared_seed,
             "fetcher_state": made["fetcher_state"],
             "dataset_state": made["dataset_state"],
-            "_iterator_finished": self.finished and not back,
+            "_iterator_finished": finished,
+            OWN: self._own_part(low, ahead, sampled.own, [record]),
         }
-        state[OWN] = self._own_part(low, ahead, sampled.own, [record])
-        return state
 
-    def _made(self, answers: int, is_now: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, int]]:
         """The state of dataset and fetcher, and how many batches were made after it."""
-        maker, start = self._maker, self._start
-        if is_now and maker.has_state:
-            made = maker.state(self._dataset_fetcher, self._dataset)
-            self._warn_if_frozen(made)
-            return made, {"delivered": answers, "replay": 0, "batches": made["batches"], "samples": made["samples"]}
-        count, payload = 0, None
-        for after, snapshot in reversed(self._snapshots):
+        maker, count, made = self._maker, answers, None
+        if is_last and maker.has_state and (finished or self._drawn_at != answers):
+            made = copied(maker.state(self._dataset_fetcher, self._dataset))
+            if not finished and self._drawn_at == answers:
+                # Another thread has begun the next batch.
+                made = None
+        if made is None:
+            count, made = self._newest_snapshot(answers)
+        self._warn_if_frozen(made)
+        has_place = maker.has_state or self._dataset_kind == _DatasetKind.Iterable
+        replay = answers - count + (self._start.replayed if count == 0 else 0)
+        record = {
+            "delivered": answers,
+            "replay": replay if has_place else 0,
+            "batches": made["batches"],
+            "samples": made["samples"],
+        }
+        return made, record
+
+    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any]]:
+        for after, payload in reversed(self._snapshots):
             if after <= answers:
-                count, payload = after, snapshot
-                break
-        made = maker.without_state(self._dataset_fetcher) if payload is None else pickle.loads(payload)
-        replay = answers - count + (start.replayed if count == 0 else 0)
-        if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
-            replay = 0
-        return made, {"delivered": answers, "replay": replay, "batches": made["batches"], "samples": made["samples"]}
+                return after, pickle.loads(payload)
+        return 0, self._start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)
 
 
 class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
@@ -387,10 +413,12 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
 
     # The state.
 
-    def state(self, back: int) -> dict[str, Any]:
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before."""
         origin = self.origin
-        answers = self._num_yielded - origin.yielded + self._raised
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - origin.yielded + self._raised
         if self._passthrough:
             if back:
                 raise ValueError("back must be 0: this loader runs on torch's own iterator")
@@ -414,7 +442,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
         sampled = self.sampling.state(max(sampled_at, 0))
         return {
             "_snapshot": {
-                "_snapshot_step": self._num_yielded - back,
+                "_snapshot_step": yielded - back,
                 "_last_yielded_worker_id": last,
                 "_main_snapshot": {
                     "_num_workers": self._num_workers,
@@ -428,7 +456,7 @@ class _StatefulMultiProcessingIter(_Positioned, _MultiProcessingDataLoaderIter):
                 "_worker_snapshots": snapshots,
             },
             "_steps_since_snapshot": 0,
-            "_iterator_finished": not back and self.finished,
+            "_iterator_finished": finished,
             OWN: self._own_part(low, ahead, sampled.own, records),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -139,9 +140,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
             return self._state_before_iter()
         iterator: _Iter = self._iterator
-        found = iterator.state(back)
-        if found["_iterator_finished"]:
-            found[OWN]["next"] = self._draws_of_next()
+        # First: the state of a dataset may hold that of a generator.
+        finished = bool(iterator.finished) and not back
+        draws = self._draws_of_next() if finished else None
+        found = iterator.state(back, finished)
+        if draws is not None:
+            found[OWN]["next"] = draws
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,7 +237,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         )
         # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
         if self.num_workers == 0:
-            self._begin(plan)
+            # Without a draw: the state of the dataset may be that of a generator.
+            self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self.persistent_workers:
             self._begin(plan)
             self._iterator.plan(following)
@@ -243,10 +248,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _restore_sampler(self, plan: Plan) -> None:
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
-        if plan.next is None:
+        start = None if plan.next is None else plan.next.get("sampler")
+        if start is None:
             sampling.run_out(self._index_sampler, plan.sampler, plan.low)
         else:
-            sampling.restore(self._index_sampler, plan.next.get("sampler"))
+            sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """The beginning of the next epoch, with the draws that a state has made."""

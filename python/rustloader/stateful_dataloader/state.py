@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.stateful_dataloader import sampling
+from rustloader.stateful_dataloader.recording import copied
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 VERSION = 1
@@ -130,7 +131,7 @@ def fresh(loader: Any) -> dict[str, Any]:
             **parts,
             "_num_yielded": 0,
             "fetcher_state": fetcher_state,
-            "dataset_state": dataset.state_dict() if is_stateful(dataset) else None,
+            "dataset_state": copied(dataset.state_dict()) if is_stateful(dataset) else None,
             "_iterator_finished": False,
             OWN: own,
         }

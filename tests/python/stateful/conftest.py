@@ -20,3 +20,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "lib" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"))
+            # rustloader's, where torchdata says nothing: test_warnings.py.
+            item.add_marker(pytest.mark.filterwarnings("ignore:an epoch of 0 batches:UserWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:load_state_dict.. replaces an iterator:UserWarning"))

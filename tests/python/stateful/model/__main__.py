@@ -1,0 +1,49 @@
+"""The command line: runs random programs, in several processes, and prints those that fail."""
+
+import argparse
+import sys
+import time
+
+from . import generate, processes, shrink
+from .program import Program
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        prog="python -m stateful.model", description="Runs random programs of a StatefulDataLoader against a model."
+    )
+    parser.add_argument("--programs", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=1, help="number of the first program")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a program counts as stuck")
+    parser.add_argument("--seconds", type=float, help="stop after this many seconds")
+    parser.add_argument("--replay", help="run this program alone: the JSON that a failure was printed with")
+    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="print failures as they are")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    if args.replay:
+        programs = [Program.from_json(args.replay)]
+    else:
+        programs = (generate.program(args.seed + number) for number in range(args.programs))
+    start, done, failed = time.monotonic(), 0, 0
+    runs = processes.run_all(programs, args.jobs, args.limit)
+    for program, failure in runs:
+        done += 1
+        if failure is not None:
+            failed += 1
+            if args.shrink:
+                program, failure = shrink.shrink(program, failure, args.limit)
+            print(f"FAILURE {program.json()}\n{failure}\n\n{shrink.script(program)}", flush=True)
+        if done % 500 == 0:
+            print(f"... {done} programs, {failed} failed", file=sys.stderr, flush=True)
+        if args.seconds and time.monotonic() - start > args.seconds:
+            runs.close()
+    print(f"{done} programs in {time.monotonic() - start:.0f} s, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Makes random programs."""
+
+import random
+
+from .program import DATASETS, SAMPLERS, Program, Settings, changed, wrong
+
+# An interrupt in the Python code of a sampler, or of a dataset without workers, ends what that had under way.
+UNINTERRUPTED = ("sequential", "shuffle", "shuffle with generator", "distributed")
+WAYS = ("dict", "json", "pickle", "torch")
+
+
+def program(seed):
+    """The program of a seed."""
+    draws = random.Random(f"program {seed}")
+    settings = valid(draws, lambda: first_settings(draws))
+    steps = [("save", "now", 0)] if draws.random() < 0.05 else []
+    steps.append(("iter",))
+    present = settings
+    for _ in range(draws.randint(3, 12)):
+        step = next_step(draws, present)
+        if step[0] == "resume":
+            present = changed(present, step[2])
+        steps.append(step)
+    steps += [("end",), ("iter",), ("end",)] if draws.random() < 0.5 else [("end",)]
+    return Program(settings, tuple(steps), seed)
+
+
+def valid(draws, make):
+    while wrong(settings := make()) is not None:
+        pass
+    return settings
+
+
+def first_settings(draws):
+    dataset = draws.choice(DATASETS) if draws.random() < 0.6 else "map"
+    length = draws.choice([0, 1, 2, 5, 8, 9, 13, 16, 20, 30])
+    if "map" in dataset:
+        sizes = (length, 0, 0, 0)
+    else:
+        sizes = tuple(draws.choice([0, 1, 2, 3, 5, 8, 12]) for _ in range(4))
+    batch_size = draws.choice([None, 1, 1, 2, 3, 4])
+    is_map = "map" in dataset
+    indices = range(max(sizes))
+    return Settings(
+        dataset=dataset,
+        sizes=sizes,
+        batch_size=batch_size,
+        drop_last=draws.random() < 0.2,
+        sampler=draws.choice(SAMPLERS) if is_map and draws.random() < 0.8 else "sequential",
+        seed_by=draws.choice(["worker", "worker", "batch", "sample"]),
+        errors=tuple(i for i in indices if draws.random() < 0.1) if is_map and draws.random() < 0.25 else (),
+        slow=tuple(i for i in indices if draws.random() < 0.2) if draws.random() < 0.4 else (),
+        **loaders_own(draws),
+    )
+
+
+def loaders_own(draws):
+    """What may change from loader to loader."""
+    workers = draws.choice([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4])
+    prefetch = draws.choice([1, 2, 2, 3])
+    return {
+        "num_workers": workers,
+        "dispatch": draws.choice(["round_robin", "round_robin", "shared_queue"]) if workers else "round_robin",
+        "reorder_window": draws.choice([None, None, prefetch * workers, 16]) if workers else None,
+        "prefetch_factor": prefetch,
+        "persistent": workers > 0 and draws.random() < 0.25,
+        "every": draws.choice([1, 1, 1, 0, 2, 3, 10]),
+        "in_order": draws.random() < 0.8,
+    }
+
+
+def next_step(draws, settings):
+    kind = draws.choices(["next", "end", "iter", "save", "resume", "kill", "interrupt"], [34, 9, 5, 24, 22, 2, 4])[0]
+    if kind == "interrupt" and (not settings.num_workers or settings.sampler not in UNINTERRUPTED):
+        kind = "next"
+    if kind in ("next", "interrupt"):
+        return kind, draws.choice([1, 1, 2, 3, 4, 7])
+    if kind == "save":
+        way = draws.choice(["now", "now", "now", "thread", "handler"])
+        return kind, way, draws.choice([0, 0, 0, 1, 2, 3, 8, 9]) if way == "now" else 0
+    if kind == "resume":
+        if draws.random() < 0.15:
+            return kind, draws.choice(WAYS), {}, True
+        return kind, draws.choice(WAYS), changes(draws, settings), False
+    if kind == "kill":
+        return kind, draws.randrange(4)
+    return (kind,)
+
+
+def changes(draws, settings):
+    """Values of another loader that may load the state."""
+    while True:
+        own = loaders_own(draws)
+        if draws.random() < 0.3:
+            own = {name: own[name] for name in ("every",)}
+        elif settings.is_bound:
+            own["num_workers"] = settings.num_workers
+        found = {name: value for name, value in own.items() if value != getattr(settings, name)}
+        if wrong(changed(settings, found)) is None:
+            return found

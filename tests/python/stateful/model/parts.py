@@ -1,0 +1,237 @@
+"""Datasets, samplers and loaders of the programs."""
+
+import time
+
+import torch
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import rustloader
+from rustloader.fetch import seeds
+from rustloader.stateful_dataloader import StatefulDataLoader
+from rustloader.stateful_dataloader.sampler import RandomSampler as OtherRandomSampler
+from stateful.datasets import IteratorWithState, SamplerWithState, WithoutState
+
+
+class SampleError(Exception):
+    """What a sample raises."""
+
+
+def noise():
+    """What the sample draws under seed_by, and its seed."""
+    if seeds.current() is None:
+        return None
+    return [rustloader.sample_seed(), draw(None)]
+
+
+def draw(generator):
+    return int(torch.randint(1 << 40, (), generator=generator))
+
+
+def worker_id():
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class Mapped(Dataset):
+    """Sample i: [i, the samples that this copy of the dataset made before if it counts them, noise]."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def __len__(self):
+        return self.settings.length
+
+    def __getitem__(self, i):
+        if i in self.settings.slow:
+            time.sleep(0.002)
+        if i in self.settings.errors:
+            raise SampleError(f"sample {i}")
+        return [int(i), self.count(), noise()]
+
+    def count(self):
+        return None
+
+
+class StatefulMapped(Mapped):
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        return super().__getitem__(i)
+
+    def count(self):
+        return self.made
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+class Streamed(IterableDataset):
+    """Sample i of worker w: [i, w, noise]."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def __iter__(self):
+        return self.samples(0)
+
+    def samples(self, start):
+        worker = worker_id()
+        for i in range(start, self.settings.sizes[worker]):
+            yield self.sample(i, worker)
+
+    def sample(self, i, worker):
+        if i in self.settings.slow:
+            time.sleep(0.002)
+        return [i, worker, noise()]
+
+
+class StatefulIterator:
+    def __init__(self, dataset):
+        self.dataset, self.worker, self.i = dataset, worker_id(), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.i >= self.dataset.settings.sizes[self.worker]:
+            raise StopIteration
+        self.i += 1
+        return self.dataset.sample(self.i - 1, self.worker)
+
+    def state_dict(self):
+        return {"i": self.i}
+
+    def load_state_dict(self, state):
+        self.i = state["i"]
+
+
+class StatefulStreamed(Streamed):
+    """The iterator has the state."""
+
+    def __iter__(self):
+        return StatefulIterator(self)
+
+
+class StatefulGenerator(Streamed):
+    """The dataset has the state; its iterator is a generator."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.i, self.resumed = 0, None
+
+    def __iter__(self):
+        start, self.resumed = self.resumed or 0, None
+        self.i = start
+        return self.counted(start)
+
+    def counted(self, start):
+        for sample in self.samples(start):
+            self.i += 1
+            yield sample
+        self.i = 0
+
+    def state_dict(self):
+        return {"i": self.i}
+
+    def load_state_dict(self, state):
+        self.i = self.resumed = state["i"]
+
+
+CLASSES = {
+    "map": Mapped,
+    "stateful map": StatefulMapped,
+    "iterable": Streamed,
+    "stateful iterable": StatefulStreamed,
+    "generator": StatefulGenerator,
+}
+WITH_GENERATOR = ("shuffle with generator", "weighted with generator", "subset", "torchdata random")
+BATCH = 3
+
+
+def sampler_arguments(settings, generator):
+    """The arguments of a loader that give it its sampler."""
+    n, kind = settings.length, settings.sampler
+    if kind == "sequential":
+        return {}
+    if kind == "shuffle":
+        return {"shuffle": True}
+    if kind == "batch sampler":
+        return {"batch_sampler": WithoutState(n, BATCH)}
+    if kind == "batch sampler state":
+        return {"batch_sampler": IteratorWithState(n, BATCH)}
+    makers = {
+        "shuffle with generator": lambda: RandomSampler(range(n), generator=generator),
+        "distributed": lambda: DistributedSampler(range(n), 2, 1, seed=5),
+        "subset": lambda: SubsetRandomSampler(range(0, n, 2), generator),
+        "weighted": lambda: WeightedRandomSampler(torch.arange(1, n + 1.0), n),
+        "weighted with generator": lambda: WeightedRandomSampler(torch.arange(1, n + 1.0), n, generator=generator),
+        "torchdata random": lambda: OtherRandomSampler(range(n), generator=generator),
+        "custom": lambda: WithoutState(n),
+        "custom iterator state": lambda: IteratorWithState(n),
+        "custom state": lambda: SamplerWithState(n),
+    }
+    return {"sampler": makers[kind]()}
+
+
+def batch_arguments(settings):
+    if settings.sampler.startswith("batch sampler"):
+        return {}
+    return {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
+
+
+def unchanged(samples):
+    return samples
+
+
+def make_loader(settings, generator):
+    """A StatefulDataLoader."""
+    workers = settings.num_workers
+    return StatefulDataLoader(
+        CLASSES[settings.dataset](settings),
+        num_workers=workers,
+        prefetch_factor=settings.prefetch_factor if workers else None,
+        persistent_workers=settings.persistent,
+        in_order=settings.in_order,
+        dispatch=settings.dispatch,
+        reorder_window=settings.reorder_window,
+        seed_by=settings.seed_by,
+        snapshot_every_n_steps=settings.every,
+        collate_fn=unchanged,
+        **batch_arguments(settings),
+        **sampler_arguments(settings, generator),
+    )
+
+
+def make_reference(settings, generator):
+    """torch's loader, for the order of the indices."""
+    kind = torch.utils.data.DataLoader
+    if settings.sampler == "torchdata random":
+        settings_of_torchs = dict(sampler=Permutations(settings.length, generator))
+    else:
+        settings_of_torchs = sampler_arguments(settings, generator)
+    return kind(range(settings.length), **batch_arguments(settings), **settings_of_torchs)
+
+
+class Permutations(torch.utils.data.Sampler):
+    """torchdata's RandomSampler: a permutation an epoch."""
+
+    def __init__(self, n, generator):
+        self.n, self.generator = n, generator
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n, generator=self.generator).tolist())

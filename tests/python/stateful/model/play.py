@@ -1,0 +1,398 @@
+"""Runs a program, and compares each batch with the reference."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import threading
+import warnings
+
+import torch
+from support import same
+
+from . import parts
+from .program import changed
+from .reference import ERROR, Reference
+
+# Batches that `state_dict(back=n)` goes back at most.
+BACK = 8
+
+
+class Wrong(Exception):
+    """The loader has not done what the model says."""
+
+
+@dataclasses.dataclass
+class Place:
+    """How far the chain of loaders has come.
+
+    Attributes:
+        epoch: Number of the epoch; -1 before the first one.
+        expected: Its batches.
+        log: (ordinal, batch) of what was delivered, in the order of delivery.
+        first: Length of `log` when the present iterator began.
+        following: The index batches of the next epoch, once this one has ended.
+        counts: Samples made at the end of the epoch, a number for each worker; None if not known.
+        generator: State of the reference's generator, with the draws of the next epoch if this one has ended.
+        drawn: The same without those.
+    """
+
+    epoch: int = -1
+    expected: list = dataclasses.field(default_factory=list)
+    log: list = dataclasses.field(default_factory=list)
+    first: int = 0
+    following: list | None = None
+    counts: list | None = None
+    generator: object = None
+    drawn: object = None
+
+    @property
+    def finished(self):
+        return self.following is not None
+
+    def remaining(self):
+        delivered = {ordinal for ordinal, _ in self.log}
+        return [(ordinal, batch) for ordinal, batch in enumerate(self.expected) if ordinal not in delivered]
+
+    def copy(self, **changes):
+        return dataclasses.replace(self, log=list(self.log), counts=self.counts and list(self.counts), **changes)
+
+    def before(self, back):
+        """The place `back` batches ago; None if the iterator had not delivered as many."""
+        log = list(self.log)
+        while back:
+            if len(log) == self.first:
+                return None
+            back -= not is_error(log.pop()[1])
+        return dataclasses.replace(self, log=log, following=None, generator=self.drawn)
+
+
+def is_error(batch):
+    return batch[:1] == [ERROR]
+
+
+def run(program):
+    """Raises Wrong, or whatever the loader raises, if the program does not do what it should."""
+    player = Player(program)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        player.told = told
+        try:
+            for number, step in enumerate(program.steps):
+                player.number = number
+                getattr(player, step[0])(*step[1:])
+        except Exception as error:
+            error.add_note(f"in step {player.number}: {program.steps[player.number]}")
+            raise
+        finally:
+            player.close()
+
+
+class Player:
+    def __init__(self, program):
+        self.settings, self.seed = program.settings, program.seed
+        self.random = random.Random(f"moments {program.seed}")
+        self.reference = Reference(program.settings)
+        self.place = Place()
+        self.saved = None
+        self.iterator = None
+        self.dead = self.in_next = False
+        self.told = []
+        self.make()
+
+    def close(self):
+        self.iterator = self.loader = None
+
+    def make(self):
+        """A loader in what might be another process."""
+        self.close()
+        torch.manual_seed(self.random.getrandbits(40))
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(40))
+        self.loader = parts.make_loader(self.settings, self.generator)
+
+    # Epochs
+
+    def reseed(self, epoch):
+        """As a program seeds its generators for an epoch that follows a broken one."""
+        torch.manual_seed(1000 * self.seed + epoch)
+        self.generator.manual_seed(2000 * self.seed + epoch)
+        self.reference.generator.manual_seed(2000 * self.seed + epoch)
+
+    def tell_epoch(self, epoch):
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)
+
+    def drawn(self, epoch, keeps_workers):
+        """The reference's index batches; torch's generator stays as it is."""
+        state = torch.get_rng_state()
+        self.reference.set_epoch(epoch)
+        found = self.reference.indices(keeps_workers)
+        torch.set_rng_state(state)
+        return found
+
+    def keeps_workers(self):
+        return self.settings.persistent and self.iterator is not None
+
+    def iter(self):
+        """Begins an epoch."""
+        place = self.place
+        if self.dead and self.settings.persistent:
+            return
+        epoch = place.epoch + 1
+        if place.finished:
+            indices = place.following
+        else:
+            self.reseed(epoch)
+            indices = self.drawn(epoch, self.keeps_workers())
+        self.begin(epoch, indices, not place.finished and place.epoch >= 0)
+
+    def begin(self, epoch, indices, after_broken):
+        """Calls iter() for a whole epoch."""
+        settings = self.settings
+        number = max(settings.num_workers, 1)
+        if settings.num_workers and not self.settings.persistent:
+            counts = [0] * number
+        elif after_broken or (self.place.epoch >= 0 and self.place.counts is None):
+            counts = None
+        else:
+            counts = list(self.place.counts or [0] * number)
+        known = counts is not None and settings.keeps_order
+        after = counts if known else [0] * number
+        expected = self.reference.batches(epoch, indices, after)
+        self.place = Place(epoch, expected, counts=after if known else None)
+        self.place.generator = self.place.drawn = self.reference.generator.get_state()
+        self.tell_epoch(epoch)
+        self.iterator = self.iterator if settings.persistent else None
+        self.told.clear()
+        self.iterator = iter(self.loader)
+        self.dead = False
+
+    # Batches
+
+    def next(self, number):
+        for _ in range(number):
+            if not self.take():
+                return
+
+    def end(self):
+        while self.take():
+            pass
+
+    def take(self, call=None):
+        """One answer; False if there is none."""
+        if self.iterator is None or self.dead:
+            return False
+        if self.place.finished:
+            return False
+        try:
+            batch = (call or next)(self.iterator)
+        except StopIteration:
+            self.note_end()
+            return False
+        except parts.SampleError as error:
+            batch = [ERROR, int(str(error).split()[-1])]
+        self.note(batch)
+        return True
+
+    def note(self, batch):
+        place = self.place
+        remaining = place.remaining()
+        candidates = remaining[:1] if self.settings.keeps_order else remaining
+        for ordinal, expected in candidates:
+            if self.comparable(expected) == self.comparable(batch):
+                place.log.append((ordinal, expected))
+                return
+        raise Wrong(f"epoch {place.epoch}: {batch} came, and {[batch for _, batch in candidates[:8]]} is expected")
+
+    def comparable(self, batch):
+        """A batch without the counts of samples, if those are not known."""
+        if self.place.counts is not None or self.settings.dataset != "stateful map" or is_error(batch):
+            return batch
+        if self.settings.batch_size is None and not self.settings.sampler.startswith("batch sampler"):
+            return [batch[0], None, batch[2]]
+        return [[i, None, noise] for i, _, noise in batch]
+
+    def note_end(self):
+        place = self.place
+        if place.remaining():
+            raise Wrong(f"epoch {place.epoch} ended, and {[b for _, b in place.remaining()[:8]]} did not come")
+        texts = [str(warning.message) for warning in self.told]
+        empty = any("an epoch of 0 batches" in text for text in texts)
+        if place.expected and empty != (place.first == len(place.log)):
+            raise Wrong(f"{len(place.log)} delivered, {place.first} of them before this loader; warnings: {texts}")
+        following = place.epoch + 1
+        torch.manual_seed(1000 * self.seed + following)
+        place.following = self.drawn(following, self.keeps_workers())
+        place.generator = self.reference.generator.get_state()
+        self.tell_epoch(following)
+
+    # States
+
+    def save(self, way, back):
+        if way == "now" or self.iterator is None or self.place.finished or self.dead:
+            self.save_now(back)
+        elif way == "thread":
+            self.save_while(self.take_beside_thread)
+        else:
+            self.save_while(self.take_with_handler)
+
+    def save_now(self, back):
+        place = self.place if back == 0 else self.place.before(back)
+        if self.iterator is None and back:
+            place = None
+        if place is None or back > BACK:
+            try:
+                self.loader.state_dict(back=back)
+            except ValueError:
+                return
+            raise Wrong(f"state_dict(back={back}) is possible after {len(self.place.log) - self.place.first} answers")
+        self.keep(self.loader.state_dict(back=back) if back else self.loader.state_dict(), place.copy())
+
+    def keep(self, state, place):
+        if place.generator is None:
+            place.generator = self.reference.generator.get_state()
+        self.saved = state, copy.deepcopy(state), place
+
+    def save_while(self, take):
+        """Takes a state while `next` runs: it may count the batch that comes, or not."""
+        before = self.place.copy()
+        states = []
+        take(states)
+        if not states:
+            return
+        ((state, error),) = states[:1]
+        if error is not None:
+            raise error
+        after = self.place
+        number = state["_num_yielded"] if "_num_yielded" in state else state["_snapshot"]["_snapshot_step"]
+        numbers = [sum(not is_error(batch) for _, batch in place.log) for place in (before, after)]
+        if number not in numbers:
+            raise Wrong(f"the state says {number} batches, and {numbers} were delivered before and after the call")
+        if numbers[0] == numbers[1] and (len(before.log) != len(after.log) or after.finished):
+            return  # an error or the end: the number does not say which of both it is
+        self.keep(state, (before if number == numbers[0] else after).copy())
+
+    def state(self, states):
+        try:
+            states.append((self.loader.state_dict(), None))
+        except BaseException as error:
+            states.append((None, error))
+
+    def take_beside_thread(self, states):
+        thread = threading.Thread(target=self.state, args=(states,))
+        thread.start()
+        try:
+            self.take()
+        finally:
+            thread.join(60)
+        if thread.is_alive():
+            raise Wrong("state_dict() of another thread did not return")
+
+    def take_with_handler(self, states):
+        with self.alarm(lambda *_: states or self.state(states)):
+            self.take()
+
+    @contextlib.contextmanager
+    def alarm(self, handler):
+        """Calls the handler within the next few milliseconds."""
+        old = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, self.random.choice([1e-5, 1e-4, 5e-4, 1e-3, 3e-3]))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+
+    def resume(self, way, changes, same_loader):
+        if self.saved is None:
+            return
+        state, untouched, place = self.saved
+        if not same(state, untouched):
+            raise Wrong("a state has changed after it was taken")
+        if not same_loader:
+            self.settings = changed(self.settings, changes)
+            self.make()
+        self.place = place = place.copy(first=len(place.log))
+        if not self.settings.keeps_order:
+            place.counts = None
+        self.reference.generator.set_state(place.generator)
+        loaded = transport(state, way)
+        self.loader.load_state_dict(loaded)
+        if not same(self.loader.state_dict(), loaded):
+            raise Wrong("state_dict() after load_state_dict() is another state")
+        self.iterator = None
+        self.dead = False
+        self.told.clear()
+        if place.epoch < 0:
+            self.reference.base_seed = None
+            self.iter()
+        elif place.finished:
+            self.begin(place.epoch + 1, place.following, False)
+        else:
+            self.tell_epoch(place.epoch)
+            self.iterator = iter(self.loader)
+
+    # Faults
+
+    def kill(self, worker):
+        workers = getattr(self.iterator, "_workers", None)
+        if not workers or self.dead or self.place.finished:
+            return
+        os.kill(workers[worker % len(workers)].pid, signal.SIGKILL)
+        try:
+            self.end()
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+                raise
+            self.dead = True
+        self.dead = self.dead or self.settings.persistent
+
+    def interrupt(self, number):
+        box = []
+
+        def press(*_):
+            if self.in_next:
+                raise KeyboardInterrupt
+
+        def answer(iterator):
+            self.in_next = True
+            box.extend(itertools.islice(iterator, 1))
+            self.in_next = False
+            if not box:
+                raise StopIteration
+            return box.pop()
+
+        for _ in range(number):
+            try:
+                with self.alarm(press):
+                    taken = self.take(answer)
+            except KeyboardInterrupt:
+                taken = True
+                if box:
+                    self.note(box.pop())
+            finally:
+                self.in_next = False
+            if not taken:
+                return
+
+
+def transport(state, way):
+    if way == "json":
+        try:
+            return json.loads(json.dumps(state))
+        except TypeError:  # a generator's tensor
+            way = "pickle"
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(state))
+    if way == "torch":
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+    return copy.deepcopy(state)

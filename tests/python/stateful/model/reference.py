@@ -1,0 +1,102 @@
+"""What a loader has to deliver: lists of batches, made with torch's own loader and a few lines."""
+
+import torch
+
+from rustloader import _core
+
+from . import parts
+
+ERROR = "error"
+
+
+class Reference:
+    """The epochs of one chain of loaders, each of which goes on where another one was.
+
+    Args:
+        settings: Those of the first loader. What may change from loader to loader does not change batches, except
+            `num_workers` of datasets that are bound to it, which does not change.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.generator = torch.Generator().manual_seed(0)
+        self.loader = parts.make_reference(settings, self.generator) if settings.is_map else None
+        self.iterator = None
+        # That of the first epoch counts for seed_by.
+        self.base_seed = None
+
+    def set_epoch(self, epoch):
+        sampler = None if self.loader is None else self.loader.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+    def indices(self, keeps_workers):
+        """The index batches of an epoch that begins now, drawn as torch draws them."""
+        if self.loader is None:
+            if not keeps_workers:
+                self.note(int(torch.empty((), dtype=torch.int64).random_()))
+            return []
+        if keeps_workers:
+            self.iterator._reset(self.loader)
+        else:
+            self.iterator = iter(self.loader)
+            self.note(self.iterator._base_seed)
+        return list(self.iterator._sampler_iter)
+
+    def note(self, base_seed):
+        if self.base_seed is None:
+            self.base_seed = base_seed
+
+    def batches(self, epoch, indices, counts):
+        """The batches of an epoch. `counts` holds the samples that each worker's copy of the dataset has made, and is
+        brought forward."""
+        if self.settings.is_map:
+            return [self.batch(epoch, ordinal, index, counts) for ordinal, index in enumerate(indices)]
+        workers = range(max(self.settings.num_workers, 1))
+        parts = [self.stream(epoch, worker) for worker in workers]
+        # The workers take turns until each has ended.
+        turns = range(max(map(len, parts)))
+        return [part[turn] for turn in turns for part in parts if turn < len(part)]
+
+    def batch(self, epoch, ordinal, index, counts):
+        settings = self.settings
+        worker = ordinal % len(counts)
+        draw = self.drawing(0, epoch, ordinal)
+        batch = []
+        for place, i in enumerate(index if isinstance(index, list) else [index]):
+            counts[worker] += 1
+            if i in settings.errors:
+                return [ERROR, i]
+            count = counts[worker] if settings.dataset == "stateful map" else None
+            batch.append([i, count, draw(place, ordinal)])
+        return batch if isinstance(index, list) else batch[0]
+
+    def stream(self, epoch, worker):
+        """The batches of one worker of an iterable dataset."""
+        settings = self.settings
+        size, length = settings.batch_size or 1, settings.sizes[worker]
+        batches = []
+        for ordinal, start in enumerate(range(0, length, size)):
+            draw = self.drawing(worker + 1, epoch, ordinal)
+            batch = [[i, worker, draw(0, i)] for i in range(start, min(start + size, length))]
+            if len(batch) == size or not settings.drop_last:
+                batches.append(batch if settings.batch_size else batch[0])
+        return batches
+
+    def drawing(self, worker, epoch, ordinal):
+        """A function of a sample's place and ordinal that draws as the sample does, by the function of
+        docs/reproducibility.md."""
+        by = self.settings.seed_by
+        generator = torch.Generator()
+
+        def seeded(place, ordinal):
+            seed = _core.seed_words(self.base_seed, place, ordinal, worker, epoch)[0] & ((1 << 63) - 1)
+            generator.manual_seed(seed)
+            return seed
+
+        if by == "worker":
+            return lambda place, ordinal: None
+        if by == "batch":
+            seed = seeded(0, ordinal)
+            return lambda place, ordinal: [seed, parts.draw(generator)]
+        return lambda place, ordinal: [seeded(1 + place, ordinal), parts.draw(generator)]
