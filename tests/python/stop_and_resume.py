@@ -17,7 +17,7 @@ from pathlib import Path
 
 STEP = re.compile(r"rank (\d+) step (\d+): (.*)")
 MARK = "RUSTLOADER_TEST_TRAINING"
-SECONDS = 240  # one that takes longer hangs
+SECONDS = 600  # one that takes longer hangs
 
 
 @dataclass
