@@ -90,7 +90,7 @@ def state(sides: list[str], rounds: int) -> Result:
         iterator = iter(loader)
         for _ in itertools.islice(iterator, batches):
             after_batch[side].append(seconds(loader.state_dict))
-        return seconds(lambda: [loader.state_dict() for _ in range(calls)]) / calls
+        return statistics.median(seconds(loader.state_dict) for _ in range(calls))
 
     found = median(rounds, {side: lambda side=side: measure(side) for side in sides})
     cells = {side: f"{value * 1e6:,.1f} us" for side, value in found.items()}

@@ -1,6 +1,7 @@
 """What the examples that stop and resume have in common: their options, and a line for each step."""
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +23,9 @@ class Steps:
         self.rank = rank
 
     def show(self, step: int, what: str) -> None:
-        print(f"rank {self.rank} step {step}: {what}", flush=True)
+        # One write, so that the lines of several processes stay whole.
+        sys.stdout.write(f"rank {self.rank} step {step}: {what}\n")
+        sys.stdout.flush()
         time.sleep(self.step_seconds)
 
 

@@ -1,7 +1,7 @@
 """Completes signatures and docstrings on the documentation's site. mkdocs.yml names it; griffe runs it.
 
-``DataLoader`` has the parameters of torch's class, which the environment of the site does not have, and its own. A test
-compares this signature with that of the installed torch. The functions that take ``Options`` get their parameters, and
+The loaders have the parameters of torch's class, which the environment of the site does not have, and their own. A test
+compares these signatures with those of the classes. The functions that take ``Options`` get their parameters, and
 the description of each, at run time.
 """
 
@@ -35,6 +35,7 @@ def __init__(
     in_order: bool = True,
 ): ...
 """
+STATEFUL = "snapshot_every_n_steps: int | None = 1, forward_set_epoch: bool = True"
 
 
 def options_module() -> Any:
@@ -53,12 +54,16 @@ class Completed(griffe.Extension):
     def __init__(self) -> None:
         self.options = options_module()
 
-    def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        own = self.parameters(self.options.keywords())
         if cls.path == "rustloader.dataloader.DataLoader":
             assert cls.docstring is not None
-            own = self.options.keywords()
-            cls.set_member("__init__", made(SIGNATURE.replace("\n): ...", f"\n    {self.parameters(own)},\n): ...")))
-            cls.docstring.value = self.options.with_fields(cls.docstring.value, "Keyword Args:", own)
+            cls.set_member("__init__", made(with_more(own)))
+            cls.docstring.value = self.options.with_fields(
+                cls.docstring.value, "Keyword Args:", self.options.keywords()
+            )
+        elif cls.path == "rustloader.stateful_dataloader.loader.StatefulDataLoader":
+            cls.set_member("__init__", made(with_more(f"{own}, {STATEFUL}")))
         elif cls.path == "rustloader.options.Options" and cls.docstring is not None:
             cls.set_member("__init__", made(f"def __init__(self, {self.parameters()}): ..."))
             cls.docstring.value = inspect.cleandoc(self.options.Options.__doc__)
@@ -75,6 +80,11 @@ class Completed(griffe.Extension):
         given = [it for it in signature.parameters.values() if names is None or it.name in names]
         text = str(signature.replace(parameters=given)).partition("(")[2].rpartition(")")[0]
         return (text if names is None else text.removeprefix("*, ")).replace("multiprocessing.context.", "")
+
+
+def with_more(parameters: str) -> str:
+    """torch's signature with further parameters."""
+    return SIGNATURE.replace("\n): ...", f"\n    {parameters},\n): ...")
 
 
 def made(source: str) -> griffe.Function:

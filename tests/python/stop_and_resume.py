@@ -70,7 +70,7 @@ class Training:
 
     def kill(self):
         """SIGKILL to its process group, then to those that have left the group, until there are none."""
-        with contextlib.suppress(ProcessLookupError):
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         while pids := self.pids():
             for pid in pids:
@@ -80,13 +80,13 @@ class Training:
 
     def run(self, kill_at=None, ranks=1, status=0):
         """Reads what it prints, to the end or until each rank has done the step `kill_at`: then it is killed."""
-        run, wanted = Run(), {(rank, kill_at) for rank in range(ranks)}
+        run, last = Run(), dict.fromkeys(range(ranks), 0)
         try:
             for line in self.process.stdout:
                 run.read(line)
-                if kill_at is not None and wanted <= run.steps.keys():
+                last |= {rank: step for rank, step in run.steps}
+                if kill_at is not None and min(last.values()) >= kill_at:
                     self.kill()
-                    wanted = {None}
             found, status = self.process.wait(), status if kill_at is None else -signal.SIGKILL
             assert found == status, f"status {found} in place of {status}\n{run.output}"
         finally:

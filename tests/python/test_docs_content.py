@@ -174,6 +174,19 @@ def test_the_site_shows_the_loaders_signature():
     ]
 
 
+def test_the_site_shows_what_the_stateful_loader_has_besides():
+    source = (ROOT / "scripts" / "docs_signature.py").read_text()
+    more = ast.literal_eval(re.search(r"^STATEFUL = (.*)", source, re.MULTILINE)[1])
+    namespace = {}
+    exec(f"from __future__ import annotations\ndef shown(*, {more}): ...", namespace)
+    plain = inspect.signature(rustloader.DataLoader).parameters
+    stateful = inspect.signature(rustloader.StatefulDataLoader).parameters
+    shown = inspect.signature(namespace["shown"]).parameters
+    assert {name: (one.default, one.kind) for name, one in shown.items()} == {
+        name: (one.default, one.kind) for name, one in stateful.items() if name not in plain
+    }
+
+
 # Figures
 
 

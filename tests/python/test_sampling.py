@@ -302,6 +302,31 @@ def test_batches_that_were_delivered_ahead(kind):
         assert [*rest.iterator] == [batch for at, batch in enumerate(whole) if at >= low and at not in ahead]
 
 
+@pytest.mark.parametrize("kw", [dict(), dict(replacement=True), dict(cls=OwnRandom)])
+def test_a_sampler_that_got_or_lost_its_generator(kw):
+    for given in (False, True):
+        torch.manual_seed(6)
+        first = begin(Plan("random", 20, given=given, **kw).make()[0])
+        whole = [*first.iterator]
+        sampler, generator = Plan("random", 20, given=not given, **kw).make()
+        before = states(generator)
+        assert [*begin(sampler, merged(first.state(2)), 2).iterator] == whole[2:]
+        assert states(generator) == before
+
+
+@pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
+@pytest.mark.parametrize("kw", [dict(), dict(cls=OwnRandom)])
+def test_a_generator_that_is_used_before_the_first_batch(kind, kw):
+    kw = kw | (dict(num_samples=20, replacement=True) if kind == "weighted" else {})
+    plan = Plan(kind, 20, given=True, **kw)
+    sampler, generator = plan.make()
+    first = begin(sampler)
+    first.state(0)
+    generator.manual_seed(33)
+    whole = [*first.iterator]
+    assert [*begin(plan.make(8)[0], merged(first.state(1)), 1).iterator] == whole[1:]
+
+
 def test_positions_beyond_the_end_have_no_batches():
     for kind in KINDS:
         kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
@@ -707,23 +732,40 @@ def test_junk_is_refused():
 # Interrupts and threads
 
 
-def test_a_start_that_is_asked_for_while_it_is_drawn(monkeypatch):
-    """A signal handler may ask for the state while the first batch draws the seed."""
-    sampler, _ = Plan("random", 20).make()
-    first = begin(sampler)
-    seen = []
-    torchs = torch.empty
+@pytest.mark.parametrize("batch_size", [3, None])
+@pytest.mark.parametrize(
+    ("kind", "kw", "during"),
+    [
+        ("random", dict(), "empty"),
+        ("random", dict(replacement=True), "empty"),
+        ("random", dict(replacement=True), "randint"),
+        ("subset", dict(), "get_rng_state"),
+        ("subset", dict(), "randperm"),
+        ("weighted", dict(num_samples=9, replacement=False), "multinomial"),
+    ],
+)
+def test_a_start_that_is_asked_for_while_it_is_drawn(kind, kw, during, batch_size, monkeypatch):
+    """A signal handler may ask for the state while the first batch draws; before its draw and after it."""
+    for after in (False, True):
+        plan = Plan(kind, 20, batch_size, **kw)
+        first = begin(plan.make()[0])
+        seen = []
+        torchs = getattr(torch, during)
 
-    def interrupted(*args, **kw):
-        monkeypatch.setattr(torch, "empty", torchs)
-        seen.append(first.state(0))
-        return torchs(*args, **kw)
+        def interrupted(*args, first=first, seen=seen, after=after, torchs=torchs, **kw):
+            monkeypatch.setattr(torch, during, torchs)
+            if after:
+                made = torchs(*args, **kw)
+                seen.append(first.state(0))
+                return made
+            seen.append(first.state(0))
+            return torchs(*args, **kw)
 
-    monkeypatch.setattr(torch, "empty", interrupted)
-    whole = [*first.iterator]
-    assert len(seen) == 1
-    assert [*begin(Plan("random", 20).make()[0], merged(seen[0])).iterator] == whole
-    assert plain(first.state(0)) == plain(seen[0])
+        monkeypatch.setattr(torch, during, interrupted)
+        whole = [*first.iterator]
+        assert len(seen) == 1
+        assert [*begin(plan.make()[0], merged(seen[0])).iterator] == whole
+        assert plain(first.state(0)) == plain(seen[0])
 
 
 def test_states_from_another_thread():

@@ -242,8 +242,8 @@ def test_states_are_those_of_torchdata(number):
     assert run(maker.state) == ours
     stateful = make not in (DATASETS[0][1], Plain)
     for found in ours:
-        assert [found.pop(key) for key in ("batches", "samples", "stateful")] == [0, 0, stateful]
-    assert ours == wanted
+        assert [found[key] for key in ("batches", "samples", "stateful")] == [0, 0, stateful]
+    assert [{key: found[key] for key in _make_state_dict(3, MAP, None, None)} for found in ours] == wanted
 
 
 def test_without_state():
@@ -439,6 +439,7 @@ def tensors():
     yield from (base, base.view(2, 3, 4), base.view(4, 6).t(), base[3:9], base[::2], base[:0], torch.tensor(5))
     yield from (torch.arange(6).to(dtype) for dtype in (torch.bfloat16, torch.bool, torch.int16, torch.complex64))
     yield from (torch.ones(2, requires_grad=True), torch.complex(base, base).conj(), base.view(4, 6).to_sparse())
+    yield from (torch.complex(base, base).conj().imag, base.to(torch.float8_e4m3fn), torch.ones(4).share_memory_())
     yield from (torch.empty(0, 3), torch.Generator().get_state(), torch.nn.Parameter(base.clone()))
 
 
@@ -448,10 +449,17 @@ def test_a_tensor_comes_back_by_value(number):
     found = pickle.loads(by_value.dumps({"state": [tensor]}))["state"][0]
     assert same(found, tensor) and type(found) is type(tensor)
     if tensor.layout == torch.strided:
-        assert not found.is_shared() and not tensor.is_shared()
+        assert not found.is_shared()
         before = tensor.detach().clone()
         found.detach().zero_()
         assert same(tensor.detach().clone(), before)
+
+
+def test_attributes_of_a_tensor_come_back():
+    tensor = torch.ones(3)
+    tensor.note = {"a": 1}
+    found = pickle.loads(by_value.dumps(tensor))
+    assert found.note == {"a": 1} and same(found, tensor)
 
 
 def test_a_view_has_its_own_bytes_alone():

@@ -34,14 +34,26 @@ _torchs_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_torchs(_torchs_next_index, torch_dataloader):
     _torchs_next_index = None
 
-_LENGTH_WARNING = (
+_TOO_LONG = (
     "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
-    "fetched. For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "fetched. "
+)
+_LENGTH_WARNING = (
+    f"{_TOO_LONG}For multiprocessing data-loading, this could be caused by not properly configuring the "
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
 # In older versions of torch this warning points into torch's file.
 _LENGTH_WARNING_POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
+
+
+def warn_of_length(iterator: Any, text: str = _TOO_LONG, frames: int = 3) -> None:
+    """Warns that an iterable dataset has more samples than its length. ``frames``: from here to the program."""
+    text = text.format(iterator._dataset, iterator._IterableDataset_len_called, iterator._num_yielded)
+    if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
+        warnings.warn(text, stacklevel=frames)
+    else:
+        in_torch(warnings.warn, text, None, 1)
 
 
 class _Streams(_BaseDataLoaderIter):
@@ -238,8 +250,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
-        if self._raised:
-            self._raised = 0
         answer: list[Any] = [None, None]
         message = pickle.dumps(told) if told else b""
         core.begin(answer, self._draw(), first_iter, message, self._first_worker)
@@ -278,11 +288,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         # No call here either, as in `_next_data`.
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            text = _LENGTH_WARNING.format(self._dataset, length, self._num_yielded)
-            if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
-                warnings.warn(text, stacklevel=3)
-            else:
-                in_torch(warnings.warn, text, None, 1)
+            warn_of_length(self, _LENGTH_WARNING, 4)
         return data
 
     def _next_data(self) -> Any:
@@ -367,10 +373,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         group = self._group
         if group is None or self._shutdown or not group.engine.is_ours or exiting():
             return
+        self._before_end()
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
         ledger.end_workers(self)
         group.end(_utils.MP_STATUS_CHECK_INTERVAL)
+
+    def _before_end(self) -> None:
+        """Called before the workers are told to leave."""
 
     def __del__(self) -> None:
         try:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rustloader.iterator.starts import Start
 from rustloader.stateful_dataloader.kinds import Kind, kind_of, length_of
 from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_of
 from rustloader.stateful_dataloader.sampler import RandomSampler
@@ -39,17 +38,55 @@ def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, An
     return {"base_seed": base_seed, "sampler": _draw(kind_of(index_sampler))}
 
 
+class KeptDraws:
+    """The draws of the next epoch, until it begins.
+
+    Args:
+        loader: As for ``draws``.
+        index_sampler: As for ``draws``.
+        with_base_seed: As for ``draws``.
+
+    Attributes:
+        draws: What ``draws`` has returned.
+    """
+
+    def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
+        generators = _generators(loader.generator)
+        before = [generator.get_state() for generator in generators]
+        self.draws = draws(loader, index_sampler, with_base_seed)
+        self._seen = [
+            (generator.initial_seed(), None if torch.equal(state, generator.get_state()) else state)
+            for generator, state in zip(generators, before, strict=True)
+        ]
+
+    def was_seeded_since(self, generator: torch.Generator | None) -> bool:
+        """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
+        run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
+        return any(
+            now.initial_seed() != seed or (before is not None and _is_at(now, seed, before))
+            for now, (seed, before) in zip(_generators(generator), self._seen, strict=True)
+        )
+
+
+def _generators(own: torch.Generator | None) -> list[torch.Generator]:
+    return [torch.default_generator] if own is None else [torch.default_generator, own]
+
+
+def _is_at(generator: torch.Generator, seed: int, before: torch.Tensor) -> bool:
+    """Whether a generator that has drawn is where it was before, or where a seed puts it."""
+    now = generator.get_state()
+    seeded = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return torch.equal(now, before) or torch.equal(now, seeded)
+
+
 def _draw(kind: Kind) -> dict[str, Any] | None:
     if kind.name not in ("random", "subset", "weighted"):
         return None
     if kind.inner.generator is not None:
         return {"generator": kind.inner.generator.get_state()}
-    start = Start()
-    if kind.name == "random":
-        start.seed()
-    else:
-        Source(kind, None, start, 0).begin()
-    return start.saved
+    source = Source(kind, None, skip=0)
+    source.begin()
+    return source.saved
 
 
 def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:

@@ -133,7 +133,6 @@ _SHARD_TEXTS = {
         "{} ranks",
         "load it with the same number of ranks, or let rustloader.stateful_dataloader.reshard make states for another",
     ),
-    "rank": ("rank {}", "load the state of this rank"),
     "seed": ("a DistributedSampler with seed={}", _SETTINGS),
     "shuffle": ("a DistributedSampler with shuffle={}", _SETTINGS),
     "drop_last": ("a DistributedSampler with drop_last={}", _SETTINGS),

@@ -112,7 +112,7 @@ class Recorder(Iterator[Any]):
         self._samples = 0
         # The index batch that an interrupt separated from its call.
         self._drawn: list[Any] = []
-        self._entries: list[Entry] = []
+        self._entries: list[Entry] = [] if saved is None else [saved]
         self._error: Exception | None = None
         self._spent = 0.0
         self._began = time.monotonic()
@@ -124,9 +124,7 @@ class Recorder(Iterator[Any]):
         self._is_beginning = True
         try:
             iterator = self._begin_inner() if self._is_in_batches() else self._begin_whole()
-            if self._saved is not None:
-                self._entries = [self._saved]
-            else:
+            if self._saved is None:
                 self._take(iterator, self._position, self._samples)
             self._iterator = iterator
         finally:

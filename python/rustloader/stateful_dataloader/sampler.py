@@ -162,7 +162,8 @@ class _BatchIterator(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         batch = self._pending
-        batch.extend(itertools.islice(self._indices, self._batch_size - len(batch)))
+        # Not islice, which calls `iter`: a sampler that is its own iterator may begin anew there.
+        batch.extend(map(next, itertools.repeat(self._indices, self._batch_size - len(batch))))
         count = len(batch)
         if not count or (self._drop_last and count < self._batch_size):
             raise StopIteration

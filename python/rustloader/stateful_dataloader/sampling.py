@@ -44,6 +44,8 @@ class Sampling(ABC):
     """
 
     iterator: Iterator[Any]
+    # Whether another one from the same saved state yields the same.
+    is_repeatable = True
 
     def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
         self._kind = kind
@@ -69,32 +71,53 @@ class Sampling(ABC):
         return said | more
 
 
-class _Known(Sampling):
-    """Of torch's samplers: the order's start and a position say all."""
+class _Streamed(Sampling):
+    """Of torch's samplers whose indices are arrays: the order's start and a position say all."""
 
-    def __init__(self, kind: Kind, iterator: Iterator[Any], start: Start, source: Source | None) -> None:
+    def __init__(self, kind: Kind, iterator: Iterator[Any], start: Start) -> None:
         super().__init__(kind, iterator)
         self._start = start
-        self._source = source
 
     def draw(self) -> None:
-        if self._start.saved is not None:
+        start, inner = self._start, self._kind.inner
+        if start.saved is not None:
             return
-        if self._source is not None:
-            self._source.begin()
-        elif self._kind.name == "distributed":
-            self._start.note(shard_start(self._kind.inner))
-        elif self._kind.inner.generator is None:
-            self._start.seed()
+        if self._kind.name == "distributed":
+            start.note(shard_start(inner))
+        elif inner.generator is None:
+            start.seed()
         else:
-            self._start.note({"generator": self._kind.inner.generator.get_state()})
+            start.note({"generator": inner.generator.get_state()})
 
     def state(self, position: int) -> SamplerState:
         saved = self._start.saved
-        if saved is None and self._kind.name != "sequential":
+        if saved is None:
             self.draw()
             saved = self._start.saved
         said = self._said(start=_fresh(saved))
+        return SamplerState(said, None, _samples(said, position))
+
+
+class _Sourced(Sampling):
+    """Of torch's other samplers: the order's start and a position say all."""
+
+    def __init__(self, kind: Kind, iterator: Iterator[Any], source: Source | None) -> None:
+        super().__init__(kind, iterator)
+        # None: indices in order, which start from nothing.
+        self._source = source
+
+    def draw(self) -> None:
+        if self._source is not None:
+            self._source.begin()
+
+    def state(self, position: int) -> SamplerState:
+        source = self._source
+        if source is None:
+            said = self._said(start={})
+        else:
+            if source.saved is None:
+                source.begin()
+            said = self._said(start=_fresh(source.saved))
         return SamplerState(said, None, _samples(said, position))
 
 
@@ -118,6 +141,8 @@ class _Recorded(Sampling):
 
 class _Other(Sampling):
     """Of all other samplers, and of iterable datasets: a position says all that can be said."""
+
+    is_repeatable = False
 
     def draw(self) -> None:
         pass
@@ -178,7 +203,8 @@ def sampling(
     found = _from_position(kind, torchs, saved, position, every)
     if ahead:
         # All of C code: an interrupt cannot lose an index batch.
-        wanted = [ordinal not in set(ahead) for ordinal in range(position, max(ahead) + 1)]
+        gone = set(ahead)
+        wanted = [ordinal not in gone for ordinal in range(position, max(ahead) + 1)]
         found.iterator = itertools.compress(found.iterator, itertools.chain(wanted, itertools.repeat(True)))
     return found
 
@@ -197,27 +223,31 @@ def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int) -> Sampling:
-    start = Start(start_of(kind, saved))
-    if kind.name == "distributed" and start.given is not None:
-        _warn_of_epoch(start.given, kind.inner)
-        position -= start.given["first"]
-    index_sampler = kind.inner if kind.batches is None else kind.batches
-    stream = indices.stream(index_sampler, torchs, start)
+    given = start_of(kind, saved)
+    if kind.name == "sequential":
+        return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))) if position else torchs, None)
+    if kind.name == "distributed" and given is not None:
+        _warn_of_epoch(given, kind.inner)
+        # Frameworks load the state of one rank on all: it is a position, and the same for each.
+        given = {**given, "rank": kind.inner.rank}
+        # A program may have set the position back to one of other ranks.
+        position = max(position - given["first"], 0)
+    start = Start(given)
+    stream = indices.stream(kind.inner if kind.batches is None else kind.batches, torchs, start)
     if stream is not torchs:
         if position:
             stream.skip(position)
-        return _Known(kind, stream, start, None)
-    if kind.name == "sequential":
-        start = Start({})
-        if not position:
-            return _Known(kind, torchs, start, None)
-    size = 1 if kind.batches is None else kind.batches.batch_size
-    # Without batches torch's iterator over the indices is there already.
-    source = Source(kind, torchs if kind.batches is None else None, start, position * size)
-    if kind.name == "distributed" and kind.batches is None:
-        # torch has read the sampler's settings.
+        return _Streamed(kind, stream, start)
+    is_begun = kind.name == "distributed" and kind.batches is None
+    source = Source(kind, given, _indices(kind, position), torchs if is_begun else None)
+    if is_begun:
+        # torch has read the sampler's settings just now.
         source.begin()
-    return _Known(kind, iterate(kind, source), start, source)
+    return _Sourced(kind, iterate(kind, source), source)
+
+
+def _indices(kind: Kind, position: int) -> int:
+    return position if kind.batches is None else position * int(kind.batches.batch_size)
 
 
 def _warn_of_epoch(start: Mapping[str, Any], inner: Any) -> None:

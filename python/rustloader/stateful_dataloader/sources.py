@@ -19,24 +19,31 @@ class Source:
 
     Args:
         kind: The sampler, which must be known.
-        torchs: Its unstarted iterator, if there is one.
-        start: Where the order starts from, or where it is noted.
+        start: Where the order starts from, or None for the begin of an epoch as torch draws it.
         skip: Number of indices to leave out.
+        iterator: The iterator over a DistributedSampler, if torch has made it already.
     """
 
-    def __init__(self, kind: Kind, torchs: Any, start: Start, skip: int) -> None:
+    def __init__(
+        self, kind: Kind, start: Mapping[str, Any] | None, skip: int, iterator: Iterator[Any] | None = None
+    ) -> None:
         self._kind = kind
-        self._torchs = torchs
         self._start = start
         self._skip = skip
-        # The first one counts: a signal handler may begin while its thread begins.
-        self._begun: list[Iterator[Any]] = []
+        self._iterator = iterator
+        # Iterator and start. The first ones count: a signal handler may begin while its thread begins.
+        self._begun: list[tuple[Iterator[Any], dict[str, Any] | None]] = []
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """The start to save; None if nothing is drawn yet, or if it cannot be saved."""
+        return self._begun[0][1] if self._begun else None
 
     def begin(self) -> Iterator[Any]:
         """Draws what the first index needs, once."""
         if not self._begun:
             self._begun.append(self._make())
-        return self._begun[0]
+        return self._begun[0][0]
 
     def __iter__(self) -> Iterator[Any]:
         if self._kind.name == "sequential":
@@ -44,32 +51,29 @@ class Source:
         iterator = self.begin()
         return itertools.islice(iterator, self._skip, None) if self._skip else iterator
 
-    def _make(self) -> Iterator[Any]:
+    def _make(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         return self._shard() if self._kind.name == "distributed" else self._random()
 
-    def _shard(self) -> Iterator[Any]:
-        given = self._start.given
-        if given is not None:
-            return iter(shard(given).tolist())
-        self._start.note(shard_start(self._kind.inner))
-        return self._iterate()
+    def _shard(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        if self._start is not None:
+            return iter(shard(self._start).tolist()), dict(self._start)
+        found = shard_start(self._kind.inner)
+        return iter(self._kind.inner) if self._iterator is None else self._iterator, found
 
-    def _random(self) -> Iterator[Any]:
-        inner, start = self._kind.inner, self._start
-        if inner.generator is None and start.given is None and self._kind.name != "random":
+    def _random(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        inner = self._kind.inner
+        if inner.generator is None and self._start is None and self._kind.name != "random":
             # torch draws from the global generator.
-            start.note({"global_generator": torch.get_rng_state()})
-            return _advanced(self._iterate())
+            state = torch.get_rng_state()
+            return _advanced(iter(inner)), {"global_generator": state}
+        start = Start(self._start)
         generator, is_private = start.generator_of(inner)
         if is_private:
             inner = copy.copy(inner)
             inner.generator = generator
-            return iter(inner)
-        start.note({"generator": generator.get_state()})
-        return _advanced(self._iterate())
-
-    def _iterate(self) -> Iterator[Any]:
-        return iter(self._kind.inner) if self._torchs is None else self._torchs
+            return iter(inner), start.saved
+        state = generator.get_state()
+        return _advanced(iter(inner)), {"generator": state}
 
 
 def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.stateful_dataloader import sampling
+from rustloader.stateful_dataloader.recording import copied
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 VERSION = 1
@@ -130,7 +131,7 @@ def fresh(loader: Any) -> dict[str, Any]:
             **parts,
             "_num_yielded": 0,
             "fetcher_state": fetcher_state,
-            "dataset_state": dataset.state_dict() if is_stateful(dataset) else None,
+            "dataset_state": copied(dataset.state_dict()) if is_stateful(dataset) else None,
             "_iterator_finished": False,
             OWN: own,
         }
@@ -197,12 +198,8 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
     low = _count(state, "_sampler_iter_yielded")
     yielded = _count(state, "_num_yielded")
     records = own.get("workers") or [{}]
-    replay = _count(records[0], "replay", 0)
-    start = _worker_start(
-        {"dataset_state": state.get("dataset_state"), "fetcher_state": state.get("fetcher_state")}, replay
-    )
-    start.batches, start.samples = _count(records[0], "batches", 0), _count(records[0], "samples", 0)
-    if not own and kind == _DatasetKind.Iterable and _has_no_state(start):
+    start = _worker_start(state, records[0])
+    if not own and kind == _DatasetKind.Iterable and not start.has_state:
         start.replay = yielded
     _check_kind(start, kind, loader)
     return Plan(
@@ -232,8 +229,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         raise ValueError(f"the state has _num_workers={count}, but {len(records)} workers in {OWN!r}")
     starts = []
     for name, record in zip(names, records, strict=True):
-        start = _worker_start(_of(snapshots, name, dict), _count(record, "replay", 0))
-        start.batches, start.samples = _count(record, "batches", 0), _count(record, "samples", 0)
+        start = _worker_start(_of(snapshots, name, dict), record)
         _check_kind(start, loader._dataset_kind, loader)
         starts.append(start)
     last = snapshot.get("_last_yielded_worker_id")
@@ -248,7 +244,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         first_worker=(last + 1) % count if isinstance(last, int) else 0,
     )
     if loader._dataset_kind == _DatasetKind.Iterable:
-        if not own and all(map(_has_no_state, starts)):
+        if not own and not any(start.has_state for start in starts):
             # torchdata delivers them again.
             plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, yielded + steps
         else:
@@ -270,13 +266,18 @@ def _sampler(own: Any, parts: Any) -> dict[str, Any]:
     return saved
 
 
-def _worker_start(snapshot: Any, replay: int) -> WorkerStart:
+def _worker_start(snapshot: Any, record: Any) -> WorkerStart:
+    # The state that the worker itself started from, if it has delivered nothing since.
+    snapshot = record.get("start") or snapshot
     fetcher = snapshot.get("fetcher_state") or {}
+    replay = _count(record, "replay", 0)
     return WorkerStart(
         dataset_state=snapshot.get("dataset_state"),
         iterator_state=fetcher.get("dataset_iter_state"),
         ended=bool(fetcher.get("fetcher_ended")) and replay == 0,
         replay=replay,
+        batches=_count(record, "batches", 0),
+        samples=_count(record, "samples", 0),
     )
 
 
@@ -293,16 +294,12 @@ def _check_kind(start: WorkerStart, kind: int, loader: Any) -> None:
         )
 
 
-def _has_no_state(start: WorkerStart) -> bool:
-    return start.dataset_state is None and start.iterator_state is None
-
-
 def _is_bound(loader: Any, own: Any, starts: list[WorkerStart]) -> bool:
     return (
         loader._dataset_kind == _DatasetKind.Iterable
         or is_stateful(loader.dataset)
         or bool((own.get("dataset") or {}).get("stateful"))
-        or not all(map(_has_no_state, starts))
+        or any(start.has_state for start in starts)
     )
 
 

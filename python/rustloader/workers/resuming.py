@@ -25,6 +25,9 @@ def load_iterator(fetcher: Any, start: WorkerStart) -> None:
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:
+        # A generator takes note of its loaded place at its first step. Without that, the next epoch would begin there.
+        with contextlib.suppress(Exception):
+            next(iterator)
         fetcher.ended = True
 
 

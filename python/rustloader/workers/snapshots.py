@@ -57,6 +57,11 @@ class WorkerStart:
     samples: int = 0
 
     @property
+    def has_state(self) -> bool:
+        """Whether there is a state to load."""
+        return self.dataset_state is not None or self.iterator_state is not None
+
+    @property
     def replayed(self) -> int:
         """Number of batches to fetch and drop."""
         return self.replay if isinstance(self.replay, int) else len(self.replay)
