@@ -223,15 +223,18 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _begin(self, plan: Plan) -> None:
         last = self._iterator
-        if last is not None and not last.finished:
+        # One that has delivered nothing may not have drawn its order, and its state would.
+        if last is not None and not last.finished and not last.delivered_nothing():
             # The workers of an iterator that was left leave before new ones start. Until then this is the state.
             with contextlib.suppress(Exception):
                 self._interim = self.state_dict()
+        if last is not None and not last.finished:
             self._iterator = None
         del last
         iterator = self._make_iterator(plan)
-        for _ in range(iterator.origin.drop):
-            _drop_next(iterator)
+        left = iterator.origin.drop
+        while left and _drop_next(iterator):
+            left -= 1
         self._iterator, self._interim = iterator, None
 
     def _begin_from(self, plan: Plan) -> None:
@@ -295,13 +298,20 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return self.__dict__ | {"_iterator": None}
 
 
-def _drop_next(iterator: _Iter) -> None:
-    """Takes a batch that was delivered before, or the error in its place. Raises if a worker has died."""
+def _drop_next(iterator: _Iter) -> bool:
+    """Takes a batch that was delivered before, or the error in its place. Raises if a worker has died.
+
+    Returns:
+        False at the end.
+    """
     try:
-        next(iterator, None)
+        next(iterator)
+    except StopIteration:
+        return False
     except Exception:
         if getattr(iterator, "_last", None) not in (None, StopIteration):
             raise
+    return True
 
 
 def _add_parameters() -> None:

@@ -225,8 +225,10 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
     kind = loader._dataset_kind
     low = _count(state, "_sampler_iter_yielded")
     yielded = _count(state, "_num_yielded")
-    records = own.get("workers") or [{}]
+    records = (_of(own, "workers", list, type(None)) if own else None) or [{}]
     start = _worker_start(state, records[0])
+    if kind == _DatasetKind.Iterable:
+        _of(state, "fetcher_state", dict)
     if not own and kind == _DatasetKind.Iterable and not start.has_state:
         start.replay = yielded
     _check_kind(start, kind, loader)
@@ -248,12 +250,12 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
     yielded = _count(snapshot, "_snapshot_step")
     count = _count(main, "_num_workers")
     snapshots = _of(snapshot, "_worker_snapshots", dict)
-    names = [f"worker_{worker}" for worker in range(count)]
-    if count == 0 or sorted(snapshots) != sorted(names):
+    names = [f"worker_{worker}" for worker in range(min(count, len(snapshots)))]
+    if count == 0 or count != len(snapshots) or sorted(snapshots) != sorted(names):
         raise ValueError(
             f"the state has _num_workers={count}, but snapshots of {', '.join(map(str, snapshots)) or 'no worker'}"
         )
-    records = own.get("workers") or [{}] * count
+    records = (_of(own, "workers", list, type(None)) if own else None) or [{}] * count
     if len(records) != count:
         raise ValueError(f"the state has _num_workers={count}, but {len(records)} workers in {OWN!r}")
     starts = []
@@ -299,7 +301,10 @@ def _sampler(own: Any, parts: Any) -> dict[str, Any]:
 def _worker_start(snapshot: Any, record: Any) -> WorkerStart:
     # The state that the worker itself started from, if it has delivered nothing since.
     snapshot = record.get("start") or snapshot
-    fetcher = snapshot.get("fetcher_state") or {}
+    _of(snapshot, "dataset_state", object)
+    fetcher = _of(snapshot, "fetcher_state", dict, type(None)) or {}
+    if fetcher:
+        _of(fetcher, "dataset_iter_state", object)
     replay = _count(record, "replay", 0)
     return WorkerStart(
         dataset_state=snapshot.get("dataset_state"),
@@ -351,6 +356,8 @@ def _count(values: Any, key: str, default: Any = _REQUIRED) -> int:
     if default is not _REQUIRED and key not in values:
         return int(default)
     value: int = _of(values, key, int)
+    if isinstance(value, bool):
+        raise ValueError(f"the state's {key!r} must be of type int, got {value!r}")
     if value < 0:
         raise ValueError(f"the state's {key!r} must not be negative, got {value}")
     return value
