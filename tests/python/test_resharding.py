@@ -178,6 +178,8 @@ def test_resharded_many_times():
             states = reshard(states, replicas)
             replicas = rng.choice([other for other in range(1, 6) if other != replicas])
             states = reshard(states, replicas)
+            for state in states:
+                assert state["_rustloader"]["sampler"]["start"]["consumed"] == consumed
         if not padded:
             assert everything == Counter(order[:consumed])
 

@@ -362,9 +362,10 @@ def test_a_position_costs_no_walk():
         assert [*begin(SequentialSampler(range(huge)), None, huge).iterator] == []
 
 
-def test_states_are_fresh():
+@pytest.mark.parametrize("kw", [dict(), dict(replacement=True)])
+def test_states_are_fresh(kw):
     for given in (False, True):
-        first = begin(Plan("random", 20, given=given).make()[0])
+        first = begin(Plan("random", 20, given=given, **kw).make()[0])
         next(first.iterator)
         state, other = first.state(1), first.state(1)
         expected = plain(state)
@@ -473,6 +474,9 @@ def test_unusual_batch_sizes_are_left_to_torch():
     found = begin(index_sampler, None, 1)
     assert [*found.iterator] == [[4, 5, 6, 7], [8]]
     assert found.state(2).own["batch_size"] is None
+    index_sampler.batch_size = None
+    assert [*begin(index_sampler, None, 1).iterator] == []
+    assert [*begin(index_sampler).iterator] == [[*range(9)]]
 
 
 @pytest.mark.warns
@@ -489,6 +493,18 @@ def test_the_saved_epoch_of_a_distributed_sampler_counts(caplog):
     (record,) = caplog.records
     assert "epoch 3" in record.getMessage() and "now 0" in record.getMessage()
     assert [*sampler] != whole
+
+
+def test_a_distributed_sampler_without_batches_is_read_at_once():
+    sampler, _ = Plan("distributed", 20, None, num_replicas=2, rank=0, epoch=1).make()
+    whole = [*sampler]
+    torchs = iter(sampler)
+    first = sampling(sampler, torchs, None, 0, (), 1, map_style=True)
+    sampler.set_epoch(2)
+    assert first.state(0).own["start"]["epoch"] == 1
+    assert next(first.iterator) == whole[0]
+    assert next(torchs) == whole[1]
+    assert [*first.iterator] == whole[2:]
 
 
 def test_the_state_of_one_rank_resumes_all():

@@ -194,6 +194,15 @@ def test_a_batch_goes_on_after_an_interrupt():
         assert next(iterator, None) is None
 
 
+def test_a_load_drops_what_an_interrupt_left():
+    iterator = iter(BatchSampler(Interrupting(9, 1), 2, False))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    iterator.load_state_dict({"samples_yielded": 2})
+    # This sampler goes on where it is; two more indices are left out.
+    assert next(iterator) == [3, 4]
+
+
 def test_distributed_samplers_are_torchs():
     rng = random.Random(2)
     for _ in range(60):
@@ -466,6 +475,117 @@ def test_draws_say_nothing_of_samplers_with_a_state():
 
     for make in SAMPLERS.values():
         assert draws(Loader, make(1), with_base_seed=False) == {"base_seed": None, "sampler": None}
+
+
+def test_the_samples_that_a_state_counts():
+    whole = [*SAMPLERS["a stateful iterator"](1)]
+    first = begin(SAMPLERS["a stateful iterator"](1))
+    list(itertools.islice(first.iterator, 5))
+    second = begin(SAMPLERS["a stateful iterator"](1), merged(first.state(2)), 2)
+    for found, positions in ((first, range(6)), (second, range(2, 3))):
+        for position in positions:
+            assert found.state(position).sampler_iter_state["samples_yielded"] == 3 * position
+    list(second.iterator)
+    assert second.state(3).sampler_iter_state["samples_yielded"] == 9
+    assert second.state(len(whole)).sampler_iter_state["samples_yielded"] == 23
+
+
+class Eager(Counted):
+    """Reads its position when an iterator is made."""
+
+    def __iter__(self):
+        return self._walk(self.at)
+
+    def _walk(self, at):
+        for index in range(at, self.size):
+            self.at = index + 1
+            yield index
+
+
+def test_a_sampler_that_reads_its_state_when_it_is_iterated():
+    first = begin(Eager(9))
+    assert [*itertools.islice(first.iterator, 4)] == [0, 1, 2, 3]
+    assert [*begin(Eager(9), merged(first.state(3)), 3).iterator] == [3, 4, 5, 6, 7, 8]
+
+
+class Keeping(Sampler):
+    """Keeps and changes the dict that it loads."""
+
+    def __init__(self, size):
+        self.size, self.state = size, {"at": [0]}
+
+    def __iter__(self):
+        at = self.state["at"]
+        while at[0] < self.size:
+            at[0] += 1
+            yield at[0] - 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state_dict):
+        self.state = state_dict
+
+
+def test_a_sampler_that_changes_what_it_loads():
+    for batches in (False, True):
+        make = (lambda: TorchBatchSampler(Keeping(9), 2, False)) if batches else (lambda: Keeping(9))
+        whole = [*make()]
+        first = begin(make())
+        list(itertools.islice(first.iterator, 4))
+        state = first.state(2)
+        saved = merged(state)
+        second = begin(make(), saved, 2, every=0)
+        list(itertools.islice(second.iterator, 2))
+        assert saved == merged(state)
+        assert second.state(2) == state
+        assert [*begin(make(), saved, 2).iterator] == whole[2:]
+
+
+def test_a_batch_sampler_of_torchs_code_with_a_state():
+    class Batches(TorchBatchSampler):
+        loaded = None
+
+        def state_dict(self):
+            return {"size": self.batch_size}
+
+        def load_state_dict(self, state_dict):
+            self.loaded = state_dict
+
+    first = begin(Batches(SequentialSampler(range(9)), 3, False))
+    next(first.iterator)
+    state = first.state(1)
+    assert state.own["kind"] == "stateful" and state.index_sampler_state == {"size": 3}
+    other = Batches(SequentialSampler(range(9)), 3, False)
+    next(begin(other, merged(state), 1).iterator)
+    assert other.loaded == {"size": 3}
+
+
+def test_a_state_that_is_asked_for_while_the_sampler_begins():
+    """As a signal handler may do. Nothing is drawn then, so the state says nothing of the sampler."""
+    calls = []
+
+    class Asking(Counted):
+        def __iter__(self):
+            calls.append(first.state(0))
+            return super().__iter__()
+
+    for batches in (False, True):
+        sampler = Asking(9)
+        index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
+        calls.clear()
+        asked = 0
+        first = begin(index_sampler) if batches else sampling(sampler, Counted.__iter__(sampler), None, 0, (), 1, True)
+        whole = [*first.iterator]
+        assert len(calls) == batches
+        saved = merged(first.state(1))
+        calls.clear()
+        # A loaded state stays what it is.
+        asked = 1
+        first = sampling(index_sampler, iter(()), saved, 1, (), 1, map_style=True)
+        assert [*first.iterator] == whole[1:]
+        (found,) = calls
+        assert merged(found) == saved
 
 
 def test_a_torchdata_state_in_torchs_sampler():
