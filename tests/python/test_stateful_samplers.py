@@ -302,6 +302,34 @@ class Walk:
         self.at = state_dict["at"]
 
 
+class Itself(Sampler):
+    """Is its own iterator, which `iter` begins anew."""
+
+    def __init__(self, size):
+        self.size, self.at, self.loaded = size, 0, False
+
+    def __iter__(self):
+        if not self.loaded:
+            self.at = 0
+        return self
+
+    def __next__(self):
+        self.loaded = False
+        if self.at == self.size:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def __len__(self):
+        return self.size
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict):
+        self.at, self.loaded = state_dict["at"], True
+
+
 class Growing(Sampler):
     """A batch sampler with a state of its own."""
 
@@ -342,6 +370,7 @@ SAMPLERS = {
     "a stateful iterator": lambda seed: TorchBatchSampler(Walker(23), 3, False),
     "a stateful iterator without batches": lambda seed: Walker(23),
     "a stateful sampler": lambda seed: TorchBatchSampler(Counted(23), 3, True),
+    "its own iterator": lambda seed: BatchSampler(Itself(23), 3, False),
     "a batch sampler": lambda seed: Growing(9),
 }
 
@@ -369,6 +398,16 @@ def test_every_position(name, every):
             assert [*second.iterator] == whole[position:], (drawn, position)
             assert [*begin(sampler).iterator] == following
         assert [*first.iterator] == whole[drawn:]
+
+
+def test_a_sampler_that_is_its_own_iterator_in_torchs_batches():
+    """torch calls `iter` for each batch, and would begin anew with each."""
+    whole = [*BatchSampler(Itself(23), 3, False)]
+    first = begin(TorchBatchSampler(Itself(23), 3, False))
+    assert [*itertools.islice(first.iterator, 20)] == whole
+    for at in range(len(whole)):
+        second = begin(TorchBatchSampler(Itself(23), 3, False), merged(first.state(at)), at)
+        assert [*itertools.islice(second.iterator, 20)] == whole[at:]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

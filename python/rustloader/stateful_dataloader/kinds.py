@@ -205,7 +205,7 @@ def check_shard_start(start: Mapping[str, Any]) -> None:
 
 def _check_draw(start: Mapping[str, Any]) -> None:
     seed = start.get("seed")
-    if type(seed) is int and seed >= 0:
+    if type(seed) is int and 0 <= seed < 2**63:
         return
     for name in ("generator", "global_generator"):
         state = start.get(name)

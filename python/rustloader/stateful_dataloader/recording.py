@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -69,7 +70,9 @@ class Inner:
         return self._iterators[0]
 
     def __iter__(self) -> Iterator[Any]:
-        return self.begin()
+        iterator = self.begin()
+        # torch's code calls `iter` for each batch: a sampler that is its own iterator may begin anew there.
+        return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
         """The state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
