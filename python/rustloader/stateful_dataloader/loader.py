@@ -243,7 +243,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         draws = plan.next or {}
         following = Plan(
             epoch=plan.epoch + 1,
-            base_seed=draws.get("base_seed"),
+            # Persistent workers keep theirs.
+            base_seed=plan.base_seed if draws.get("base_seed") is None else draws["base_seed"],
             sampler=_random_start(draws),
             seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
             resumed=True,
