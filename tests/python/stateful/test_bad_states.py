@@ -92,6 +92,10 @@ def test_a_key_that_is_missing(kind, workers):
     assert {path: outcomes[path] for path in required} == dict.fromkeys(required, "refused")
 
 
+def ids(batches):
+    return [[sample["id"] if isinstance(sample, dict) else sample[0] for sample in batch] for batch in batches]
+
+
 JUNK = [None, "x", -1, 1.5, True, [], {}, (1, 2), b"", torch.zeros(2), [None], {"a": 1}, 1 << 40]
 
 
@@ -126,16 +130,24 @@ def test_a_state_that_is_none(junk):
 
 
 OTHERS = {
-    "length": (lambda: make(), lambda: StatefulDataLoader(datasets.Records(25), 3), "24.*25"),
+    "length": (lambda: make(), lambda: StatefulDataLoader(datasets.Records(25), 3, collate_fn=unchanged), "24.*25"),
     "batch size": (lambda: make(), lambda: make(batch_size=4), "3.*4"),
     "no batch size": (lambda: make(), lambda: make(batch_size=None), "batch"),
     "drop_last": (lambda: make(), lambda: make(drop_last=True), "drop_last"),
-    "shuffle": (lambda: make(), lambda: make(shuffle=True), "sequential.*random|random.*sequential"),
-    "no shuffle": (lambda: make(shuffle=True), lambda: make(), "sequential.*random|random.*sequential"),
+    "shuffle": (
+        lambda: make(),
+        lambda: make(shuffle=True),
+        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
+    ),
+    "no shuffle": (
+        lambda: make(shuffle=True),
+        lambda: make(),
+        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
+    ),
     "sampler": (
         lambda: make(sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE)),
         lambda: make(sampler=RandomSampler(range(SIZE))),
-        "weighted.*random|random.*weighted",
+        r"WeightedRandomSampler.* RandomSampler",
     ),
     "length of the sampler": (
         lambda: make(sampler=RandomSampler(range(SIZE), num_samples=12)),
