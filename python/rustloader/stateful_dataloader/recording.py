@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
