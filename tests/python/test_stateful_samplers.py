@@ -581,7 +581,6 @@ def test_a_state_that_is_asked_for_while_the_sampler_begins():
         saved = merged(first.state(1))
         calls.clear()
         # A loaded state stays what it is.
-        asked = 1
         first = sampling(index_sampler, iter(()), saved, 1, (), 1, map_style=True)
         assert [*first.iterator] == whole[1:]
         (found,) = calls
