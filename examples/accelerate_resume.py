@@ -36,7 +36,9 @@ def main() -> None:
     # accelerate imports torchdata's class, and now finds rustloader's in its place.
     rustloader.install(stateful=True, seed_by="sample")
 
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    # On several processes accelerate's other sampler has a generator that no checkpoint holds.
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
     set_seed(7)
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)

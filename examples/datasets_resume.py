@@ -40,8 +40,9 @@ def main() -> None:
     data = datasets.load_dataset(
         "parquet", data_files=files, split="train", cache_dir=cache, streaming=options.stream
     ).with_format("torch")
-    # A shuffle buffer is not a part of the state of datasets, so the stream shuffles its files alone.
-    data = data.shuffle(seed=7, buffer_size=1) if options.stream else data
+    if options.stream:
+        # The state of datasets holds neither a shuffle buffer nor its inputs: only the order of the files is shuffled.
+        data = data.shuffle(seed=7, buffer_size=1, max_buffer_input_shards=1)
     shuffle = None if options.stream else True
 
     torch.manual_seed(7)

@@ -176,7 +176,7 @@ class Engine:
         """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers: the number of
         those, whether it is an error, and its payload.
 
-        None if there is none yet, and after ``finish``. Older snapshots than every position needs are not kept.
+        None if there is none yet, and after ``finish``. Snapshots that no position needs any more are not kept.
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self) -> bool:

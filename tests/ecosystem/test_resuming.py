@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stop_and_resume import Training, stop_and_resume
 
-pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(1800)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

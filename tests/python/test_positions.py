@@ -1,9 +1,11 @@
 """`Engine.position`: which tasks of an epoch are delivered, now and a few answers ago."""
 
+import gc
 import itertools
 import os
 import signal
 import threading
+import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -19,6 +21,8 @@ from support import (
     workers_say,
 )
 from torch.utils.data import Dataset, IterableDataset
+
+from rustloader._core import ERROR
 
 pytestmark = pytest.mark.ours
 
@@ -165,6 +169,52 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monk
         assert position(iterator, 2, 1) == (0, [], [0, 0], -1)
         assert list(iterator) == [2, 3]
         assert has(iterator, 4)
+
+
+def test_an_error_of_reading_keeps_no_iterator_and_is_raised_once():
+    iterator = iter(loader_of(Given([Unreadable(), 1])))
+    core, answer = iterator._core, [None, None]
+    core.next(answer, iterator._sampler_iter)
+    code, value = answer
+    assert code == ERROR
+    with pytest.raises(KeyError, match="not here") as raised:
+        value.reraise()
+    # From the function that raised it.
+    assert raised.traceback[-1].name == "refuse"
+    with pytest.raises(RuntimeError, match="raised before"):
+        value.reraise()
+    iterator._shutdown_workers()
+
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader_of(Given([Unreadable(), 1])))
+        kept = weakref.ref(iterator)
+        try:
+            next(iterator)
+        except KeyError:
+            pass
+        del iterator
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_of_reading_that_is_never_raised_is_collected():
+    iterator = iter(loader_of(Given([Unreadable(), 1])))
+    kept = weakref.ref(iterator)
+
+    def cut_off(iterator):
+        answer = [None, None]
+        iterator._core.next(answer, iterator._sampler_iter)
+        # As after a signal handler that raises at the return.
+        iterator._rescued = answer
+
+    cut_off(iterator)
+    iterator._shutdown_workers()
+    del iterator
+    gc.collect()
+    assert kept() is None
 
 
 class Tied:

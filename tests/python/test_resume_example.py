@@ -7,7 +7,7 @@ import pytest
 from stop_and_resume import Training, stop_and_resume
 from support import HERE
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(1800)]
 
 EXAMPLE = [sys.executable, pathlib.Path(HERE).parents[1] / "examples" / "resume_train.py"]
 STEPS = 16  # of an epoch; there are three

@@ -1,6 +1,7 @@
 """The snapshots that real workers send: what they count, and what comes of errors."""
 
 import functools
+import os
 import pickle
 import threading
 
@@ -152,6 +153,32 @@ class Marking(Logged, Numbers):
     def __getitem__(self, i):
         self.mark += 1
         return self.mark[0].item()
+
+
+class Arriving:
+    """Notes each process that reads it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return arrive, (self.path,)
+
+
+def arrive(path):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return torch.zeros(1)
+
+
+def test_a_worker_is_sent_its_own_state_alone(engine, tmp_path):
+    paths = [tmp_path / "0", tmp_path / "1"]
+    engine(*[WorkerStart({"mark": Arriving(path)}) for path in paths])
+    loader = make(Marking(2), 2, batch_size=None, collate_fn=untouched, multiprocessing_context="spawn")
+    iterator = iter(loader)
+    pids = [f"{worker.pid}\n" for worker in iterator._workers]
+    assert list(iterator) == [1.0, 1.0]
+    assert [path.read_text() for path in paths] == pids
 
 
 def test_the_end_has_its_snapshot(engine):

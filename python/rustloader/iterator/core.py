@@ -250,8 +250,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
-        if self._raised:
-            self._raised = 0
         answer: list[Any] = [None, None]
         message = pickle.dumps(told) if told else b""
         core.begin(answer, self._draw(), first_iter, message, self._first_worker)
@@ -375,10 +373,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         group = self._group
         if group is None or self._shutdown or not group.engine.is_ours or exiting():
             return
+        self._before_end()
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
         ledger.end_workers(self)
         group.end(_utils.MP_STATUS_CHECK_INTERVAL)
+
+    def _before_end(self) -> None:
+        """Called before the workers are told to leave."""
 
     def __del__(self) -> None:
         try:

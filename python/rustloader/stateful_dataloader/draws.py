@@ -38,6 +38,49 @@ def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, An
     return {"base_seed": base_seed, "sampler": _draw(kind_of(index_sampler))}
 
 
+class KeptDraws:
+    """The draws of the next epoch, until it begins.
+
+    Args:
+        loader: As for ``draws``.
+        index_sampler: As for ``draws``.
+        with_base_seed: As for ``draws``.
+
+    Attributes:
+        draws: What ``draws`` has returned.
+    """
+
+    def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
+        generators = _generators(loader.generator)
+        before = [generator.get_state() for generator in generators]
+        self.draws = draws(loader, index_sampler, with_base_seed)
+        # Of those that were drawn from.
+        self._drawn = [
+            (generator, generator.initial_seed(), state)
+            for generator, state in zip(generators, before, strict=True)
+            if not torch.equal(state, generator.get_state())
+        ]
+
+    def was_seeded_since(self) -> bool:
+        """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
+        run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
+        return any(
+            generator.initial_seed() != seed or _is_at(generator, seed, before)
+            for generator, seed, before in self._drawn
+        )
+
+
+def _generators(own: torch.Generator | None) -> list[torch.Generator]:
+    return [torch.default_generator] if own is None else [torch.default_generator, own]
+
+
+def _is_at(generator: torch.Generator, seed: int, before: torch.Tensor) -> bool:
+    """Whether a generator that has drawn is where it was before, or where a seed puts it."""
+    now = generator.get_state()
+    seeded = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return torch.equal(now, before) or torch.equal(now, seeded)
+
+
 def _draw(kind: Kind) -> dict[str, Any] | None:
     if kind.name not in ("random", "subset", "weighted"):
         return None
@@ -58,7 +101,7 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:
         generator.set_state(start["generator"])
 
 
-def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0) -> None:
+def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0, has_ended: bool = False) -> None:
     """Brings a sampler to the end of a saved epoch: its generator, or the state that it has.
 
     For the state of a finished epoch that does not say where the next one starts from.
@@ -67,6 +110,7 @@ def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int =
         index_sampler: What the loader takes its index batches from.
         saved: As for ``sampling``.
         position: Number of index batches that were delivered.
+        has_ended: Whether the state that a sampler has is that after its epoch.
     """
     kind = kind_of(index_sampler)
     if saved is None:
@@ -75,6 +119,9 @@ def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int =
         torchs = iter(index_sampler)
         if may_be_stateful(kind, torchs):
             recorder, left = recorder_of(kind, torchs, saved, position, every=0)
+            if has_ended:
+                recorder.begin()
+                return
             # Not a sampler without an end, which a program can call finished.
             _exhaust(itertools.islice(recorder, max(left, length_of(index_sampler) or 0) + 1))
         return

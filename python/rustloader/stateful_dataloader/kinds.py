@@ -155,6 +155,11 @@ def check(saved: Mapping[str, Any], loader: Any) -> None:
     start = saved.get("start")
     if start is not None:
         _check_start(start, kind)
+    size = present["batch_size"]
+    if "batch_size" in saved and None in (saved["batch_size"], size) and saved["batch_size"] != size:
+        raise ValueError(
+            f"the state is of a loader with batch_size={saved['batch_size']}, and this has {size}: {_SETTINGS}"
+        )
     for name, (text, way_out) in _TEXTS.items():
         _compare(saved.get(name), present.get(name), text, way_out)
 
@@ -205,7 +210,7 @@ def check_shard_start(start: Mapping[str, Any]) -> None:
 
 def _check_draw(start: Mapping[str, Any]) -> None:
     seed = start.get("seed")
-    if type(seed) is int and seed >= 0:
+    if type(seed) is int and 0 <= seed < 2**63:
         return
     for name in ("generator", "global_generator"):
         state = start.get(name)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.dataloader import DataLoader
 from rustloader.stateful_dataloader import sampling, state
-from rustloader.stateful_dataloader.iterators import _StatefulMultiProcessingIter, _StatefulSingleProcessIter
-from rustloader.stateful_dataloader.set_epoch import record
+from rustloader.stateful_dataloader.draws import KeptDraws
+from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
+from rustloader.stateful_dataloader.set_epoch import recorder_of
+from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.torch_side import in_torch
 
@@ -67,8 +69,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _iterator: Any = None
     # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
     _loaded: tuple[dict[str, Any], Plan] | None = None
-    # Draws of the next epoch that a state at the end of one has made, and the seed of torch's generator then.
-    _draws: tuple[dict[str, Any], tuple[int, int]] | None = None
+    # The state that the present iterator has resumed from.
+    _resumed_from: tuple[dict[str, Any], Plan] | None = None
+    # The state while `iter()` makes an iterator in place of one that was left.
+    _interim: dict[str, Any] | None = None
+    # Draws of the next epoch that a state at the end of one has made.
+    _draws: KeptDraws | None = None
     # Number of epochs that have begun.
     _epochs = 0
 
@@ -168,7 +174,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         loaded = None
         if state_dict != {}:
-            plan = state.read(state_dict, self)
+            # One copy for the dataset, which may change it.
+            plan = state.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
             if plan.finished:
                 # Now: a program that seeds its generator for the next epoch has the last word.
@@ -181,17 +188,19 @@ class StatefulDataLoader(DataLoader[_T_co]):
                 stacklevel=2,
             )
         del iterator
-        self._iterator = None
-        self._draws = None
+        self._iterator = self._interim = self._draws = None
         self._loaded = loaded
 
     def __iter__(self) -> _BaseDataLoaderIter:
+        iterator = self._iterator
+        if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
+            self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
             plan = loaded[1]
             state.check_workers(plan, self.num_workers)
-            self._begin_from(plan)
-            self._loaded = None
+            self._begin_from(copy.deepcopy(plan))
+            self._loaded, self._resumed_from = None, loaded
         elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
             self._iterator.plan(self._plan_of_next())
             self._iterator._reset(self)
@@ -199,8 +208,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(self._plan_of_next())
         self._draws = None
         self._epochs = self._iterator.origin.epoch + 1
-        iterator: _Iter = self._iterator
-        return iterator
+        return self._iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return self._make_iterator(Plan(epoch=self._epochs))
@@ -209,17 +217,25 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = state.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        told = record(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
+        told = recorder_of(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
         in_torch(self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _begin(self, plan: Plan) -> None:
-        # The workers of the last iterator leave before new ones start.
-        self._iterator = None
+        last = self._iterator
+        # One that has delivered nothing may not have drawn its order, and its state would.
+        if last is not None and not last.finished and not last.delivered_nothing():
+            # The workers of an iterator that was left leave before new ones start. Until then this is the state.
+            with contextlib.suppress(Exception):
+                self._interim = self.state_dict()
+        if last is not None and not last.finished:
+            self._iterator = None
+        del last
         iterator = self._make_iterator(plan)
-        for _ in range(iterator.origin.drop):
-            next(iterator, None)
-        self._iterator = iterator
+        left = iterator.origin.drop
+        while left and _drop_next(iterator):
+            left -= 1
+        self._iterator, self._interim = iterator, None
 
     def _begin_from(self, plan: Plan) -> None:
         """Begins an epoch from a loaded state."""
@@ -230,13 +246,16 @@ class StatefulDataLoader(DataLoader[_T_co]):
         draws = plan.next or {}
         following = Plan(
             epoch=plan.epoch + 1,
-            base_seed=draws.get("base_seed"),
+            # Persistent workers keep theirs.
+            base_seed=plan.base_seed if draws.get("base_seed") is None else draws["base_seed"],
             sampler=_random_start(draws),
             seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
             resumed=True,
         )
         # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
-        if self.num_workers == 0:
+        if not any(start.has_state for start in plan.workers):
+            pass
+        elif self.num_workers == 0:
             # Without a draw: the state of the dataset may be that of a generator.
             self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self.persistent_workers:
@@ -250,40 +269,49 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
         start = None if plan.next is None else plan.next.get("sampler")
         if start is None:
-            sampling.run_out(self._index_sampler, plan.sampler, plan.low)
+            sampling.run_out(self._index_sampler, plan.sampler, plan.low, plan.sampler_has_ended)
         else:
             sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """The beginning of the next epoch, with the draws that a state has made."""
         kept = self._draws
-        if kept is None or kept[1] != self._initial_seeds():
+        if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
-        draws = kept[0]
-        start = _random_start(draws)
-        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start)
+        draws = kept.draws
+        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=_random_start(draws))
 
     def _draws_of_next(self) -> dict[str, Any]:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
         if self._draws is None:
             keeps_workers = self.persistent_workers and self.num_workers > 0
-            draws = sampling.draws(self, self._index_sampler, with_base_seed=not keeps_workers)
-            self._draws = draws, self._initial_seeds()
-        return copy.deepcopy(self._draws[0])
-
-    def _initial_seeds(self) -> tuple[int, int]:
-        """The seeds of the generators: others mean that the program has seeded them anew."""
-        generator = self.generator
-        return torch.initial_seed(), -1 if generator is None else generator.initial_seed()
+            self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not keeps_workers)
+        return copy.deepcopy(self._draws.draws)
 
     def _state_before_iter(self) -> dict[str, Any]:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded[0])
-        return state.fresh(self)
+        return copy.deepcopy(self._interim) or state.fresh(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied.
         return self.__dict__ | {"_iterator": None}
+
+
+def _drop_next(iterator: _Iter) -> bool:
+    """Takes a batch that was delivered before, or the error in its place. Raises if a worker has died.
+
+    Returns:
+        False at the end.
+    """
+    try:
+        next(iterator)
+    except StopIteration:
+        return False
+    except Exception:
+        if getattr(iterator, "_last", None) not in (None, StopIteration):
+            raise
+    return True
 
 
 def _add_parameters() -> None:

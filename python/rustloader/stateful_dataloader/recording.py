@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -110,6 +111,8 @@ class Recorder(Iterator[Any]):
         self._every = every
         self._inner: Inner | None = None
         self._iterator: Any = None
+        # Another thread waits. A signal handler, which is in the same thread, does not.
+        self._lock = threading.RLock()
         self._is_beginning = False
         self._position = position
         self._samples = 0
@@ -122,6 +125,12 @@ class Recorder(Iterator[Any]):
 
     def begin(self) -> None:
         """Makes the iterator, and keeps its first state. A signal handler's call does nothing while this runs."""
+        if self._iterator is not None:
+            return
+        with self._lock:
+            self._begin_once()
+
+    def _begin_once(self) -> None:
         if self._iterator is not None or self._is_beginning:
             return
         self._is_beginning = True

@@ -44,6 +44,8 @@ class Sampling(ABC):
     """
 
     iterator: Iterator[Any]
+    # Whether another one from the same saved state yields the same.
+    is_repeatable = True
 
     def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
         self._kind = kind
@@ -140,6 +142,8 @@ class _Recorded(Sampling):
 class _Other(Sampling):
     """Of all other samplers, and of iterable datasets: a position says all that can be said."""
 
+    is_repeatable = False
+
     def draw(self) -> None:
         pass
 
@@ -199,7 +203,8 @@ def sampling(
     found = _from_position(kind, torchs, saved, position, every)
     if ahead:
         # All of C code: an interrupt cannot lose an index batch.
-        wanted = [ordinal not in set(ahead) for ordinal in range(position, max(ahead) + 1)]
+        gone = set(ahead)
+        wanted = [ordinal not in gone for ordinal in range(position, max(ahead) + 1)]
         found.iterator = itertools.compress(found.iterator, itertools.chain(wanted, itertools.repeat(True)))
     return found
 

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import Any
 
+# Attribute of a dataset: number of calls of ``set_epoch``, and the arguments of the last one.
+_TOLD = "_rustloader_told"
 
-class Recorder:
-    """Stands before the ``set_epoch`` of a dataset and remembers the last epoch.
 
-    It is an attribute of the dataset itself, and travels with its copies.
+class EpochRecorder:
+    """What a program has told a dataset since the workers were last told.
+
+    Args:
+        dataset: A dataset whose class ``prepare`` has prepared.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.last: int | None = None
+        self._seen = self._told()[0]
 
-    def __call__(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
-        result = type(self._dataset).set_epoch(self._dataset, epoch, *args, **kwargs)
-        self.last = epoch
+    def since_last_epoch(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of the last ``set_epoch`` since the last call; None: there was none."""
+        calls, args, kwargs = self._told()
+        seen, self._seen = self._seen, calls
+        return None if calls == seen else (args, kwargs)
+
+    def _told(self) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        found: Any = getattr(self._dataset, "__dict__", {}).get(_TOLD)
+        return found or (0, (), {})
+
+
+def recorder_of(dataset: Any) -> EpochRecorder | None:
+    """A recorder for a dataset with ``set_epoch``. Its class then notes calls, on the dataset itself."""
+    cls = type(dataset)
+    function = getattr(cls, "set_epoch", None)
+    if not callable(function) or not hasattr(dataset, "__dict__"):
+        return None
+    if not hasattr(function, "_rustloader_notes"):
+        try:
+            cls.set_epoch = _noting(function)
+        except TypeError:  # a class of an extension
+            return None
+    return EpochRecorder(dataset)
+
+
+def _noting(function: Any) -> Any:
+    @functools.wraps(function)
+    def set_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        calls = self.__dict__.get(_TOLD, (0,))[0]
+        # Past a class that refuses attributes.
+        object.__setattr__(self, _TOLD, (calls + 1, args, kwargs))
         return result
 
-
-def record(dataset: Any) -> Recorder | None:
-    """The recorder of a dataset's ``set_epoch``, put there now if need be; None for a dataset without one."""
-    if not callable(getattr(type(dataset), "set_epoch", None)):
-        return None
-    present = getattr(dataset, "__dict__", {}).get("set_epoch")
-    if present is None:
-        present = Recorder(dataset)
-        # A dataset that takes no attributes is left alone.
-        with contextlib.suppress(Exception):
-            dataset.set_epoch = present
-    return present if isinstance(present, Recorder) else None
+    set_epoch._rustloader_notes = True  # type: ignore[attr-defined]
+    return set_epoch

@@ -37,6 +37,8 @@ class Plan:
         finished: Whether the epoch has ended.
         next: The draws of the next epoch, if it has.
         resumed: Whether it comes out of a state.
+        sampler_has_ended: Whether the state of a sampler is that after the end of its epoch, as in torchdata's states
+            of loaders without workers.
     """
 
     low: int = 0
@@ -54,14 +56,22 @@ class Plan:
     finished: bool = False
     next: dict[str, Any] | None = None
     resumed: bool = False
+    sampler_has_ended: bool = False
 
 
 def read(state: Any, loader: Any) -> Plan:
     """Reads a state for a loader.
 
     Raises:
-        ValueError: It is no state of a loader, or one of another dataset, sampler or batch size.
+        ValueError: It is not a state of a loader, or one of another dataset, sampler or batch size.
     """
+    try:
+        return _read(state, loader)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the state cannot be read: {error}; load what state_dict() returned") from error
+
+
+def _read(state: Any, loader: Any) -> Plan:
     if not isinstance(state, Mapping):
         raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
     own = state.get(OWN)
@@ -89,7 +99,25 @@ def read(state: Any, loader: Any) -> Plan:
         seeds = own.get("seeds")
         plan.seeds = None if seeds is None else (_of(seeds, "base_seed", int), _count(seeds, "epoch"))
         plan.next = _of(own, "next", dict, type(None)) if "next" in own else None
+    _check_position(plan, loader)
     return plan
+
+
+def _check_position(plan: Plan, loader: Any) -> None:
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return
+    total = length_of(loader)
+    if total is not None and plan.low > total:
+        raise ValueError(
+            f"the state has {plan.low} batches delivered, and an epoch of this loader has {total}: load it into a "
+            "loader over the same dataset, with the same batch size"
+        )
+    saved = plan.sampler or {}
+    if plan.low and saved.get("kind") in ("random", "subset", "weighted", "distributed") and not saved.get("start"):
+        raise ValueError(
+            "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
+            "state_dict() returned"
+        )
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
@@ -197,13 +225,11 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
     kind = loader._dataset_kind
     low = _count(state, "_sampler_iter_yielded")
     yielded = _count(state, "_num_yielded")
-    records = own.get("workers") or [{}]
-    replay = _count(records[0], "replay", 0)
-    start = _worker_start(
-        {"dataset_state": state.get("dataset_state"), "fetcher_state": state.get("fetcher_state")}, replay
-    )
-    start.batches, start.samples = _count(records[0], "batches", 0), _count(records[0], "samples", 0)
-    if not own and kind == _DatasetKind.Iterable and _has_no_state(start):
+    records = (_of(own, "workers", list, type(None)) if own else None) or [{}]
+    start = _worker_start(state, records[0])
+    if kind == _DatasetKind.Iterable:
+        _of(state, "fetcher_state", dict)
+    if not own and kind == _DatasetKind.Iterable and not start.has_state:
         start.replay = yielded
     _check_kind(start, kind, loader)
     return Plan(
@@ -212,6 +238,7 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
         sampler=_sampler(own, state),
         is_bound=_is_bound(loader, own, [start]),
         workers=[start],
+        sampler_has_ended=not own,
     )
 
 
@@ -223,18 +250,17 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
     yielded = _count(snapshot, "_snapshot_step")
     count = _count(main, "_num_workers")
     snapshots = _of(snapshot, "_worker_snapshots", dict)
-    names = [f"worker_{worker}" for worker in range(count)]
-    if count == 0 or sorted(snapshots) != sorted(names):
+    names = [f"worker_{worker}" for worker in range(min(count, len(snapshots)))]
+    if count == 0 or count != len(snapshots) or sorted(snapshots) != sorted(names):
         raise ValueError(
             f"the state has _num_workers={count}, but snapshots of {', '.join(map(str, snapshots)) or 'no worker'}"
         )
-    records = own.get("workers") or [{}] * count
+    records = (_of(own, "workers", list, type(None)) if own else None) or [{}] * count
     if len(records) != count:
         raise ValueError(f"the state has _num_workers={count}, but {len(records)} workers in {OWN!r}")
     starts = []
     for name, record in zip(names, records, strict=True):
-        start = _worker_start(_of(snapshots, name, dict), _count(record, "replay", 0))
-        start.batches, start.samples = _count(record, "batches", 0), _count(record, "samples", 0)
+        start = _worker_start(_of(snapshots, name, dict), record)
         _check_kind(start, loader._dataset_kind, loader)
         starts.append(start)
     last = snapshot.get("_last_yielded_worker_id")
@@ -249,9 +275,10 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         first_worker=(last + 1) % count if isinstance(last, int) else 0,
     )
     if loader._dataset_kind == _DatasetKind.Iterable:
-        if not own and all(map(_has_no_state, starts)):
+        if not own and not any(start.has_state for start in starts):
             # torchdata delivers them again.
             plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, yielded + steps
+            plan.workers = []
         else:
             plan.drop = steps
     elif plan.is_bound:
@@ -271,13 +298,21 @@ def _sampler(own: Any, parts: Any) -> dict[str, Any]:
     return saved
 
 
-def _worker_start(snapshot: Any, replay: int) -> WorkerStart:
-    fetcher = snapshot.get("fetcher_state") or {}
+def _worker_start(snapshot: Any, record: Any) -> WorkerStart:
+    # The state that the worker itself started from, if it has delivered nothing since.
+    snapshot = record.get("start") or snapshot
+    _of(snapshot, "dataset_state", object)
+    fetcher = _of(snapshot, "fetcher_state", dict, type(None)) or {}
+    if fetcher:
+        _of(fetcher, "dataset_iter_state", object)
+    replay = _count(record, "replay", 0)
     return WorkerStart(
         dataset_state=snapshot.get("dataset_state"),
         iterator_state=fetcher.get("dataset_iter_state"),
         ended=bool(fetcher.get("fetcher_ended")) and replay == 0,
         replay=replay,
+        batches=_count(record, "batches", 0),
+        samples=_count(record, "samples", 0),
     )
 
 
@@ -294,16 +329,12 @@ def _check_kind(start: WorkerStart, kind: int, loader: Any) -> None:
         )
 
 
-def _has_no_state(start: WorkerStart) -> bool:
-    return start.dataset_state is None and start.iterator_state is None
-
-
 def _is_bound(loader: Any, own: Any, starts: list[WorkerStart]) -> bool:
     return (
         loader._dataset_kind == _DatasetKind.Iterable
         or is_stateful(loader.dataset)
         or bool((own.get("dataset") or {}).get("stateful"))
-        or not all(map(_has_no_state, starts))
+        or any(start.has_state for start in starts)
     )
 
 
@@ -325,6 +356,8 @@ def _count(values: Any, key: str, default: Any = _REQUIRED) -> int:
     if default is not _REQUIRED and key not in values:
         return int(default)
     value: int = _of(values, key, int)
+    if isinstance(value, bool):
+        raise ValueError(f"the state's {key!r} must be of type int, got {value!r}")
     if value < 0:
         raise ValueError(f"the state's {key!r} must not be negative, got {value}")
     return value

@@ -104,12 +104,12 @@ class _Worker:
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
 
-    def make_fetcher(self, start: WorkerStart | None = None, epoch: int | None = None) -> None:
+    def make_fetcher(self, start: WorkerStart | None = None, told: Any = None) -> None:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
 
         Args:
             start: Where a resumed epoch begins.
-            epoch: For the ``set_epoch`` of the dataset.
+            told: Arguments of the dataset's ``set_epoch``, or None.
         """
         job = self.job
         collate_fn = job.collate_fn
@@ -119,8 +119,9 @@ class _Worker:
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
-            if epoch is not None:
-                self.dataset.set_epoch(epoch)
+            if told is not None:
+                args, kwargs = told
+                self.dataset.set_epoch(*args, **kwargs)
             if start is not None:
                 resuming.load_dataset(self.dataset, start)
             self.fetcher = _DatasetKind.create_fetcher(
@@ -201,7 +202,7 @@ class _Worker:
         if self.seeds is not None:
             self.seeds.begin_epoch(message["epoch"], first_task)
         if not self.init_failed:
-            self.make_fetcher(epoch=message.get("set_epoch"))
+            self.make_fetcher(told=message.get("set_epoch"))
         if self.publisher is not None:
             self.publisher.begin_epoch(first_task)
             self.publisher.first(self.broken, self.fetcher, self.dataset)

@@ -22,6 +22,9 @@ from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.workers import by_value, serialize
 
+# Where the errors of states come from, as opposed to those of a worker's start.
+OF_STATE = "in the state of the dataset"
+
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
@@ -55,6 +58,11 @@ class WorkerStart:
     replay: int | list[Any] = 0
     batches: int = 0
     samples: int = 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state to load."""
+        return self.dataset_state is not None or self.iterator_state is not None
 
     @property
     def replayed(self) -> int:
@@ -262,7 +270,7 @@ class Publisher:
         try:
             payload = make(fetcher, dataset)
         except Exception:
-            self._fail(ExceptionWrapper(where=self._where))
+            self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"))
         else:
             self._port.send_snapshot(self._answers, payload, False)
 

@@ -34,7 +34,7 @@ impl<'py> Call<'_, 'py> {
         match self.read_message(incoming) {
             Ok(Read::Batch(object)) => self.deliver(code::BATCH, object),
             Ok(Read::Pickled(pickle)) => self.read_pickle(pickle),
-            Err(error) => self.deliver(code::ERROR, Raised::new(error)),
+            Err(error) => self.deliver(code::ERROR, Raised::new(self.py, error)),
         }
     }
 
@@ -42,7 +42,7 @@ impl<'py> Call<'_, 'py> {
     pub(super) fn read_ready(&mut self, ready: Ready) -> PyResult<()> {
         match ready {
             Ready::Batch(batch) => self.deliver(code::BATCH, batch.take()),
-            Ready::Raised(error) => self.deliver(code::ERROR, Raised::new(error)),
+            Ready::Raised(error) => self.deliver(code::ERROR, Raised::new(self.py, error)),
             Ready::Error(wrapper) => self.deliver(code::ERROR, wrapper.take()),
             Ready::Pickled(pickle) => self.read_pickle(pickle),
         }
@@ -126,7 +126,7 @@ impl<'py> Call<'_, 'py> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
         match self.load(&pickle) {
             Ok(Ok(loaded)) => self.deliver(code, loaded),
-            Ok(Err(error)) => self.deliver(code::ERROR, Raised::new(error)),
+            Ok(Err(error)) => self.deliver(code::ERROR, Raised::new(self.py, error)),
             Err(interrupt) => {
                 self.state.engine.delivery().on_event(Event::DecodeInterrupted(Ready::Pickled(pickle)));
                 Err(interrupt)

@@ -310,6 +310,9 @@ class SamplerWithState(IteratorWithState):
 
     def __iter__(self):
         self.i, self.resumed = self.resumed or 0, None
+        return self.counted()
+
+    def counted(self):
         for index in itertools.islice(self.all(), self.i, None):
             self.i += 1
             yield index

@@ -4,6 +4,8 @@ import argparse
 import sys
 import time
 
+import torch
+
 from . import generate, processes, shrink
 from .program import Program
 
@@ -15,7 +17,7 @@ def arguments():
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=1, help="number of the first program")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a program counts as stuck")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds after which a program counts as stuck")
     parser.add_argument("--seconds", type=float, help="stop after this many seconds")
     parser.add_argument("--replay", help="run this program alone: the JSON that a failure was printed with")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="print failures as they are")
@@ -24,6 +26,7 @@ def arguments():
 
 def main():
     args = arguments()
+    torch.set_num_threads(1)
     if args.replay:
         programs = [Program.from_json(args.replay)]
     else:

@@ -311,7 +311,7 @@ class Player:
 
     def resume(self, way, changes, same_loader):
         if self.saved is None:
-            return
+            self.save_now(0)
         state, untouched, place = self.saved
         if not same(state, untouched):
             raise Wrong("a state has changed after it was taken")

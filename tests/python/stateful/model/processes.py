@@ -37,7 +37,7 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(self.output.fileno(), 1)
         os.dup2(self.output.fileno(), 2)
-        faulthandler.dump_traceback_later(max(limit - 2, 1))
+        faulthandler.dump_traceback_later(0.8 * limit)
         try:
             play.run(self.program)
         except BaseException:

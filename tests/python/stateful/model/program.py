@@ -120,6 +120,8 @@ def wrong(settings):
         return "a dataset with a state, or an iterable one, has round robin"
     if settings.reorder_window is not None and settings.reorder_window < settings.prefetch_factor * workers:
         return "a window that is too small"
+    if settings.sampler == "torchdata random" and settings.batch_size is None:
+        return "it draws as often as iter() is called, which is twice with workers"
     if settings.sampler.startswith("weighted") and not settings.in_order:
         return "with repeated samples nothing tells which of them came"
     return None

@@ -1,0 +1,285 @@
+"""The iterator of a StatefulDataLoader with workers: the engine's, with a position."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader._core import BACK_BATCHES
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import fallback, settings
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals
+from rustloader.stateful_dataloader.sampling import Sampling
+from rustloader.stateful_dataloader.set_epoch import EpochRecorder
+from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart
+
+
+class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
+    """Iterates with workers."""
+
+    # The snapshots of each worker, once its engine has ended.
+    _frozen: list[list[tuple[int, bool, bytes]]] | None = None
+    _started = False
+    _is_deleted = False
+    # Whether torch's iterator, which does the work, has ended.
+    _ended = False
+    # The index batches of the epoch, if those that are made again were taken from them.
+    _begun: Sampling | None = None
+    # Whether the engine has begun the epoch.
+    _has_begun = False
+    _frames_to_caller = 5
+    # Has the epochs that the program tells its dataset.
+    _told_epoch: EpochRecorder | None = None
+
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: EpochRecorder | None) -> None:
+        self._prepare(loader, plan, about_dataset)
+        self._told_epoch = told
+        # A map-style dataset without a state needs its position alone.
+        self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
+        self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
+        super().__init__(loader)
+
+    @property
+    def finished(self) -> bool:
+        return self._ended or self._last is StopIteration
+
+    # The parts of the construction that differ.
+
+    def _settings_for(self, loader: Any) -> settings.EngineSettings:
+        found = super()._settings_for(loader)
+        if self._about_dataset["stateful"]:
+            found = fallback.round_robin(self, found, "a dataset with a state of its own")
+        return dataclasses.replace(found, snapshots=self._wants_snapshots)
+
+    def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
+        self._call_torchs_init(init, loader)
+
+    def _first_seeding(self, loader: Any) -> Seeding | None:
+        return self._seeds_from_here(super()._first_seeding(loader))
+
+    def _make_job(self) -> Job:
+        job = super()._make_job()
+        plan = self._plan
+        if self._wants_snapshots:
+            job.snapshots = SnapshotPolicy(self._every, 0 if plan is None else plan.low)
+        # None: the process of a persistent loader begins again, with an epoch from its beginning.
+        if plan is not None and plan.workers and self._has_states:
+            job.starts = self._starts(plan)
+        return job
+
+    def _starts(self, plan: Plan) -> list[WorkerStart | None]:
+        """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return [*plan.workers]
+        wanted = [_last_ordinals(plan, worker) for worker in range(self._num_workers)]
+        oldest = min((found[0] for found in wanted if found), default=plan.low)
+        begun = self._sample_from(plan, iter(self._index_sampler), oldest)
+        again = dict(zip(range(oldest, plan.low), begun.iterator, strict=False))
+        if not begun.is_repeatable:
+            self._begun = begun
+        return [
+            dataclasses.replace(start, replay=[again[ordinal] for ordinal in found if ordinal in again])
+            for start, found in zip(plan.workers, wanted, strict=True)
+        ]
+
+    def _start_workers(self) -> None:
+        self._frozen = None
+        super()._start_workers()
+
+    def _next_plan(self) -> Plan:
+        """What the epoch that begins starts from. One that failed to begin is begun again."""
+        if self._plan is None:
+            self._plan = Plan(base_seed=int(self._base_seed), epoch=self.origin.epoch + 1)
+        plan = self._plan
+        if self._passthrough and self._dataset_kind == _DatasetKind.Iterable:
+            # torch's workers begin at the beginning.
+            return Plan(base_seed=plan.base_seed, epoch=plan.epoch, drop=plan.yielded + plan.drop)
+        return plan
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        plan = self._next_plan()
+        self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
+        super()._reset(loader, first_iter)
+        self._has_begun, self._plan = True, None
+        if self._passthrough:
+            # torch begins with the first batches in between.
+            self._num_yielded = plan.yielded
+        elif first_iter and self._worker_init_fn is not None:
+            self._raise_failed_start()
+        elif not first_iter and self._has_states:
+            # What persistent workers carry over from the last epoch is in their first snapshots alone.
+            self._engine().wait_started()
+
+    def _index_batches(self, torchs: Any) -> Any:
+        # From here on states are of the new epoch. No code of the program has run since the counters were reset.
+        plan = self._next_plan()
+        begun, self._begun = self._begun, None
+        self.sampling = begun or self._sample_from(plan, torchs, plan.low)
+        self._frozen = None
+        self._started = self._ended = self._has_begun = False
+        self.origin, self._raised, self._num_yielded = plan, 0, plan.yielded
+        return self.sampling.iterator
+
+    def _epoch_message(self) -> dict[str, Any]:
+        message = super()._epoch_message()
+        told = None if self._told_epoch is None else self._told_epoch.since_last_epoch()
+        return message if told is None else message | {"set_epoch": told}
+
+    def _raise_failed_start(self) -> None:
+        """Raises an error of worker_init_fn or iter(dataset)."""
+        core = self._engine()
+        core.wait_started()
+        for worker in range(self._num_workers):
+            found = core.snapshot(worker, 0)
+            error = pickle.loads(found[2]) if found is not None and found[1] else None
+            if error is not None and not error.where.startswith(OF_STATE):
+                self._shutdown_workers()
+                error.reraise()
+
+    def _torchs_next(self) -> Any:
+        try:
+            return super()._torchs_next()
+        except StopIteration:
+            self._note_end()
+            self._ended = True
+            raise
+        except Exception:
+            self._raised += 1
+            raise
+
+    # The state.
+
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
+        """The state after the last batch that was delivered, or ``back`` batches before."""
+        origin = self.origin
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - origin.yielded + self._raised
+        if self._passthrough and back:
+            raise ValueError("back must be 0: this loader runs on torch's own iterator")
+        if self._passthrough or not self._has_begun:
+            # In the latter case the engine is still at the last epoch.
+            position: Any = answers, [], [0] * self._num_workers, -1
+        else:
+            position = self._engine().position(answers, back)
+        tasks, beyond, counts, last = position
+        low, ahead = ordinals(origin, tasks, beyond)
+        if last < 0:
+            last = (self._first_worker - 1) % self._num_workers
+        sampled_at, records = low, None
+        if self._has_states and not self._passthrough:
+            snapshots, records = self._worker_states(counts)
+            if self._dataset_kind == _DatasetKind.Map and not ahead:
+                sampled_at -= self._num_workers * max(record["replay"] for record in records)
+        else:
+            snapshots = {
+                f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
+                for worker in range(self._num_workers)
+            }
+        sampled = self.sampling.state(max(sampled_at, 0))
+        return {
+            "_snapshot": {
+                "_snapshot_step": yielded - back,
+                "_last_yielded_worker_id": last,
+                "_main_snapshot": {
+                    "_num_workers": self._num_workers,
+                    "_sampler_iter_state": sampled.sampler_iter_state,
+                    "_index_sampler_state": sampled.index_sampler_state,
+                    "_sampler_iter_yielded": low,
+                    "_IterableDataset_len_called": self._IterableDataset_len_called,
+                    "_shared_seed": self._shared_seed,
+                    "_base_seed": self._base_seed,
+                },
+                "_worker_snapshots": snapshots,
+            },
+            "_steps_since_snapshot": 0,
+            "_iterator_finished": finished,
+            OWN: self._own_part(low, ahead, sampled.own, records),
+        }
+
+    def _worker_states(self, counts: list[int]) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """The newest snapshots that are no younger than the position, and what was delivered after them."""
+        if not self._started and self._frozen is None and self._has_begun:
+            self._started = self._engine().wait_started()
+        starts = self.origin.workers
+        states, records = {}, []
+        for worker, answers in enumerate(counts):
+            start = starts[worker] if starts else WorkerStart()
+            count, made = self._snapshot(worker, answers)
+            if made is not None:
+                self._warn_if_frozen(made)
+            else:
+                made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
+            state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
+            states[f"worker_{worker}"] = state
+            record = self._record(start, answers, count, made)
+            if self._dataset_kind == _DatasetKind.Map and not self._in_order:
+                # Which worker made a batch is not known.
+                record["replay"] = 0
+            records.append(record)
+        return states, records
+
+    def _snapshot(self, worker: int, answers: int) -> tuple[int, dict[str, Any] | None]:
+        """A worker's newest snapshot after at most that many of its answers."""
+        if not self._has_begun:
+            found = None
+        elif self._frozen is None:
+            found = self._engine().snapshot(worker, answers)
+        else:
+            found = next((it for it in reversed(self._frozen[worker]) if it[0] <= answers), None)
+        if found is None:
+            return 0, None
+        count, is_error, payload = found
+        made = pickle.loads(payload)
+        if not is_error:
+            return count, made
+        if not made.where.startswith(OF_STATE):
+            # Of the worker's start: `next` raises it in place of every batch of this worker.
+            return 0, None
+        made.reraise()
+        raise AssertionError("an error that was not raised")
+
+    def _before_end(self) -> None:
+        # Nothing can ask for a state of an iterator that is deleted.
+        if self._frozen is None and self._has_states and not self._is_deleted:
+            self._frozen = self._all_snapshots()
+
+    def _all_snapshots(self) -> list[list[tuple[int, bool, bytes]]]:
+        """All snapshots that a state can need. They are gone with the engine."""
+        core, answers = self._engine(), self._num_yielded - self.origin.yielded + self._raised
+        counts: list[list[int]] = [[] for _ in range(self._num_workers)]
+        for back in range(BACK_BATCHES, -1, -1):
+            try:
+                position = core.position(answers, back)
+            except ValueError:
+                continue
+            for worker, count in enumerate(position[2]):
+                counts[worker].append(count)
+        found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
+        for worker, asked in enumerate(counts):
+            for count in dict.fromkeys(asked):
+                snapshot = core.snapshot(worker, count)
+                if snapshot is not None and (not found[worker] or found[worker][-1][0] != snapshot[0]):
+                    found[worker].append(snapshot)
+        return found
+
+    def __del__(self) -> None:
+        self._is_deleted = True
+        super().__del__()
+
+
+def _last_ordinals(plan: Plan, worker: int) -> list[int]:
+    """The ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
+    count = plan.workers[worker].replay
+    if not isinstance(count, int):
+        return []
+    step = plan.num_workers
+    last = plan.low - 1 - (plan.first_worker - 1 - worker) % step
+    return [ordinal for ordinal in range(last - (count - 1) * step, last + 1, step) if ordinal >= 0]

@@ -1,0 +1,142 @@
+"""What the iterators of a StatefulDataLoader share: an epoch that begins at a position."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from rustloader.config import FROZEN_AFTER
+from rustloader.fetch.seeds import Seeding, ordinal_of
+from rustloader.iterator import fetching, settings
+from rustloader.stateful_dataloader.sampling import Sampling, sampling
+from rustloader.stateful_dataloader.state import VERSION, Plan
+from rustloader.torch_side import in_torch
+from rustloader.workers.snapshots import WorkerStart
+
+_EMPTY = (
+    "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
+    "Take the state after the loop to begin with the next epoch"
+)
+_FROZEN = (
+    "the state of {} has not changed over {} batches: a loop that resumes from it begins at the same place again. Let "
+    "state_dict() of the dataset, or of its iterator, return the position"
+)
+
+
+class Positioned(_BaseDataLoaderIter):
+    """What both iterators share: an epoch that begins at a position, and the state of the epoch.
+
+    Attributes:
+        origin: What the present epoch started from.
+        sampling: Its index batches.
+    """
+
+    origin: Plan
+    sampling: Sampling
+    # What the next epoch starts from, until it has begun.
+    _plan: Plan | None = None
+    finished: Any
+    _every = 1
+    # What a state says about the dataset.
+    _about_dataset: dict[str, Any]
+    _seeding: Seeding | None = None
+    _raised = 0
+    # From `_note_end` to the program.
+    _frames_to_caller = 4
+    _has_warned = False
+
+    def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
+        """Sets what the first epoch starts from. Comes before torch's constructor."""
+        self._plan = self.origin = plan
+        self._every = loader.snapshot_every_n_steps or 0
+        self._about_dataset = about_dataset
+        if plan.seeds is not None:
+            fetching.set_next(loader, *plan.seeds)
+
+    def _call_torchs_init(self, init: Callable[[Any], None], loader: Any) -> None:
+        base_seed = self.origin.base_seed
+        if base_seed is None:
+            in_torch(init, loader)
+            return
+        # torch draws a base seed here, too. A private generator leaves those of the program alone.
+        in_torch(init, settings.with_values(loader, generator=torch.Generator()))
+        self._base_seed = base_seed
+
+    def _seeds_from_here(self, seeding: Seeding | None) -> Seeding | None:
+        if seeding is None or (self.origin.low == 0 and not self.origin.ahead):
+            return seeding
+        return dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
+
+    def _sample_from(self, origin: Plan, torchs: Any, position: int) -> Sampling:
+        is_map = self._dataset_kind == _DatasetKind.Map
+        return sampling(
+            self._index_sampler, torchs, origin.sampler, position, origin.ahead, self._every, map_style=is_map
+        )
+
+    def plan(self, plan: Plan) -> None:
+        """Sets what the next epoch starts from, of a persistent loader."""
+        self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed))
+
+    def _warn_if_frozen(self, made: dict[str, Any]) -> None:
+        if made.get("frozen") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_FROZEN.format(type(self._dataset).__qualname__, FROZEN_AFTER), stacklevel=5)
+
+    def delivered_nothing(self) -> bool:
+        """Whether neither a batch nor the end has come out of the present epoch."""
+        return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
+
+    def failed_to_resume(self) -> bool:
+        """Whether the present epoch has raised errors and delivered nothing."""
+        return self._num_yielded == self.origin.yielded and self._raised > 0 and not self.finished
+
+    def _note_end(self) -> None:
+        """Warns of an epoch without batches that comes out of a state."""
+        if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
+            warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
+
+    def _record(self, start: WorkerStart, answers: int, count: int, made: dict[str, Any]) -> dict[str, Any]:
+        """What a state says about a worker besides its snapshot, which was made after ``count`` of its answers."""
+        record = {
+            "delivered": answers,
+            "replay": answers - count + (start.replayed if count == 0 else 0),
+            "batches": made["batches"],
+            "samples": made["samples"],
+        }
+        if count == 0 and start.has_state:
+            # A dataset that takes note of a loaded state at its first step shows another one until then.
+            record["start"] = start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)
+        return record
+
+    def _own_part(
+        self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, Any]] | None
+    ) -> Any:
+        """This package's part of a state."""
+        seeding = self._seeding
+        return {
+            "version": VERSION,
+            "epoch": self.origin.epoch,
+            "base_seed": self._base_seed,
+            "delivered": low,
+            "ahead": ahead,
+            "sampler": sampler,
+            "dataset": self._about_dataset.copy(),
+            "seeds": None if seeding is None else {"base_seed": seeding.base_seed, "epoch": seeding.epoch},
+            "workers": workers,
+        }
+
+
+def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
+    """The low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the epoch's
+    tasks."""
+    if not origin.ahead:
+        return origin.low + low, [origin.low + task for task in ahead]
+    mark = ordinal_of(low, origin.low, origin.ahead)
+    delivered = {ordinal for ordinal in origin.ahead if ordinal > mark}
+    delivered.update(ordinal_of(task, origin.low, origin.ahead) for task in ahead)
+    return mark, sorted(delivered)

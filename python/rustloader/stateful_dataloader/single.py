@@ -1,0 +1,193 @@
+"""The iterator of a StatefulDataLoader without workers: torch's, with a position."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from typing import Any
+
+import torch
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from rustloader._core import BACK_BATCHES, observed
+from rustloader.fetch.inline import SeededFetcher
+from rustloader.iterator import fetching, settings
+from rustloader.iterator.core import warn_of_length
+from rustloader.iterator.interrupts import is_interrupt
+from rustloader.iterator.single import prepare_fetcher
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals
+from rustloader.stateful_dataloader.recording import copied
+from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.workers import resuming
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
+
+
+class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
+    """Iterates without workers, as torch's iterator does."""
+
+    finished = False
+    # Answers when the index batch of `_drawn` was drawn.
+    _drawn_at = -1
+
+    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
+        self._prepare(loader, plan, about_dataset)
+        self._start = start = plan.workers[0] if plan.workers else WorkerStart()
+        # The index batch that is being made. An interrupt leaves it here for the next call.
+        self._drawn: list[Any] = []
+        # Numbers of the answers that were errors.
+        self._errors: list[int] = []
+        # Snapshots after a number of answers, the latest last.
+        self._snapshots: list[tuple[int, bytes]] = []
+        resuming.load_dataset(loader.dataset, start)
+        self._call_torchs_init(super(Positioned, self).__init__, loader)
+        resuming.load_iterator(self._dataset_fetcher, start)
+        self._maker = Snapshots(SnapshotPolicy(self._every, plan.low), 1, self._dataset_kind)
+        seen = settings.applied(loader)
+        self._seeding = self._seeds_from_here(fetching.seeding(seen, int(self._base_seed)))
+        prepare_fetcher(self, loader, self._seeding)
+        if isinstance(self._dataset_fetcher, SeededFetcher):
+            resuming.load_counters(self._dataset_fetcher.seeds, start)
+        self._sampler_iter = self._resume_sampler(self._sampler_iter)
+        self._num_yielded = plan.yielded
+
+    def _resume_sampler(self, torchs: Any) -> Any:
+        """Takes the first snapshot, and makes the batches again that the saved one lacks."""
+        start, low = self._start, self.origin.low
+        fetcher, count = self._dataset_fetcher, start.replayed
+        with contextlib.suppress(Exception):  # `state_dict` raises it again
+            first = self._maker.first(fetcher, self._dataset)
+            if self._maker.has_state:
+                self._snapshots.append((0, first))
+        is_map = self._dataset_kind == _DatasetKind.Map
+        self.sampling = self._sample_from(self.origin, torchs, low - count if is_map else low)
+        if count:
+            if is_map:
+                batches: Any = list(itertools.islice(self.sampling.iterator, count))
+            else:
+                # The index batches of an iterable dataset are all alike.
+                batches = itertools.repeat(next(iter(self._index_sampler)), count)
+            resuming.replay(fetcher, batches, self._dataset_kind)
+        return self.sampling.iterator
+
+    @property
+    def _answers(self) -> int:
+        return self._num_yielded - self.origin.yielded + self._raised
+
+    def __next__(self) -> Any:
+        if observed():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data = self._next_data()
+        else:
+            data = self._next_data()
+        # No call from here on: a signal handler that raises in it would lose a batch that counts.
+        self._num_yielded += 1
+        length: Any = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            warn_of_length(self)
+        return data
+
+    def _next_data(self) -> Any:
+        answers = self._answers
+        if self._drawn_at != answers:
+            self._drawn.clear()
+            self._drawn_at = answers
+        elif self._drawn and isinstance(self._dataset_fetcher, SeededFetcher):
+            self._dataset_fetcher.number = answers
+        if not self._drawn:
+            # A single call of C code draws and stores: no signal handler runs in between.
+            self._drawn.extend(itertools.islice(self._sampler_iter, 1))
+        if not self._drawn:
+            self._note_end()
+            self.finished = True
+            raise StopIteration
+        try:
+            data = self._dataset_fetcher.fetch(self._drawn[0])
+            if self._pin_memory:
+                data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)
+        except StopIteration:
+            self._note_end()
+            self.finished = True
+            raise
+        except Exception as error:
+            # What a signal handler raises leaves the batch to the next call.
+            if not is_interrupt(error):
+                self._errors.append(answers)
+                self._raised += 1
+            raise
+        if self._maker.has_state:
+            self._keep_snapshot(answers)
+        return data
+
+    def _keep_snapshot(self, answers: int) -> None:
+        made = self._maker.after(self.origin.low + answers, self._dataset_fetcher, self._dataset)
+        if made is None:
+            return
+        kept = self._snapshots
+        # The one before the oldest position that can be asked for, and all later ones.
+        first = 0
+        while first + 1 < len(kept) and kept[first + 1][0] <= answers - BACK_BATCHES:
+            first += 1
+        # A new list: another thread may read the old one.
+        self._snapshots = [*kept[first:], (answers + 1, made)]
+
+    def _answers_before(self, answers: int, back: int) -> int:
+        if back > BACK_BATCHES:
+            raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
+        while back:
+            answers -= 1
+            if answers < 0:
+                raise ValueError("back must not be larger than the number of batches delivered since the last resume")
+            back -= answers not in self._errors
+        return answers
+
+    def state(self, back: int, finished: bool) -> dict[str, Any]:
+        """The state after the last batch that was delivered, or ``back`` batches before."""
+        # Once: another thread may be in `next`.
+        yielded = self._num_yielded
+        answers = yielded - self.origin.yielded + self._raised
+        if back:
+            answers = self._answers_before(answers, back)
+        low, ahead = ordinals(self.origin, answers, [])
+        # First: the state of a dataset may hold that of a generator.
+        self.sampling.draw()
+        made, record = self._made(answers, back == 0, finished)
+        sampled = self.sampling.state(low - record["replay"] if self._dataset_kind == _DatasetKind.Map else low)
+        return {
+            "_index_sampler_state": sampled.index_sampler_state,
+            "_sampler_iter_state": sampled.sampler_iter_state,
+            "_sampler_iter_yielded": low,
+            "_num_yielded": yielded - back,
+            "_IterableDataset_len_called": self._IterableDataset_len_called,
+            "_shared_seed": self._shared_seed,
+            "fetcher_state": made["fetcher_state"],
+            "dataset_state": made["dataset_state"],
+            "_iterator_finished": finished,
+            OWN: self._own_part(low, ahead, sampled.own, [record]),
+        }
+
+    def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of dataset and fetcher, and how many batches were made after it."""
+        maker, start, made = self._maker, self._start, None
+        if is_last and maker.has_state and (finished or self._drawn_at != answers):
+            made = copied(maker.state(self._dataset_fetcher, self._dataset))
+            if not finished and self._drawn_at == answers:
+                # Another thread has begun the next batch.
+                made = None
+        if made is not None:
+            # The batches that were made again are in it.
+            record = self._record(WorkerStart() if start.replayed else start, answers, answers, made)
+        else:
+            count, made = self._newest_snapshot(answers)
+            record = self._record(start, answers, count, made)
+        self._warn_if_frozen(made)
+        if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
+            record["replay"] = 0
+        return made, record
+
+    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any]]:
+        for after, payload in reversed(self._snapshots):
+            if after <= answers:
+                return after, pickle.loads(payload)
+        return 0, self._start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)

@@ -1,0 +1,128 @@
+"""What a state keeps besides its position: errors, steps back, seeds, and draws of the next epoch."""
+
+import random
+
+import pytest
+import torch
+from support import rustloader
+from torch.utils.data import Dataset, DistributedSampler
+
+pytestmark = pytest.mark.ours
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise KeyError(index)
+        return index
+
+
+class Draws(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index, random.random()
+
+
+class Told(Dataset):
+    epoch = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return 10 * self.epoch + index
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def as_is(samples):
+    return list(samples)
+
+
+def loader(dataset, **kw):
+    return rustloader.StatefulDataLoader(dataset, **dict(collate_fn=as_is) | kw)
+
+
+def resumed(state, dataset, **kw):
+    found = loader(dataset, **kw)
+    found.load_state_dict(state)
+    return found
+
+
+def taken(iterator, count):
+    """The next answers; None for an error."""
+    found = []
+    for _ in range(count):
+        try:
+            found.append(next(iterator))
+        except KeyError:
+            found.append(None)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("back", "rest"), [(0, 6), (1, 5), (2, 4), (3, 2)])
+def test_an_error_is_delivered_but_is_no_batch(workers, back, rest):
+    stopped = loader(Failing(), num_workers=workers)
+    taken(iter(stopped), 6)
+    state = stopped.state_dict(back=back)
+    counted = state["_snapshot"]["_snapshot_step"] if workers else state["_num_yielded"]
+    assert counted == 5 - back
+    again = iter(resumed(state, Failing(), num_workers=workers))
+    assert taken(again, 8 - rest) == [[index] if index != 3 else None for index in range(rest, 8)]
+    assert next(again, None) is None
+
+
+def test_the_workers_of_a_resumed_epoch_keep_their_base_seed():
+    stopped = loader(Draws(), num_workers=1)
+    next(iter(stopped))
+    state = stopped.state_dict()
+    again = resumed(state, Draws(), num_workers=1)
+    next(iter(again))
+    saved = again.state_dict()["_snapshot"]["_main_snapshot"]["_base_seed"]
+    assert saved == state["_snapshot"]["_main_snapshot"]["_base_seed"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_after_a_finished_one_has_its_own_seeds(workers):
+    whole = loader(Draws(), num_workers=workers, seed_by="sample")
+    first = list(whole)
+    state = whole.state_dict()
+    second = list(whole)
+    assert first != second
+    assert list(resumed(state, Draws(), num_workers=workers, seed_by="sample")) == second
+
+
+def test_a_new_seed_counts_after_a_state_at_the_end():
+    whole = loader(range(64), shuffle=True)
+    list(whole)
+    torch.manual_seed(5)
+    expected = list(whole)
+    torch.manual_seed(6)
+    list(whole)
+    whole.state_dict()
+    torch.manual_seed(5)
+    assert list(whole) == expected
+
+
+def test_each_rank_goes_on_with_its_own_samples_from_the_state_of_another():
+    def ranked(rank):
+        return dict(dataset=range(8), sampler=DistributedSampler(range(8), 2, rank, shuffle=False))
+
+    stopped = loader(**ranked(0))
+    next(iter(stopped))
+    assert list(resumed(stopped.state_dict(), **ranked(1))) == [[3], [5], [7]]
+
+
+def test_persistent_workers_are_told_the_epoch_of_the_dataset():
+    dataset = Told()
+    told = loader(dataset, num_workers=1, persistent_workers=True)
+    assert list(told) == [[0], [1], [2], [3]]
+    dataset.set_epoch(2)
+    assert list(told) == [[20], [21], [22], [23]]

@@ -1,0 +1,160 @@
+"""Warnings about what was a silent mistake of some program: one each, and none elsewhere."""
+
+import warnings
+
+import pytest
+
+from rustloader.stateful_dataloader import StatefulDataLoader
+from stateful import datasets
+from stateful.datasets import unchanged
+
+pytestmark = pytest.mark.ours
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+STYLE = pytest.mark.parametrize("style", ["map", "iterable"])
+EMPTY = "an epoch of 0 batches"
+
+
+def make(style, workers, **kw):
+    dataset = (
+        datasets.Records(12) if style == "map" else datasets.Shards((7, 5) if workers else (12,), with_generator=False)
+    )
+    return StatefulDataLoader(dataset, num_workers=workers, collate_fn=unchanged, **kw)
+
+
+def state_at(style, workers, steps):
+    loader = make(style, workers)
+    iterator = iter(loader)
+    number = sum(1 for _ in zip(range(steps), iterator, strict=False))
+    assert number == min(steps, 12)
+    return loader.state_dict()
+
+
+def told(function):
+    """The warnings of a call, and whose line they name."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function()
+    assert all(warning.filename == __file__ for warning in found), "the warning names another line than the program's"
+    return [str(warning.message) for warning in found]
+
+
+@WORKERS
+@STYLE
+def test_an_epoch_without_batches_out_of_a_state(style, workers):
+    state = state_at(style, workers, 12)
+    loader = make(style, workers)
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    (text,) = told(lambda: list(iterator))
+    assert EMPTY in text
+    assert told(lambda: [next(iterator, None) for _ in range(2)]) == []
+    # The next one has batches.
+    assert told(lambda: list(loader)) == []
+
+
+@WORKERS
+@STYLE
+@pytest.mark.parametrize("steps", [0, 11, 13])
+def test_no_word_about_an_epoch_with_batches(style, workers, steps):
+    state = state_at(style, workers, steps)
+    loader = make(style, workers)
+    loader.load_state_dict(state)
+    assert told(lambda: list(loader)) == []
+
+
+@WORKERS
+def test_no_word_about_an_empty_dataset(workers):
+    assert told(lambda: list(StatefulDataLoader(datasets.Records(0), num_workers=workers))) == []
+
+
+@WORKERS
+@STYLE
+def test_a_load_after_iter_that_has_delivered_nothing(style, workers):
+    state = state_at(style, workers, 2)
+    loader = make(style, workers)
+    iterator = iter(loader)
+    (text,) = told(lambda: loader.load_state_dict(state))
+    assert "replaces an iterator that has delivered nothing" in text
+    assert len(list(loader)) == 10
+    del iterator
+
+
+@WORKERS
+@STYLE
+def test_no_word_about_a_load_elsewhere(style, workers):
+    """Before iter(), in the midst of an epoch, and after its end."""
+    state = state_at(style, workers, 2)
+    loader = make(style, workers)
+    assert told(lambda: loader.load_state_dict(state)) == []
+    assert told(lambda: loader.load_state_dict(state)) == []
+    iterator = iter(loader)
+    next(iterator)
+    assert told(lambda: loader.load_state_dict(state)) == []
+    list(loader)
+    assert told(lambda: loader.load_state_dict(state)) == []
+    assert told(lambda: loader.load_state_dict({})) == []
+
+
+class Frozen(datasets.CountingRecords):
+    """Its state never changes."""
+
+    def state_dict(self):
+        return {"made": 0}
+
+
+class FrozenIterator(datasets.Shards):
+    def __iter__(self):
+        iterator = super().__iter__()
+        iterator.state_dict = lambda: {"i": 0}
+        return iterator
+
+
+class Changing(datasets.CountingRecords):
+    """It changes once, at sample 60."""
+
+    def state_dict(self):
+        return {"made": self.made > 60}
+
+
+UNCHANGED = "has not changed over 64 batches"
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", ["map", "iterator"])
+def test_a_state_that_does_not_change_over_64_batches(kind, workers):
+    dataset = Frozen(200) if kind == "map" else FrozenIterator((200, 200))
+    number = max(workers, 1)
+    loader = StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged)
+    iterator = iter(loader)
+
+    def saved(batches):
+        for _ in range(batches):
+            next(iterator)
+        loader.state_dict()
+
+    loader.state_dict()
+    assert told(lambda: saved(60)) == []
+    (text,) = told(lambda: saved(70 * number))
+    assert UNCHANGED in text
+    # Once for each loader.
+    assert told(lambda: saved(30)) == []
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    "dataset",
+    [Changing(140), datasets.Records(140), datasets.CountingRecords(140)],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_no_word_about_a_state_that_changes(dataset, workers):
+    loader = StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged)
+    iterator = iter(loader)
+
+    def saved():
+        for _ in range(60):
+            next(iterator)
+        loader.state_dict()
+
+    loader.state_dict()
+    assert told(saved) == told(saved) == []
