@@ -567,14 +567,13 @@ def test_a_state_that_is_asked_for_while_the_sampler_begins():
 
     class Asking(Counted):
         def __iter__(self):
-            calls.append(first.state(0))
+            calls.append(first.state(1))
             return super().__iter__()
 
     for batches in (False, True):
         sampler = Asking(9)
         index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
         calls.clear()
-        asked = 0
         first = begin(index_sampler) if batches else sampling(sampler, Counted.__iter__(sampler), None, 0, (), 1, True)
         whole = [*first.iterator]
         assert len(calls) == batches
