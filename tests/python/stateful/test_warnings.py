@@ -111,11 +111,11 @@ class FrozenIterator(datasets.Shards):
 
 
 class ChangingIterator(datasets.Shards):
-    """The state changes once in each worker, at sample 30."""
+    """The state changes at every 50th sample."""
 
     def __iter__(self):
         iterator = super().__iter__()
-        iterator.state_dict = lambda: {"i": iterator.i > 30}
+        iterator.state_dict = lambda: {"i": iterator.i // 50}
         return iterator
 
 
