@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from small_data import Points
-from stoppable import EVERY, Steps, arguments, newest
+from stoppable import Steps, arguments, newest
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -61,7 +61,7 @@ def main() -> None:
             optimizer.step()
             progress.step += 1
             steps.show(progress.step, f"loss {loss.item()}")
-            if progress.step % EVERY == 0:
+            if progress.step % options.every == 0:
                 folder = options.folder / f"step-{progress.step}"
                 accelerator.save_state(str(folder.with_suffix(".new")))
                 accelerator.wait_for_everyone()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from stoppable import EVERY, Steps, arguments, newest
+from stoppable import Steps, arguments, newest
 from torch import nn
 
 from rustloader import StatefulDataLoader
@@ -70,7 +70,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             steps.show(step, f"loss {loss.item()}")
-            if step % EVERY == 0:
+            if step % options.every == 0:
                 saved = {
                     "net": net.state_dict(),
                     "optimizer": optimizer.state_dict(),

@@ -5,12 +5,11 @@ import sys
 import time
 from pathlib import Path
 
-EVERY = 5  # steps between checkpoints
-
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints are")
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--step-seconds", type=float, default=0, help="a longer step leaves time to stop in")
     return parser
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from stoppable import EVERY, Steps, arguments, newest
+from stoppable import Steps, arguments, newest
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
@@ -127,7 +127,7 @@ def main() -> None:
         optimizer.step()
         training.step += 1
         steps.show(training.step, f"loss {loss.item()}")
-        if training.step % EVERY == 0:
+        if training.step % options.every == 0:
             folder = options.folder / f"step-{training.step}"
             dcp.save(states, checkpoint_id=folder.with_suffix(".new"))
             if rank == 0:

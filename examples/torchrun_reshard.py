@@ -9,7 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 from small_data import Points
-from stoppable import EVERY, Steps, arguments, newest
+from stoppable import Steps, arguments, newest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -65,7 +65,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             steps.show(step, f"epoch {epoch} loss {loss.item()} samples {numbers.tolist()}")
-            if step % EVERY == 0:
+            if step % options.every == 0:
                 mine, all_of_them = (loader.state_dict(), torch.get_rng_state()), [None] * processes
                 dist.gather_object(mine, all_of_them if rank == 0 else None)
                 if rank == 0:

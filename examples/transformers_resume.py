@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from small_data import Points
-from stoppable import EVERY, Steps, arguments
+from stoppable import Steps, arguments
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -79,7 +79,7 @@ def main() -> None:
         learning_rate=1e-2,
         dataloader_num_workers=2,
         save_strategy="steps",
-        save_steps=EVERY,
+        save_steps=options.every,
         ignore_data_skip=True,
         report_to="none",
         disable_tqdm=True,

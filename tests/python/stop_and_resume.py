@@ -96,7 +96,7 @@ class Training:
         return run
 
 
-def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None):
+def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None, mid_epoch=True):
     """Runs a training undisturbed, and again with a kill after the step `kill_at`; `epoch` is the steps of one.
 
     Each step of the killed and of the resumed run must have printed what it printed in the undisturbed one, and they
@@ -108,11 +108,10 @@ def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None):
     steps = whole.last
     assert whole.steps.keys() == {(rank, step + 1) for rank in range(ranks) for step in range(steps)}, whole.output
     assert stopped.first == 1 and kill_at <= stopped.last < steps, "it was not killed in time"
-    assert (resumed.first - 1) % epoch and 1 < resumed.first <= stopped.last + 1, "it did not resume in mid-epoch"
+    assert 1 < resumed.first <= stopped.last + 1 and bool((resumed.first - 1) % epoch) == mid_epoch, resumed.first
     for run in (stopped, resumed):
         other = sorted(
             (key, text, whole.steps.get(key)) for key, text in run.steps.items() if whole.steps.get(key) != text
         )
         assert not other, f"{len(other)} of {len(run.steps)} steps are others, first {other[0]}"
     assert stopped.steps.keys() | resumed.steps.keys() == whole.steps.keys()
-    return whole, stopped, resumed

@@ -4,7 +4,7 @@ import pathlib
 import sys
 
 import pytest
-from stop_and_resume import Training, stop_and_resume
+from stop_and_resume import stop_and_resume
 from support import HERE
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(1800)]
@@ -25,9 +25,4 @@ def test_another_number_of_workers_resumes_it(tmp_path, workers):
 
 
 def test_a_checkpoint_after_the_last_batch_of_an_epoch(tmp_path):
-    command = [*EXAMPLE, "--every", 16]
-    whole = Training([*command, "--folder", tmp_path / "whole"]).run()
-    stopped = Training([*command, "--folder", tmp_path / "stopped", "--step-seconds", "0.05"]).run(kill_at=19)
-    resumed = Training([*command, "--folder", tmp_path / "stopped"]).run()
-    assert resumed.first == STEPS + 1
-    assert stopped.steps | resumed.steps == whole.steps
+    stop_and_resume([*EXAMPLE, "--every", 16], tmp_path, kill_at=19, epoch=STEPS, mid_epoch=False)
