@@ -263,7 +263,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         start = _worker_start(_of(snapshots, name, dict), record)
         _check_kind(start, loader._dataset_kind, loader)
         starts.append(start)
-    last = snapshot.get("_last_yielded_worker_id")
+    last = _count(snapshot, "_last_yielded_worker_id")
     plan = Plan(
         low=low,
         yielded=yielded,
@@ -272,7 +272,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         num_workers=count,
         is_bound=_is_bound(loader, own, starts),
         workers=starts,
-        first_worker=(last + 1) % count if isinstance(last, int) else 0,
+        first_worker=(last + 1) % count,
     )
     if loader._dataset_kind == _DatasetKind.Iterable:
         if not own and not any(start.has_state for start in starts):
