@@ -244,10 +244,13 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return
         # The epoch of the state has ended, and the next one begins.
         draws = plan.next or {}
+        base_seed = draws.get("base_seed")
+        if base_seed is None and (plan.next is not None or (self.persistent_workers and self.num_workers > 0)):
+            # Persistent workers keep theirs.
+            base_seed = plan.base_seed
         following = Plan(
             epoch=plan.epoch + 1,
-            # Persistent workers keep theirs.
-            base_seed=plan.base_seed if draws.get("base_seed") is None else draws["base_seed"],
+            base_seed=base_seed,
             sampler=_random_start(draws),
             seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
             resumed=True,
