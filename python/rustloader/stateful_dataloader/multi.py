@@ -34,7 +34,6 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     _begun: Sampling | None = None
     # Whether the engine has begun the epoch.
     _has_begun = False
-    _frames_to_caller = 5
     # Has the epochs that the program tells its dataset.
     _told_epoch: EpochRecorder | None = None
 

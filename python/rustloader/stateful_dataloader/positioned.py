@@ -47,7 +47,7 @@ class Positioned(_BaseDataLoaderIter):
     _seeding: Seeding | None = None
     _raised = 0
     # From `_note_end` to the program.
-    _frames_to_caller = 4
+    _frames_to_caller = 5
     _has_warned = False
 
     def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:

@@ -99,16 +99,14 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             # A single call of C code draws and stores: no signal handler runs in between.
             self._drawn.extend(itertools.islice(self._sampler_iter, 1))
         if not self._drawn:
-            self._note_end()
-            self.finished = True
+            self._end()
             raise StopIteration
         try:
             data = self._dataset_fetcher.fetch(self._drawn[0])
             if self._pin_memory:
                 data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)
         except StopIteration:
-            self._note_end()
-            self.finished = True
+            self._end()
             raise
         except Exception as error:
             # What a signal handler raises leaves the batch to the next call.
@@ -119,6 +117,11 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         if self._maker.has_state:
             self._keep_snapshot(answers)
         return data
+
+    def _end(self) -> None:
+        if not self.finished:
+            self._note_end()
+        self.finished = True
 
     def _keep_snapshot(self, answers: int) -> None:
         made = self._maker.after(self.origin.low + answers, self._dataset_fetcher, self._dataset)

@@ -3,9 +3,7 @@
 import importlib
 import types
 
-NAMES = ["torchdata"]
-if hasattr(importlib.import_module("rustloader.stateful_dataloader"), "StatefulDataLoader"):
-    NAMES.append("rustloader")
+NAMES = ["torchdata", "rustloader"]
 
 
 def library(name):

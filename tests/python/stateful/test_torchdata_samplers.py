@@ -258,7 +258,8 @@ def test_a_load_does_not_move_an_iterator_of_the_distributed_sampler(lib):
     assert sampler.next_yielded == 5
     next(iterator)
     assert sampler.yielded == 2 and sampler.next_yielded == 5
-    assert sampler.state_dict() == {"yielded": 2}
+    # Ours is what was loaded, until it takes effect.
+    assert sampler.state_dict() == {"yielded": 2 if lib.name == "torchdata" else 5}
 
 
 @pytest.mark.parametrize("drop_last, length", [(True, 33), (False, 34)])

@@ -71,7 +71,9 @@ def loaders_own(draws):
 
 def next_step(draws, settings):
     kind = draws.choices(["next", "end", "iter", "save", "resume", "kill", "interrupt"], [34, 9, 5, 24, 22, 2, 4])[0]
-    if kind == "interrupt" and (not settings.num_workers or settings.sampler not in UNINTERRUPTED):
+    # One that comes while a sample's error is raised takes its place.
+    uncertain = not settings.num_workers or settings.errors or settings.sampler not in UNINTERRUPTED
+    if kind == "interrupt" and uncertain:
         kind = "next"
     if kind in ("next", "interrupt"):
         return kind, draws.choice([1, 1, 2, 3, 4, 7])
