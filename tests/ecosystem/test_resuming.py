@@ -30,7 +30,7 @@ def test_lightning_with_a_stream_whose_batches_it_fetches_ahead(tmp_path, kill_a
     stop_and_resume(program("lightning_resume", "--stream"), tmp_path, kill_at=kill_at, epoch=32)
 
 
-# A stream. Lightning never asks a loader with a length behind its last batch, and trains an epoch less after the resume,
+# A stream. Lightning never asks a loader with a length behind its last batch, and trains an epoch less after a resume,
 # with torchdata's class as well.
 def test_lightning_with_a_checkpoint_at_the_end_of_an_epoch(tmp_path):
     command = program("lightning_resume", "--every", 32, "--stream")
