@@ -421,7 +421,7 @@ class Begins:
         return getattr(self.engine, name)
 
     def begin(self, *args):
-        self.engine.begin(*args, first_worker=self.first)
+        self.engine.begin(*args[:4], first_worker=self.first)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
