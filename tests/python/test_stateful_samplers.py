@@ -362,8 +362,8 @@ class Growing(Sampler):
 
 
 SAMPLERS = {
-    "batches of ours": lambda seed: BatchSampler(RandomSampler(range(23), generator=generator(seed)), 3, False),
-    "torch's batches of ours": lambda seed: TorchBatchSampler(
+    "our BatchSampler": lambda seed: BatchSampler(RandomSampler(range(23), generator=generator(seed)), 3, False),
+    "torch's BatchSampler over our sampler": lambda seed: TorchBatchSampler(
         RandomSampler(range(23), replacement=True, generator=generator(seed)), 3, True
     ),
     "torchdata's": lambda seed: torchdata_sampler.BatchSampler(
@@ -375,7 +375,7 @@ SAMPLERS = {
     "ours without batches": lambda seed: RandomSampler(range(23), generator=generator(seed)),
     "distributed": lambda seed: TorchBatchSampler(StatefulDistributedSampler(range(23), 2, 1), 3, False),
     "distributed without batches": lambda seed: StatefulDistributedSampler(range(23), 2, 1),
-    "batches of ours over torch's": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
+    "our BatchSampler over torch's sampler": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
     "a stateful iterator": lambda seed: TorchBatchSampler(Walker(23), 3, False),
     "a stateful iterator without batches": lambda seed: Walker(23),
     "a stateful sampler": lambda seed: TorchBatchSampler(Counted(23), 3, True),
@@ -628,10 +628,10 @@ def test_a_torchdata_state_of_other_samplers():
 
 def test_a_position_that_a_program_set_back():
     """accelerate's dispatcher does this; torchdata takes the sampler's state as it is."""
-    first = begin(SAMPLERS["batches of ours"](1))
+    first = begin(SAMPLERS["our BatchSampler"](1))
     whole = [*first.iterator]
     saved = merged(first.state(4))
-    second = begin(SAMPLERS["batches of ours"](2), saved, 3)
+    second = begin(SAMPLERS["our BatchSampler"](2), saved, 3)
     assert [*second.iterator] == whole[4:]
 
 
@@ -751,7 +751,7 @@ def test_states_that_take_long_are_left_out(monkeypatch):
 
 
 def test_old_states_are_thinned_out(monkeypatch):
-    monkeypatch.setattr(recording, "_SECONDS", 100)
+    monkeypatch.setattr(recording, "SNAPSHOT_ALLOWANCE", 100)
     first = begin(RandomSampler(range(1000), generator=generator(1)))
     whole = [*itertools.islice(first.iterator, 900)]
     assert len(first._recorder._entries) <= recording._KEPT
@@ -852,7 +852,7 @@ def test_checks_of_samplers_with_a_state():
         next(first.iterator)
         check(first.state(1).own, Holder(make(2)))
         check(first.state(1).own | {"kind": "other"}, Holder(make(2)))
-    saved = begin(SAMPLERS["batches of ours"](1)).state(0).own
+    saved = begin(SAMPLERS["our BatchSampler"](1)).state(0).own
     assert saved["batch_size"] == 3
     with pytest.raises(ValueError, match="batch_size=3"):
         check(saved, Holder(BatchSampler(RandomSampler(range(31)), 4, False)))

@@ -16,7 +16,7 @@ from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
-from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart
 
@@ -178,10 +178,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Map and not ahead:
                 sampled_at -= self._num_workers * max(record["replay"] for record in records)
         else:
-            snapshots = {
-                f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
-                for worker in range(self._num_workers)
-            }
+            snapshots = no_snapshots(self._num_workers)
         sampled = self.sampling.state(max(sampled_at, 0))
         return {
             "_snapshot": {

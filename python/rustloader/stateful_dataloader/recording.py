@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
 from rustloader.stateful_dataloader.sources import iterate
 from rustloader.stateful_dataloader.stateful import Stateful
 
-# Limits of the time that states take: seconds of an epoch, and fraction of the time since its begin.
-_SECONDS = 0.02
-_FRACTION = 0.02
 # Number of states that are kept. Beyond it every second one of the older half is dropped.
 _KEPT = 64
 
@@ -185,7 +183,7 @@ class Recorder(Iterator[Any]):
         return batch
 
     def _has_time(self) -> bool:
-        return self._spent < _SECONDS + _FRACTION * (time.monotonic() - self._began)
+        return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
     def _take(self, iterator: Any, position: int, samples: int) -> None:
         """Keeps the present state. An error is raised when the state is asked for."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rustloader.stateful_dataloader.kinds import check_shard_start
-
-_OWN = "_rustloader"
+from rustloader.stateful_dataloader.state import OWN
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
@@ -61,7 +60,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
         if num_replicas != len(ranks):
             start = samplers[source]["start"]
-            state[_OWN]["sampler"] = samplers[source] | {"start": start and start | {"rank": number}}
+            state[OWN]["sampler"] = samplers[source] | {"start": start and start | {"rank": number}}
         made.append(state)
     return made
 
@@ -70,10 +69,10 @@ class _Rank:
     """The state of one rank, as far as it matters here."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        own = state.get(_OWN) if isinstance(state, Mapping) else None
+        own = state.get(OWN) if isinstance(state, Mapping) else None
         if not isinstance(own, Mapping) or not isinstance(own.get("sampler"), Mapping):
             raise ValueError(
-                f"states must be those of a rustloader.StatefulDataLoader, which have {_OWN!r}, got a "
+                f"states must be those of a rustloader.StatefulDataLoader, which have {OWN!r}, got a "
                 f"{type(state).__name__} without it"
             )
         self.state = state

@@ -13,7 +13,7 @@ class EpochRecorder:
     """What a program has told a dataset since the workers were last told.
 
     Args:
-        dataset: A dataset whose class ``prepare`` has prepared.
+        dataset: A dataset whose class notes the calls, see ``recorder_of``.
     """
 
     def __init__(self, dataset: Any) -> None:

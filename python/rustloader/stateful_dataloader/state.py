@@ -9,11 +9,12 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.stateful_dataloader import sampling
+from rustloader.stateful_dataloader.kinds import length_of
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 VERSION = 1
-# The key of a state that torchdata's states have not.
+# The key of a state that torchdata's states do not have.
 OWN = "_rustloader"
 
 
@@ -163,20 +164,24 @@ def fresh(loader: Any) -> dict[str, Any]:
             "_iterator_finished": False,
             OWN: own,
         }
-    snapshots = {
-        f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
-        for worker in range(count)
-    }
     return {
         "_snapshot": {
             "_snapshot_step": 0,
             "_last_yielded_worker_id": count - 1,
             "_main_snapshot": {"_num_workers": count, **parts, "_base_seed": None},
-            "_worker_snapshots": snapshots,
+            "_worker_snapshots": no_snapshots(count),
         },
         "_steps_since_snapshot": 0,
         "_iterator_finished": False,
         OWN: own,
+    }
+
+
+def no_snapshots(num_workers: int) -> dict[str, Any]:
+    """torchdata's snapshots of workers that have no state."""
+    return {
+        f"worker_{worker}": {"worker_id": worker, "dataset_state": None, "fetcher_state": None}
+        for worker in range(num_workers)
     }
 
 
@@ -187,14 +192,6 @@ def dataset_of(loader: Any) -> dict[str, Any]:
         # The length of an iterable dataset is an estimate, and may take long.
         return {"kind": "iterable", "length": None, "stateful": is_stateful(dataset)}
     return {"kind": "map", "length": length_of(dataset), "stateful": is_stateful(dataset)}
-
-
-def length_of(dataset: Any) -> int | None:
-    """The length of a dataset, or None."""
-    try:
-        return len(dataset)
-    except Exception:
-        return None
 
 
 def _check_own(own: Any, loader: Any) -> None:
