@@ -32,35 +32,27 @@ class Source:
         self._start = start
         self._skip = skip
         self._iterator = iterator
-        # Iterator and start.
+        # Iterator and start. The first ones count: a signal handler may begin while its thread begins.
         self._begun: list[tuple[Iterator[Any], dict[str, Any] | None]] = []
         # Another thread waits. A signal handler, which is in the same thread, does not.
         self._lock = threading.RLock()
-        self._is_beginning = False
 
     @property
     def saved(self) -> dict[str, Any] | None:
         """The start to save; None if nothing is drawn yet, or if it cannot be saved."""
         return self._begun[0][1] if self._begun else None
 
-    def begin(self) -> None:
-        """Draws what the first index needs, once. A signal handler's call does nothing while this runs."""
-        if self._begun:
-            return
+    def begin(self) -> Iterator[Any]:
+        """Draws what the first index needs, once."""
         with self._lock:
-            if self._begun or self._is_beginning:
-                return
-            self._is_beginning = True
-            try:
+            if not self._begun:
                 self._begun.append(self._make())
-            finally:
-                self._is_beginning = False
+            return self._begun[0][0]
 
     def __iter__(self) -> Iterator[Any]:
         if self._kind.name == "sequential":
             return iter(range(len(self._kind.inner.data_source))[self._skip :])
-        self.begin()
-        iterator = self._begun[0][0]
+        iterator = self.begin()
         return itertools.islice(iterator, self._skip, None) if self._skip else iterator
 
     def _make(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
