@@ -119,7 +119,7 @@ def test_each_worker_has_one_just_before_each_multiple():
 def test_a_dataset_without_a_state_has_the_first_one_alone():
     maker, dataset = Snapshots(SnapshotPolicy(1), 1, MAP), Numbers(3)
     fetcher = fetcher_of(dataset, MAP)
-    assert pickle.loads(maker.first(fetcher, dataset))["stateful"] is False
+    assert snapshots.read(maker.first(fetcher, dataset))["stateful"] is False
     assert not maker.has_state and not any(map(maker.is_due, range(9)))
 
 
@@ -158,8 +158,8 @@ def begun(dataset, every=1):
     return maker, lambda: maker.after(0, fetcher, dataset) is not None
 
 
-def test_the_limits_are_20_ms_and_2_percent():
-    assert (SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE) == (0.02, 0.02)
+def test_the_limits_are_20_ms_and_1_percent():
+    assert (SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE) == (0.02, 0.01)
 
 
 def test_the_first_ones_use_up_the_allowance(clocks):
@@ -238,7 +238,7 @@ def test_states_are_those_of_torchdata(number):
 
     maker = Snapshots(SnapshotPolicy(1), 4, kind, worker_id=3)
     wanted = run(lambda fetcher, dataset: _make_state_dict(3, kind, fetcher, dataset))
-    ours = run(lambda fetcher, dataset: pickle.loads(maker.first(fetcher, dataset)))
+    ours = run(lambda fetcher, dataset: snapshots.read(maker.first(fetcher, dataset)))
     assert run(maker.state) == ours
     stateful = make not in (DATASETS[0][1], Plain)
     for found in ours:
@@ -246,21 +246,11 @@ def test_states_are_those_of_torchdata(number):
     assert [{key: found[key] for key in _make_state_dict(3, MAP, None, None)} for found in ours] == wanted
 
 
-def test_without_state():
-    dataset = OwnIterator()
-    fetcher = fetcher_of(dataset, ITERABLE)
-    fetcher.ended = True
-    found = Snapshots(SnapshotPolicy(1), 1, ITERABLE).without_state(fetcher)
-    assert found["fetcher_state"] == {"dataset_iter_state": None, "fetcher_ended": True}
-    assert found["dataset_state"] is None and found["stateful"] is False and dataset.asked == 0
-    assert Snapshots(SnapshotPolicy(1), 1, MAP).without_state(None)["fetcher_state"] is None
-
-
 def test_the_counters_of_the_seeds():
     seeds = Seeds(Seeding(True, 1, 0), 2)
     maker, dataset = Snapshots(SnapshotPolicy(1), 1, ITERABLE, 1, seeds), OfDataset()
     seeds.batches, seeds.samples = 5, 17
-    found = pickle.loads(maker.first(fetcher_of(dataset, ITERABLE), dataset))
+    found = snapshots.read(maker.first(fetcher_of(dataset, ITERABLE), dataset))
     assert (found["batches"], found["samples"], found["stateful"]) == (5, 17, True)
 
 
@@ -285,7 +275,7 @@ class FakePort:
         self.sent = []
 
     def send_snapshot(self, count, payload, is_error):
-        self.sent.append((count, pickle.loads(payload), is_error))
+        self.sent.append((count, (pickle.loads if is_error else snapshots.read)(payload), is_error))
         return True
 
 

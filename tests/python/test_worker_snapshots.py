@@ -13,6 +13,7 @@ from support import outcome
 from torch.utils.data import IterableDataset
 
 from rustloader.iterator import core, fallback
+from rustloader.workers import snapshots
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
@@ -110,7 +111,7 @@ def engine(monkeypatch):
 def snapshot(iterator, worker, answers):
     """(count, state or error, is_error)"""
     count, is_error, payload = iterator._core.snapshot(worker, answers)
-    return count, pickle.loads(payload), is_error
+    return count, (pickle.loads if is_error else snapshots.read)(payload), is_error
 
 
 def place(iterator, worker, answers):

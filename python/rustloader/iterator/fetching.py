@@ -70,6 +70,11 @@ def set_next(loader: Any, base_seed: int, epoch: int) -> None:
     object.__setattr__(settings.original(loader), _EPOCHS, (base_seed, epoch))
 
 
+def forget_epochs(loader: Any) -> None:
+    """Makes the next epoch of a loader its first one: it takes a new base seed."""
+    vars(settings.original(loader)).pop(_EPOCHS, None)
+
+
 def _not_apart(loader: Any) -> str | None:
     """Why the samples of a batch cannot be told apart, or None."""
     if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):

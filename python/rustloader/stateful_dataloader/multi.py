@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart
+from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
 
 
 class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
@@ -233,9 +233,9 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         if found is None:
             return 0, None
         count, is_error, payload = found
-        made = pickle.loads(payload)
         if not is_error:
-            return count, made
+            return count, read(payload)
+        made = pickle.loads(payload)
         if not made.where.startswith(OF_STATE):
             # Of the worker's start: `next` raises it in place of every batch of this worker.
             return 0, None
@@ -260,10 +260,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
                 counts[worker].append(count)
         found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
         for worker, asked in enumerate(counts):
-            for count in dict.fromkeys(asked):
-                snapshot = core.snapshot(worker, count)
-                if snapshot is not None and (not found[worker] or found[worker][-1][0] != snapshot[0]):
-                    found[worker].append(snapshot)
+            # From the newest on, each once: they may be large.
+            while asked and (snapshot := core.snapshot(worker, max(asked))) is not None:
+                found[worker].insert(0, snapshot)
+                asked = [count for count in asked if count < snapshot[0]]
         return found
 
     def __del__(self) -> None:

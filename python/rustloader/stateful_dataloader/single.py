@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.workers import resuming
-from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 
 
 class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
@@ -192,5 +191,5 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
     def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any]]:
         for after, payload in reversed(self._snapshots):
             if after <= answers:
-                return after, pickle.loads(payload)
+                return after, read(payload)
         return 0, self._start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)

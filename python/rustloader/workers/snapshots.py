@@ -1,7 +1,7 @@
 """Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
 
-A snapshot is a pickled dict: the state in torchdata's form, the counters of ``seed_by``, and whether anything has a
-state at all.
+``read`` reads one: a dict of the state in torchdata's form, the counters of ``seed_by``, whether anything has a state at
+all, and whether it stays the same.
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ def is_stateful(obj: Any) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
+def read(snapshot: bytes) -> dict[str, Any]:
+    """Reads what ``Snapshots`` made."""
+    found: dict[str, Any] = pickle.loads(snapshot)
+    iterator_state, found["dataset_state"] = pickle.loads(found["dataset_state"])
+    if found["fetcher_state"] is not None:
+        found["fetcher_state"]["dataset_iter_state"] = iterator_state
+    return found
+
+
 class Snapshots:
     """Decides when a snapshot is made, and makes it.
 
@@ -174,25 +183,30 @@ class Snapshots:
 
     def make(self, fetcher: Any, dataset: Any) -> bytes:
         """Makes a snapshot now. Raises what ``state_dict`` or pickling raises."""
-        return by_value.dumps(self.state(fetcher, dataset))
+        # The states apart: their bytes are compared.
+        states = by_value.dumps(self._states(fetcher, dataset))
+        if self._is_iterable and self.has_state:
+            self._compare(states)
+        return by_value.dumps(self._with_states(fetcher, None, states))
 
     def state(self, fetcher: Any, dataset: Any) -> dict[str, Any]:
         """What a snapshot holds now."""
-        states = [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
-        if self._is_iterable and self.has_state:
-            self._compare(states)
+        states = self._states(fetcher, dataset)
+        if self._is_iterable and self.has_state and self._is_compared_now():
+            self._compare(by_value.dumps(states))
         return self._with_states(fetcher, *states)
 
-    def _compare(self, states: list[Any]) -> None:
-        """Notes a state that stays the same while batches are made: the position is not in it."""
-        if self._compared and self._ordinal - self._compared_at < FROZEN_AFTER * self._turns:
-            return
-        before, self._compared, self._compared_at = self._compared, by_value.dumps(states), self._ordinal
-        self._is_frozen = before == self._compared
+    def _states(self, fetcher: Any, dataset: Any) -> list[Any]:
+        return [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
 
-    def without_state(self, fetcher: Any) -> dict[str, Any]:
-        """The same for a dataset without a state."""
-        return self._with_states(fetcher, None, None)
+    def _is_compared_now(self) -> bool:
+        return not self._compared or self._ordinal - self._compared_at >= FROZEN_AFTER * self._turns
+
+    def _compare(self, states: bytes) -> None:
+        """Notes a state that stays the same while batches are made: the position is not in it."""
+        if self._is_compared_now():
+            self._is_frozen = self._compared == states
+            self._compared, self._compared_at = states, self._ordinal
 
     def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
         """The iterator and the dataset, as far as each has a state of its own."""

@@ -376,6 +376,9 @@ class Player:
                 taken = True
                 if box:
                     self.note(box.pop())
+                elif not self.place.remaining():
+                    # The end may have come, or comes now.
+                    taken = self.take()
             finally:
                 self.in_next = False
             if not taken:
