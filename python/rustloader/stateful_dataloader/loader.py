@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.dataloader import DataLoader
+from rustloader.iterator import fetching
 from rustloader.stateful_dataloader import sampling, state
 from rustloader.stateful_dataloader.draws import KeptDraws
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
@@ -190,6 +191,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         del iterator
         self._iterator = self._interim = self._draws = None
         self._loaded = loaded
+        if loaded is None or loaded[1].seeds is None:
+            fetching.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         iterator = self._iterator

@@ -57,8 +57,6 @@ class Positioned(_BaseDataLoaderIter):
         self._about_dataset = about_dataset
         if plan.seeds is not None:
             fetching.set_next(loader, *plan.seeds)
-        elif plan.resumed:
-            fetching.forget_epochs(loader)
 
     def _call_torchs_init(self, init: Callable[[Any], None], loader: Any) -> None:
         base_seed = self.origin.base_seed

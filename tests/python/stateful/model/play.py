@@ -41,6 +41,7 @@ class Place:
         counts: Samples made at the end of the epoch, a number for each worker; None if not known.
         generator: State of the reference's generator, with the draws of the next epoch if this one has ended.
         drawn: The same without those.
+        is_ordered: Whether the batches come in the order of `expected`.
     """
 
     epoch: int = -1
@@ -51,6 +52,7 @@ class Place:
     counts: list | None = None
     generator: object = None
     drawn: object = None
+    is_ordered: bool = True
 
     @property
     def finished(self):
@@ -203,7 +205,7 @@ class Player:
     def note(self, batch):
         place = self.place
         remaining = place.remaining()
-        candidates = remaining[:1] if self.settings.keeps_order else remaining
+        candidates = remaining[:1] if self.settings.keeps_order and place.is_ordered else remaining
         for ordinal, expected in candidates:
             if self.comparable(expected) == self.comparable(batch):
                 place.log.append((ordinal, expected))
@@ -315,10 +317,14 @@ class Player:
         state, untouched, place = self.saved
         if not same(state, untouched):
             raise Wrong("a state has changed after it was taken")
+        kept_order = self.settings.keeps_order
         if not same_loader:
             self.settings = changed(self.settings, changes)
             self.make()
         self.place = place = place.copy(first=len(place.log))
+        if not kept_order and "iterable" in self.settings.dataset:
+            # Some workers have delivered more than others: torch has no order for the rest.
+            place.is_ordered = False
         if not self.settings.keeps_order:
             place.counts = None
         self.reference.generator.set_state(place.generator)
