@@ -14,7 +14,7 @@ import rustloader
 from rustloader.iterator import core
 from rustloader.workers import main
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import Publisher, SnapshotPolicy, WorkerStart
+from rustloader.workers.snapshots import Publisher, SnapshotPolicy, WorkerStart, read
 
 BASE = 7
 
@@ -55,7 +55,7 @@ class Workers:
             with open(path, "rb") as file:
                 while file.peek(1):
                     count, payload, is_error = pickle.load(file)
-                    found.append((count, pickle.loads(payload), is_error))
+                    found.append((count, (pickle.loads if is_error else read)(payload), is_error))
         return found
 
     def start(self, answers, worker, replay):

