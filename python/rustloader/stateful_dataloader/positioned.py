@@ -92,7 +92,7 @@ class Positioned(_BaseDataLoaderIter):
         return self._num_yielded == self.origin.yielded and not self._raised and not self.finished
 
     def failed_to_resume(self) -> bool:
-        """Whether a worker could not load the state that the present epoch comes from, before anything was delivered."""
+        """Whether nothing was delivered because a worker could not load the state that the epoch comes from."""
         return False
 
     def _note_end(self) -> None:
