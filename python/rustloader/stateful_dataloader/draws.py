@@ -51,34 +51,45 @@ class KeptDraws:
     """
 
     def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
-        generators = _generators(loader.generator)
+        own = loader.generator
+        generators = [torch.default_generator] if own is None else [torch.default_generator, own]
         before = [generator.get_state() for generator in generators]
         self.draws = draws(loader, index_sampler, with_base_seed)
-        # Of those that were drawn from.
-        self._drawn = [
-            (generator, generator.initial_seed(), state)
+        drawn = [
+            (generator, state)
             for generator, state in zip(generators, before, strict=True)
             if not torch.equal(state, generator.get_state())
         ]
+        self._before = drawn
+        self._watches = [SeedWatch(generator) for generator, _ in drawn]
 
     def was_seeded_since(self) -> bool:
         """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
         run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
-        return any(
-            generator.initial_seed() != seed or _is_at(generator, seed, before)
-            for generator, seed, before in self._drawn
-        )
+        restored = any(torch.equal(generator.get_state(), state) for generator, state in self._before)
+        return restored or any(watch.was_seeded() for watch in self._watches)
 
 
-def _generators(own: torch.Generator | None) -> list[torch.Generator]:
-    return [torch.default_generator] if own is None else [torch.default_generator, own]
+class SeedWatch:
+    """Notices that the program seeds a generator (None: torch's global one) from now on.
+
+    It does not if the program seeds with the same number as before, and then draws, or had not drawn since.
+    """
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = torch.default_generator if generator is None else generator
+        self._seed, self._was_fresh = self._generator.initial_seed(), _is_fresh(self._generator)
+
+    def was_seeded(self) -> bool:
+        """Whether it was seeded."""
+        generator = self._generator
+        return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
 
 
-def _is_at(generator: torch.Generator, seed: int, before: torch.Tensor) -> bool:
-    """Whether a generator that has drawn is where it was before, or where a seed puts it."""
-    now = generator.get_state()
-    seeded = torch.Generator(generator.device).manual_seed(seed).get_state()
-    return torch.equal(now, before) or torch.equal(now, seeded)
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Whether a generator is where its seed puts it."""
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(generator.get_state(), seeded.get_state())
 
 
 def _draw(kind: Kind) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from rustloader.dataloader import DataLoader
 from rustloader.iterator import fetching
 from rustloader.stateful_dataloader import sampling, state
-from rustloader.stateful_dataloader.draws import KeptDraws
+from rustloader.stateful_dataloader.draws import KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
 from rustloader.stateful_dataloader.set_epoch import recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
@@ -76,6 +76,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # Draws of the next epoch that a state at the end of one has made.
     _draws: KeptDraws | None = None
+    # Of the generators of the base seed and of torch's samplers, since a finished state was loaded.
+    _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
     _epochs = 0
 
@@ -181,6 +183,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             if plan.finished:
                 # Now: a program that seeds its generator for the next epoch has the last word.
                 self._restore_sampler(plan)
+                self._since_load = SeedWatch(self.generator), SeedWatch(None)
         iterator = self._iterator
         if iterator is not None and iterator.delivered_nothing():
             warnings.warn(
@@ -246,12 +249,18 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(plan)
             return
         # The epoch of the state has ended, and the next one begins.
-        draws = plan.next or {}
+        draws = dict(plan.next or {})
+        # If the program has seeded a generator since, its own draws count, as in a run without a state.
+        of_loader, of_torch = self._since_load
+        if of_loader.was_seeded():
+            draws.pop("base_seed", None)
+        if of_torch.was_seeded():
+            draws.pop("sampler", None)
         base_seed = draws.get("base_seed")
-        if base_seed is None and (plan.next is not None or (self.persistent_workers and self.num_workers > 0)):
+        if base_seed is None and ("base_seed" in draws or (self.persistent_workers and self.num_workers > 0)):
             # Persistent workers keep theirs.
             base_seed = plan.base_seed
-        following = Plan(
+        begun = Plan(
             epoch=plan.epoch + 1,
             base_seed=base_seed,
             sampler=_random_start(draws),
@@ -266,10 +275,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self.persistent_workers:
             self._begin(plan)
-            self._iterator.plan(following)
+            self._iterator.plan(begun)
             self._iterator._reset(self)
             return
-        self._begin(following)
+        self._begin(begun)
 
     def _restore_sampler(self, plan: Plan) -> None:
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""

@@ -117,12 +117,11 @@ def test_a_state_after_a_new_seed_has_the_order_of_that_seed():
     whole.state_dict()
     torch.manual_seed(5)
     state = whole.state_dict()
+    torch.manual_seed(5)
+    expected = list(loader(range(64), shuffle=True))
     torch.manual_seed(6)
     other = loader(range(64), shuffle=True)
     other.load_state_dict(state)
-    torch.manual_seed(5)
-    fresh = loader(range(64), shuffle=True)
-    expected = list(fresh)
     assert list(other) == expected
 
 
@@ -141,3 +140,22 @@ def test_persistent_workers_are_told_the_epoch_of_the_dataset():
     assert list(told) == [[0], [1], [2], [3]]
     dataset.set_epoch(2)
     assert list(told) == [[20], [21], [22], [23]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_seed_between_the_load_of_a_finished_epoch_and_iter_counts(own, workers):
+    def begun(epoch, state=None):
+        generator = torch.Generator() if own else None
+        stateful = loader(range(32), shuffle=True, generator=generator, num_workers=workers)
+        if state is not None:
+            torch.rand(1)
+            stateful.load_state_dict(state)
+        torch.manual_seed(100 + epoch)
+        if own:
+            generator.manual_seed(200 + epoch)
+        return stateful, list(stateful)
+
+    first, _ = begun(0)
+    state = first.state_dict()
+    assert begun(1, state)[1] == begun(1)[1]
