@@ -15,6 +15,8 @@ Random numbers:
 
 Errors:
     WorkerDiedError: Raised when a worker process has died.
+    WorkerStalledError: Raised when one was killed because it was stuck.
+    ErrorLimitExceeded: Raised when more samples have failed than ``max_errors`` allows.
     LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
 
 Statistics:
@@ -48,8 +50,10 @@ if TYPE_CHECKING:
 
     from rustloader._core import engine_batches as engine_batches
     from rustloader.dataloader import DataLoader as DataLoader
+    from rustloader.errors import ErrorLimitExceeded as ErrorLimitExceeded
     from rustloader.errors import LoaderTimeoutError as LoaderTimeoutError
     from rustloader.errors import WorkerDiedError as WorkerDiedError
+    from rustloader.errors import WorkerStalledError as WorkerStalledError
     from rustloader.fetch.seeds import sample_seed as sample_seed
     from rustloader.installation import install as install
     from rustloader.installation import installed as installed
@@ -78,7 +82,7 @@ _HOMES = {
     "metrics.stats": ("stats",),
     "dataloader": ("DataLoader",),
     "fetch.seeds": ("sample_seed",),
-    "errors": ("LoaderTimeoutError", "WorkerDiedError"),
+    "errors": ("ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"),
     "metrics.figures": ("Stats",),
     "metrics.parts": (
         "ArenaStats",

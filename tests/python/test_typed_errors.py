@@ -119,11 +119,12 @@ def test_an_error_of_the_sampler_that_nobody_has_seen_keeps_no_iterator():
 def test_the_errors_are_public_and_need_no_torch():
     code = """
 import sys, rustloader
-names = ["LoaderTimeoutError", "WorkerDiedError"]
+names = ["ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"]
 print(*(repr(getattr(rustloader, name)) for name in names), "torch" in sys.modules, set(names) <= set(dir(rustloader)))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    names = "<class 'rustloader.LoaderTimeoutError'> <class 'rustloader.WorkerDiedError'>"
+    kinds = ["ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"]
+    names = " ".join(f"<class 'rustloader.{kind}'>" for kind in kinds)
     assert out == f"{names} False True\n"
 
 
