@@ -16,18 +16,20 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader import hooks
-from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine, observed
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import compat, fallback, fetching, indices, settings
+from rustloader.iterator import compat, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
+from rustloader.workers.restarts import Restarts
+from rustloader.workers.snapshots import WorkerStart
 
 # None if a program replaced torch's method before this import. Comparing with it spares most batches a further check.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
@@ -92,6 +94,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     _raised = 0
     # The worker that gets the first task of the epoch.
     _first_worker = 0
+    # Decides about deaths, with `max_restarts`.
+    _restarts: Restarts | None = None
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -113,6 +117,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)
+            fallback.tell_lost_options(self, loader)
             self._passthrough = True
             try:
                 self._init_torchs(super().__init__, loader)
@@ -165,6 +170,26 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             threads=self._threads,
         )
 
+    def _first_job(self) -> Job:
+        """The job of the workers that begin with the engine's first epoch."""
+        return self._make_job()
+
+    def _next_job(self, death: Death) -> Job:
+        """The job of the process that follows a death, in the engine's present epoch."""
+        job = self._make_job()
+        job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
+        if self._restarts is not None:
+            job.poison = self._restarts.poison.get(death.worker_id, {})
+        job.starts = [None] * self._num_workers
+        job.starts[death.worker_id] = self._start_after(death)
+        return job
+
+    def _start_after(self, death: Death) -> WorkerStart | None:
+        """Where a worker goes on after a death. An iterable dataset makes its batches again up to there."""
+        if self._dataset_kind != _DatasetKind.Iterable or not death.answers:
+            return None
+        return WorkerStart(replay=death.answers)
+
     def _epoch_message(self) -> dict[str, Any]:
         """What the workers of a persistent loader are told when an epoch begins."""
         return {} if self._seeding is None else {"epoch": self._seeding.epoch}
@@ -182,6 +207,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     def _own(self, core: Engine) -> None:
         """Takes an engine without workers."""
         self._group = WorkerGroup(core, self._workers, weakref.WeakMethod(self._note_exit))
+        limit = self._engine_settings.max_restarts
+        if limit:
+            self._restarts = Restarts(limit)
 
     def _note_exit(self) -> None:
         """Records that the interpreter's exit has ended the workers."""
@@ -193,7 +221,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         core = group.engine
         ledger.of(self).add(core.meter)
         try:
-            group.start(self._context, self._dataset, self._make_job())
+            group.start(self._context, self._dataset, self._first_job())
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 pinner = pinning.Pinner(self._pin_memory_device)
@@ -250,9 +278,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
+        if self._restarts is not None:
+            self._restarts.begin_epoch()
         answer: list[Any] = [None, None]
         message = pickle.dumps(told) if told else b""
         core.begin(answer, self._draw(), first_iter, message, self._first_worker)
+        while answer[0] == VACANT:
+            vacancies.fill(self, answer[1], self._next_job)
+            core.begin(answer, self._draw(), first_iter, message, self._first_worker)
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
@@ -308,10 +341,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             try:
                 core.next(answer, self._draw())
+                while answer[0] == VACANT:
+                    death, answer[0] = answer[1], None
+                    vacancies.fill(self, death, self._next_job)
+                    core.next(answer, self._draw())
                 if self._dataset_kind == _DatasetKind.Iterable:
                     self._workers_status[:] = core.active() or self._workers_status
             except BaseException as error:
-                if answer[0] is not None:
+                if answer[0] is not None and answer[0] != VACANT:
                     # A signal handler raised just after the answer arrived. The next call returns it.
                     self._rescued = answer
                 elif isinstance(error, RuntimeError):
@@ -348,9 +385,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds")
         core = self._engine()
         if code == DEAD:
-            # Programs can reach this list and may have emptied it.
-            process = self._workers[value.worker_id] if value.worker_id < len(self._workers) else None
-            self._last = deaths.error_of(value, process)
+            restarts = self._restarts
+            found = () if restarts is None else (restarts.restarts_of(value.worker_id), restarts.notes())
+            self._last = deaths.error_of(value, vacancies.process_of(self, value.worker_id), *found)
             core.close()
             raise self._last()
         if code == NO_PIN_THREAD:

@@ -86,6 +86,11 @@ class Ledger:
         if self._loaders is not None:
             self._loaders._watch(workers)
 
+    def workers(self) -> Workers | None:
+        """The processes of the last engine, or None."""
+        watched = self._processes[1]
+        return watched[-1] if watched else None
+
     def end_workers(self) -> None:
         """Saves the processor times of an iterator's workers before they end."""
         if self._loaders is not None:

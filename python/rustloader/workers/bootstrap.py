@@ -78,8 +78,16 @@ class Job:
     unblock: list[int] = field(default_factory=list)
     # Set if workers send snapshots of their datasets.
     snapshots: SnapshotPolicy | None = None
-    # Where each worker begins, in a resumed epoch.
+    # Where each worker begins, in a resumed epoch, or after a restart.
     starts: list[WorkerStart | None] | None = None
+    # Processes that the worker had before this one.
+    generation: int = 0
+    # Number of the first task of the epoch.
+    first_task: int = 0
+    # Answers of the worker's earlier processes in this epoch.
+    answers: int = 0
+    # Samples that are not fetched again, because workers have died at them: task, place in its index batch, reason.
+    poison: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def of_worker(self, worker_id: int) -> Job:
         """The job without the starts of other workers, which may be large."""

@@ -18,9 +18,9 @@ import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
-from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
+from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped, seed_words
 from rustloader.fetch import tables, torchs
-from rustloader.fetch.seeds import Apart, Seeds
+from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
 from rustloader.workers import resuming, serialize
@@ -46,6 +46,16 @@ def run(payload: Payload) -> None:
         # This comes first: a Ctrl-C has no effect after it.
         port.leave()
         context.restore()
+
+
+def _seeds_of(job: Job, worker_id: int) -> tuple[int, list[int]]:
+    """The seed of torch and Python, and NumPy's: those of torch's worker. After a restart they are others, because the
+    process makes other batches, unless each batch or sample has its own seed."""
+    seed = job.base_seed + worker_id
+    if job.generation == 0 or job.seeding is not None:
+        return seed, _utils.worker._generate_state(job.base_seed, worker_id)
+    first, second, *_ = seed_words(job.base_seed, 0, 0, worker_id, job.generation)
+    return first & MAX_SEED, _utils.worker._generate_state(second & MAX_SEED, worker_id)
 
 
 class _Worker:
@@ -79,10 +89,10 @@ class _Worker:
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
-        seed = job.base_seed + worker_id
+        seed, numpys = _seeds_of(job, worker_id)
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(_utils.worker._generate_state(job.base_seed, worker_id))
+        np.random.seed(numpys)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
         start = job.take_start(worker_id)
@@ -94,12 +104,14 @@ class _Worker:
             self.init_failed = True
         else:
             if job.seeding is not None:
-                self.seeds = Seeds(job.seeding, worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0)
+                number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
+                self.seeds = Seeds(job.seeding, number, job.first_task)
             self.make_fetcher(start)
         policy = job.snapshots
         if policy is not None:
             snapshots = Snapshots(policy, job.num_workers, job.dataset_kind, worker_id, self.seeds)
-            self.publisher = Publisher(port, snapshots, policy.first_ordinal, self.where)
+            offset = policy.first_ordinal - job.first_task
+            self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
