@@ -10,6 +10,7 @@ from support import TORCH_MODE, in_thread
 
 if not TORCH_MODE:
     import torch
+
     from rustloader.workers import process, restarts
     from rustloader.workers.restarts import Restarts
 
