@@ -193,7 +193,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let shown = self.shown_by(stall.worker);
         let watch = &mut self.stalls.overdue;
         // The stack dump took some time, in which nothing was checked.
-        watch.looked = sys::clock::monotonic();
+        watch.looked = watch.looked.max(sys::clock::monotonic());
         let watched = &mut watch.watched[stall.worker as usize];
         let same = |shown: &Shown| Work::of(shown) == watched.work && !shown.process.has_exited();
         let Some(shown) = shown.filter(same) else { return Killed::WentOn };
@@ -205,3 +205,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Killed::Yes
     }
 }
+
+#[cfg(test)]
+mod tests;
