@@ -42,6 +42,9 @@ POISON_AFTER = 3
 DEATHS_SHOWN = 20
 # Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
+# Messages about faults that a log gets within a number of seconds. The rest are counted.
+LOG_LINES = 20
+LOG_SECONDS = 60.0
 
 
 class Seconds(NamedTuple):

@@ -433,9 +433,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds")
         core = self._engine()
         if code == DEAD:
-            restarts = self._restarts
-            found = () if restarts is None else (restarts.restarts_of(value.worker_id), restarts.notes())
-            self._last = deaths.error_of(value, vacancies.process_of(self, value.worker_id), *found)
+            self._last = vacancies.error_of(self, value)
             core.close()
             raise self._last()
         if code == NO_PIN_THREAD:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from rustloader._core import Death, Engine
+from rustloader.errors import WorkerDiedError
+from rustloader.limited_log import LimitedLog
 from rustloader.metrics import ledger
 from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.restarts import FORK_WARNING, Restarts, hazard_of_fork
 
 logger = logging.getLogger("rustloader")
+_log = LimitedLog(logger)
 
 _NEW_STREAMS = (
     "a DataLoader: a worker that is started again goes on with other random numbers; with seed_by='batch' or 'sample' "
@@ -50,10 +53,23 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
             engine.postpone(death.worker_id, seconds)
 
 
-def process_of(iterator: Any, worker_id: int) -> Any:
-    """The process of a worker, or None: programs can reach the list and may have emptied it."""
+def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:
+    """Returns a function that makes the error of a final death."""
+    restarts: Restarts | None = iterator._restarts
+    earlier = () if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes())
+    process = _process_of(iterator, death)
+    return deaths.error_of(death, process, *earlier, out_of_memory=_was_out_of_memory(iterator, death, process))
+
+
+def _process_of(iterator: Any, death: Death) -> Any:
+    """The process that has died, or None: programs can reach the list and may have emptied it."""
     workers = iterator._workers
-    return workers[worker_id] if worker_id < len(workers) else None
+    return workers[death.worker_id] if death.worker_id < len(workers) else None
+
+
+def _was_out_of_memory(iterator: Any, death: Death, process: Any) -> bool:
+    found: bool = iterator._group.was_out_of_memory(death, deaths.end_of(death, process)[0])
+    return found
 
 
 def _decide(iterator: Any, restarts: Restarts, engine: Engine, death: Death) -> float | None:
@@ -63,29 +79,32 @@ def _decide(iterator: Any, restarts: Restarts, engine: Engine, death: Death) -> 
     status = engine.worker_status(death.worker_id)
     begun = None if status["state"] == "starting" else status["task"]
     under_way = death.task is not None and begun == death.first_task + death.task
-    cause = deaths.cause(death, process_of(iterator, death.worker_id))
-    return restarts.on_death(death, cause, under_way)
+    process = _process_of(iterator, death)
+    out_of_memory = _was_out_of_memory(iterator, death, process)
+    return restarts.on_death(death, deaths.cause(death, process, out_of_memory), under_way, out_of_memory)
 
 
 def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job) -> None:
     """Starts the process, and says so."""
-    worker_id = death.worker_id
+    worker_id, counters = death.worker_id, ledger.of(iterator)
     _warn_of_fork(iterator)
-    watched = ledger.of(iterator).workers()
+    watched = counters.workers()
     if watched is not None:
         watched.keep(worker_id)
     pid = iterator._group.replace(worker_id, iterator._context, iterator._dataset, job)
     restarts.on_restart(death)
     if watched is not None:
         watched.replace(worker_id, pid)
-    logger.warning(
+    line = restarts.line_of(worker_id)
+    counters.faults.note_restart(line, death.stalled, iterator._group.was_out_of_memory(death, None))
+    _log.warning(
         "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch",
-        restarts.line_of(worker_id),
+        line,
         pid,
         restarts.survived,
         restarts.limit,
     )
-    if iterator._seeding is None and ledger.of(iterator).is_new(_NEW_STREAMS):
+    if iterator._seeding is None and counters.is_new(_NEW_STREAMS):
         logger.info(_NEW_STREAMS)
 
 

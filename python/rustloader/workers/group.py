@@ -14,11 +14,12 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from rustloader._core import DeferredSignals, Engine, begin_forks, end_forks
+from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Payload
+from rustloader.workers.memory_events import OomKills
 
 
 class WorkerGroup:
@@ -34,10 +35,15 @@ class WorkerGroup:
         self.engine = engine
         self.processes = processes
         self._on_exit = on_exit
+        # Set when the workers start.
+        self._oom_kills: OomKills | None = None
+        # The last death of each worker, by generation, and whether its memory cgroup was out of memory.
+        self._out_of_memory: dict[int, tuple[int, bool]] = {}
         _live.add(self)
 
     def start(self, context: Any, dataset: Any, job: Job) -> None:
         """Starts all workers. After an error some may run; the caller must end them."""
+        self._oom_kills = OomKills()
         self._start(range(job.num_workers), context, dataset, job)
 
     def replace(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
@@ -49,6 +55,15 @@ class WorkerGroup:
             quietly(process.note_end, self.processes[worker_id], True)
         (pid,) = self._start([worker_id], context, dataset, job)
         return pid
+
+    def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
+        """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
+        generation, answer = self._out_of_memory.get(death.worker_id, (-1, False))
+        if generation != death.generation:
+            was_killed = exitcode == -signal.SIGKILL and not death.stalled
+            answer = was_killed and self._oom_kills is not None and self._oom_kills.grew()
+            self._out_of_memory[death.worker_id] = death.generation, answer
+        return answer
 
     def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job) -> list[int]:
         process.start_helpers(context)
