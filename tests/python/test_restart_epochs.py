@@ -225,7 +225,7 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (1, pids[1], -9, [10, 11], 2)
     history = error.__notes__[1].splitlines()
     assert error.__notes__[0] == "Worker 1 was to fetch the batch of index [10, 11]."
-    assert history[0] == "Earlier deaths of workers in this epoch, with max_restarts=2:"
+    assert history[0] == "Other deaths of workers in this epoch, with max_restarts=2:"
     assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]"
     assert history[2].endswith("was killed by signal: Killed, at batch 3 of index [6, 7]")
     assert len(history) == 3 and len(error.__notes__) == 2

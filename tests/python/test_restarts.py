@@ -126,7 +126,7 @@ def test_a_batch_that_three_workers_die_at_is_not_tried_again():
     decider = Restarts(100)
     waits = decisions(decider, *(death(generation=n, task=4) for n in range(3)))
     assert waits == [0.0, 0.1, None]
-    assert decider.notes()[-1] == "3 workers have died in its batch, which is not tried again."
+    assert decider.notes(0)[-1] == "3 workers have died in its batch, which is not tried again."
     assert not decider.poison
 
 
@@ -135,7 +135,7 @@ def test_a_task_that_was_not_begun_is_not_to_blame():
     waits = decisions(decider, *(death(generation=n, task=4) for n in range(5)), under_way=False)
     assert waits == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert decisions(decider, *(death(1, n) for n in range(5))) == waits, "nor is there a task at all"
-    assert not any("tried again" in note for note in decider.notes())
+    assert not any("tried again" in note for note in decider.notes(0))
 
 
 def test_other_batches_do_not_add_up():
@@ -176,8 +176,8 @@ def test_the_history_names_worker_pid_cause_and_batch():
     assert decider.line_of(1) == "worker 1 (pid 100) was killed by signal: Killed, at batch 4 of index [4]"
     assert decider.line_of(0) == "worker 0 (pid 103) exited unexpectedly with exit code 3"
     assert list(decider.history) == [decider.line_of(1), decider.line_of(0)]
-    assert decider.notes() == [
-        "Earlier deaths of workers in this epoch, with max_restarts=2:\n"
+    assert decider.notes(0) == [
+        "Other deaths of workers in this epoch, with max_restarts=2:\n"
         "  worker 1 (pid 100) was killed by signal: Killed, at batch 4 of index [4]"
     ]
 
@@ -191,7 +191,7 @@ def test_the_history_is_bounded():
 def test_a_first_death_has_no_notes():
     decider = Restarts(1)
     decider.on_death(death())
-    assert decider.notes() == []
+    assert decider.notes(0) == []
 
 
 def test_threads_and_accelerators_make_a_fork_unsafe():

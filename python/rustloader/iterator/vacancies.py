@@ -56,9 +56,9 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
 def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a final death."""
     restarts: Restarts | None = iterator._restarts
-    earlier = () if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes())
-    process = _process_of(iterator, death)
-    return deaths.error_of(death, process, *earlier, out_of_memory=_was_out_of_memory(iterator, death, process))
+    earlier = () if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id))
+    worker = _process_of(iterator, death)
+    return deaths.error_of(death, worker, *earlier, out_of_memory=_was_out_of_memory(iterator, death, worker))
 
 
 def _process_of(iterator: Any, death: Death) -> Any:
@@ -67,8 +67,8 @@ def _process_of(iterator: Any, death: Death) -> Any:
     return workers[death.worker_id] if death.worker_id < len(workers) else None
 
 
-def _was_out_of_memory(iterator: Any, death: Death, process: Any) -> bool:
-    found: bool = iterator._group.was_out_of_memory(death, deaths.end_of(death, process)[0])
+def _was_out_of_memory(iterator: Any, death: Death, worker: Any) -> bool:
+    found: bool = iterator._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
     return found
 
 
@@ -79,9 +79,9 @@ def _decide(iterator: Any, restarts: Restarts, engine: Engine, death: Death) -> 
     status = engine.worker_status(death.worker_id)
     begun = None if status["state"] == "starting" else status["task"]
     under_way = death.task is not None and begun == death.first_task + death.task
-    process = _process_of(iterator, death)
-    out_of_memory = _was_out_of_memory(iterator, death, process)
-    return restarts.on_death(death, deaths.cause(death, process, out_of_memory), under_way, out_of_memory)
+    worker = _process_of(iterator, death)
+    out_of_memory = _was_out_of_memory(iterator, death, worker)
+    return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), under_way, out_of_memory)
 
 
 def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job) -> None:

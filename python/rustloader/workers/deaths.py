@@ -35,7 +35,7 @@ def error_of(
     kind: type[WorkerDiedError] = WorkerDiedError
     text, index = _text(death.pid, exitcode, name), death.index
     if out_of_memory:
-        text += OUT_OF_MEMORY
+        text = text.rstrip() + OUT_OF_MEMORY
     if death.stalled:
         kind, text = WorkerStalledError, stalls.text(death.worker_id, text)
 

@@ -58,6 +58,8 @@ class Restarts:
         self._in_a_row: dict[int, tuple[int, int]] = {}
         # Deaths at each sample: task, and place in its index batch if known.
         self._at: Counter[tuple[int, int | None]] = Counter()
+        # Workers whose last death is final because of their batch.
+        self._poisoned: set[int] = set()
 
     def restarts_of(self, worker_id: int) -> int:
         """Number of restarts of a worker, in all epochs."""
@@ -115,15 +117,15 @@ class Restarts:
         """The last death of a worker, in a line."""
         return self._lines[worker_id]
 
-    def notes(self) -> list[str]:
-        """What the error of a final death says about those before it."""
+    def notes(self, worker_id: int) -> list[str]:
+        """What the error of a worker's final death says about other deaths."""
         found = []
-        if len(self.history) > 1:
-            lines = "".join(f"\n  {line}" for line in list(self.history)[:-1])
-            found.append(f"Earlier deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
-        most = max(self._at.values(), default=0)
-        if most >= POISON_AFTER and not self._passes_over:
-            found.append(f"{most} workers have died in its batch, which is not tried again.")
+        others = [line for line in self.history if line != self._lines.get(worker_id)]
+        if others:
+            lines = "".join(f"\n  {line}" for line in others)
+            found.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
+        if worker_id in self._poisoned:
+            found.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
         return found
 
     def _decided(self, death: Death, seconds: float | None) -> float | None:
@@ -144,6 +146,7 @@ class Restarts:
         if self._at[at] < POISON_AFTER:
             return True
         if death.place is None or not self._passes_over:
+            self._poisoned.add(death.worker_id)
             return False
         places = self.poison.setdefault(death.worker_id, {}).setdefault(death.first_task + task, {})
         places[death.place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"

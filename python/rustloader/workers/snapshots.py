@@ -1,7 +1,7 @@
 """Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
 
-``read`` reads one: a dict of the state in torchdata's form, the counters of ``seed_by``, whether anything has a state at
-all, and whether it stays the same.
+``read`` reads one: a dict of the state in torchdata's form, the counters of ``seed_by``, whether anything has a state
+at all, and whether it stays the same.
 """
 
 from __future__ import annotations
