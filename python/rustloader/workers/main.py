@@ -50,13 +50,17 @@ def run(payload: Payload) -> None:
         context.restore()
 
 
-def _seeds_of(job: Job, worker_id: int) -> tuple[int, list[int]]:
-    """The seed of torch and Python, and NumPy's: those of torch's worker. After a restart they are others, because the
-    process makes other batches, unless each batch or sample has its own seed."""
-    seed = job.base_seed + worker_id
-    if job.generation == 0 or job.seeding is not None:
-        return seed, _utils.worker._generate_state(job.base_seed, worker_id)
-    first, second, *_ = seed_words(job.base_seed, 0, 0, worker_id, job.generation)
+def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
+    """The seed of torch and Python, and NumPy's.
+
+    They are those of torch's worker, for a process that makes its batches from the first one on. After a restart that
+    is an iterable dataset without a state. Other replacements get other seeds, because they make other batches, unless
+    each batch or sample has its own seed.
+    """
+    from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
+    if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
+        return job.base_seed + worker_id, _utils.worker._generate_state(job.base_seed, worker_id)
+    first, second, *_ = seed_words(job.base_seed & MAX_SEED, 0, 0, worker_id, job.generation)
     return first & MAX_SEED, _utils.worker._generate_state(second & MAX_SEED, worker_id)
 
 
@@ -93,13 +97,13 @@ class _Worker:
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
-        seed, numpys = _seeds_of(job, worker_id)
+        start = job.take_start(worker_id)
+        seed, numpys = _seeds_of(job, worker_id, start)
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(numpys)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
-        start = job.take_start(worker_id)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)
