@@ -53,6 +53,8 @@ struct WatchedWorker {
     seen: Duration,
     /// The last report: phase, task, and whether the task still waited for the worker.
     reported: Option<(Phase, Option<TaskId>, bool)>,
+    /// It was killed, because it was stuck.
+    killed: bool,
 }
 
 #[derive(Debug)]
@@ -61,6 +63,8 @@ pub(super) struct Stalls {
     limits: [Option<Duration>; 2],
     /// See [`Stall::patience`].
     patience: Option<Duration>,
+    /// Time at one task after which a worker is killed; `None` for never.
+    kill_after: Option<Duration>,
     /// Time of the last check.
     looked: Duration,
     watched: Box<[WatchedWorker]>,
@@ -69,7 +73,12 @@ pub(super) struct Stalls {
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
         let watched = vec![WatchedWorker::default(); workers as usize].into();
-        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
+        Self { limits: [None; 2], patience: None, kill_after: None, looked: Duration::ZERO, watched }
+    }
+
+    /// Whether a worker was killed, because it was stuck.
+    pub(super) fn was_killed(&self, worker: u32) -> bool {
+        self.watched[worker as usize].killed
     }
 
     /// Resets a worker's state for its next process.
@@ -82,6 +91,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
     pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         (self.stalls.limits, self.stalls.patience) = (limits, patience);
+    }
+
+    /// Sets the time at one task after which a worker is killed.
+    pub fn kill_stalls(&mut self, after: Option<Duration>) {
+        self.stalls.kill_after = after;
     }
 
     /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
