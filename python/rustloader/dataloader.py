@@ -119,11 +119,19 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             reorder_window: int | str | None = None,
             seed_by: str | None = None,
             worker_threads: int | None = None,
+            max_restarts: int | None = None,
+            stall_timeout: float | None = None,
+            on_error: str | Callable[[Any, Exception], Any] | None = None,
+            max_errors: int | float | None = None,
         ) -> None:
             self.dispatch = dispatch
             self.reorder_window = reorder_window
             self.seed_by = seed_by
             self.worker_threads = worker_threads
+            self.max_restarts = max_restarts
+            self.stall_timeout = stall_timeout
+            self.on_error = on_error
+            self.max_errors = max_errors
 
     else:
 
@@ -132,6 +140,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             given = {name: value for name, value in own.items() if value is not None}
             options.Options(**given)  # raises for a value that an option cannot have
             super().__init__(*args, **kwargs)
+            options.check_without_workers(given, self.num_workers)
             # Frameworks rebuild a loader from its attributes.
             options.give(self, given)
 

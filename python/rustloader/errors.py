@@ -38,6 +38,34 @@ class WorkerDiedError(RuntimeError):
         self.restarts = restarts
 
 
+class WorkerStalledError(WorkerDiedError):
+    """Raised like ``WorkerDiedError`` when a worker was killed because it was in one batch for longer than
+    ``stall_timeout``.
+
+    Examples:
+        >>> isinstance(rustloader.WorkerStalledError("it was stuck"), rustloader.WorkerDiedError)
+        True
+    """
+
+
+class ErrorLimitExceeded(RuntimeError):  # noqa: N818
+    """Raised by ``next()``, and again by each later ``next()``, when more samples of an epoch have failed than
+    ``max_errors`` allows.
+
+    Args:
+        text: The message. It names the first failed samples.
+        failures: The failed samples of the epoch, in the order in which their batches were delivered.
+
+    Examples:
+        >>> rustloader.ErrorLimitExceeded("3 samples have failed").failures
+        ()
+    """
+
+    def __init__(self, text: str = "", failures: tuple[Any, ...] = ()) -> None:
+        super().__init__(text)
+        self.failures = failures
+
+
 class LoaderTimeoutError(RuntimeError, TimeoutError):
     """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call keeps waiting.
 
@@ -47,6 +75,6 @@ class LoaderTimeoutError(RuntimeError, TimeoutError):
     """
 
 
-for _error in (WorkerDiedError, LoaderTimeoutError):
+for _error in (WorkerDiedError, WorkerStalledError, LoaderTimeoutError, ErrorLimitExceeded):
     # Tracebacks and pickles name the module that programs import from.
     _error.__module__ = "rustloader"

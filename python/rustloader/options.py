@@ -87,6 +87,68 @@ def _parse_positive(text: str) -> int:
     return value
 
 
+def _check_restarts(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a nonnegative integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be a nonnegative integer, got {value}")
+
+
+def _parse_restarts(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError(text)
+    return value
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a positive number of seconds, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def _parse_seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
+
+
+_ON_ERROR = ("raise", "skip", "replace")
+_ON_ERROR_TEXT = '"raise", "skip", "replace" or a function of (index, exception)'
+
+
+def _check_on_error(name: str, value: Any) -> None:
+    if not isinstance(value, str) and not callable(value):
+        raise TypeError(f"{name} must be {_ON_ERROR_TEXT}, got {value!r}")
+    if isinstance(value, str) and value not in _ON_ERROR:
+        raise ValueError(f"{name} must be {_ON_ERROR_TEXT}, got {value!r}")
+
+
+def _parse_on_error(text: str) -> str:
+    if text.lower() not in _ON_ERROR:
+        raise ValueError(text)
+    return text.lower()
+
+
+_ERRORS = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
+
+
+def _check_errors(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be {_ERRORS}, got {value!r}")
+    if not 0 <= value or (isinstance(value, float) and value > 1):
+        raise ValueError(f"{name} must be {_ERRORS}, got {value!r}")
+
+
+def _parse_errors(text: str) -> int | float:
+    value: int | float = float(text) if "." in text else int(text)
+    try:
+        _check_errors("", value)
+    except ValueError:
+        raise ValueError(text) from None
+    return value
+
+
 def _check_context(name: str, value: Any) -> None:
     if isinstance(value, str):
         if value not in _METHODS:
@@ -271,6 +333,56 @@ class Options:
         keyword=True,
         default=1,
     )
+    max_restarts: int | None = _field(
+        "Number of deaths of workers that an epoch survives: a dead worker is started again, and its batches are made "
+        "again (default: None, which means 0).",
+        "deaths of workers that an epoch survives",
+        unset=(None, 0),
+        check=_check_restarts,
+        parse=_parse_restarts,
+        expected="a nonnegative integer",
+        flag="--max-restarts",
+        metavar="N",
+        keyword=True,
+        default=0,
+    )
+    stall_timeout: float | None = _field(
+        "Seconds in one batch after which a worker is killed, and counts as dead (default: None, never).",
+        "seconds in one batch after which a worker is killed",
+        unset=(None,),
+        check=_check_seconds,
+        parse=_parse_seconds,
+        expected="a positive number of seconds",
+        flag="--stall-timeout",
+        metavar="SECONDS",
+        keyword=True,
+    )
+    on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
+        'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes another '
+        "one, and a function gets its index and the exception, and returns a sample or raises (default: None, which "
+        'means "raise").',
+        "what an exception of a sample does: raise, skip or replace",
+        unset=(None, "raise"),
+        check=_check_on_error,
+        parse=_parse_on_error,
+        expected="raise, skip or replace",
+        flag="--on-error",
+        metavar="POLICY",
+        keyword=True,
+        default="raise",
+    )
+    max_errors: int | float | None = _field(
+        "Number of samples of an epoch that may fail under ``on_error``, or their share of it as a float between 0.0 "
+        "and 1.0 (default: None, no limit).",
+        "samples of an epoch that may fail, or their share",
+        unset=(None,),
+        check=_check_errors,
+        parse=_parse_errors,
+        expected="a nonnegative integer or a fraction",
+        flag="--max-errors",
+        metavar="N",
+        keyword=True,
+    )
     stateful: bool | None = _field(
         "True puts ``rustloader.StatefulDataLoader`` into ``torchdata.stateful_dataloader``, for frameworks that use "
         "torchdata's (default: None, torchdata's own).",
@@ -304,6 +416,18 @@ def option_of(name: str) -> Option:
 def keywords() -> list[str]:
     """The options that are keyword arguments of ``rustloader.DataLoader``."""
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
+
+
+def check_without_workers(given: dict[str, Any], num_workers: int) -> None:
+    """Raises ValueError for an option that a loader without workers cannot keep."""
+    if num_workers:
+        return
+    for name, cannot in (("max_restarts", "start it again"), ("stall_timeout", "kill it")):
+        if given.get(name):
+            raise ValueError(
+                f"{name}={given[name]} needs workers: with num_workers=0 the samples are made in the program's own "
+                f"process, and nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+            )
 
 
 # Attribute of a loader: the names of the options that its constructor was given. Programs have attributes and methods

@@ -81,8 +81,8 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CopyStats DataLoader Fallback LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch "
-    "StatefulDataLoader Stats Verdict VerdictKind WorkerDiedError WorkerStats engine_batches install installed "
+    "ArenaStats CopyStats DataLoader ErrorLimitExceeded Fallback LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch "
+    "StatefulDataLoader Stats Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats engine_batches install installed "
     "is_installed report sample_seed stats uninstall"
 ).split()
 

@@ -82,7 +82,7 @@ def test_a_handler_that_raises_while_an_exit_code_is_awaited_is_not_swallowed():
         raise TimeoutError("handler")
 
     # What the engine reports where the fork server alone knows how a worker ended.
-    death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None)
+    death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None, stalled=False)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(TimeoutError, match="handler"):
@@ -119,11 +119,12 @@ def test_an_error_of_the_sampler_that_nobody_has_seen_keeps_no_iterator():
 def test_the_errors_are_public_and_need_no_torch():
     code = """
 import sys, rustloader
-names = ["LoaderTimeoutError", "WorkerDiedError"]
+names = ["ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"]
 print(*(repr(getattr(rustloader, name)) for name in names), "torch" in sys.modules, set(names) <= set(dir(rustloader)))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    names = "<class 'rustloader.LoaderTimeoutError'> <class 'rustloader.WorkerDiedError'>"
+    kinds = ["ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"]
+    names = " ".join(f"<class 'rustloader.{kind}'>" for kind in kinds)
     assert out == f"{names} False True\n"
 
 

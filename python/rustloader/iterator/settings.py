@@ -23,6 +23,8 @@ class EngineSettings:
     timeout: float
     dispatch: str
     reorder_window: int | str | None
+    max_restarts: int
+    stall_timeout: float | None
     # Whether workers send snapshots of their datasets.
     snapshots: bool = False
 
@@ -37,6 +39,8 @@ class EngineSettings:
             timeout=loader.timeout,
             dispatch=options.in_force(loader, "dispatch"),
             reorder_window=options.in_force(loader, "reorder_window"),
+            max_restarts=options.in_force(loader, "max_restarts"),
+            stall_timeout=options.in_force(loader, "stall_timeout"),
         )
 
 

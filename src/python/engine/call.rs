@@ -12,6 +12,7 @@ use super::state::State;
 use super::worker::PyDeath;
 use crate::codec::prepare::Ready;
 use crate::engine::delivery::Event;
+use crate::engine::overdue::Killed;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Incoming, Step};
 use crate::error::Error;
@@ -34,23 +35,32 @@ pub(super) struct Call<'a, 'py> {
 
 impl<'py> Call<'_, 'py> {
     pub(super) fn begin(&mut self, is_first: bool, message: &[u8], first_worker: u32) -> PyResult<()> {
-        self.state.engine.delivery().on_event(Event::EpochBegan);
-        self.state.engine.epoch_begins();
+        let goes_on = self.state.begun.take().is_some_and(|begun| begun == message);
+        if !goes_on {
+            self.state.engine.delivery().on_event(Event::EpochBegan);
+            self.state.engine.epoch_begins();
+        }
         if self.engine.handle.closing() {
             return Err(closed(self.py, &self.engine.handle));
         }
         if !is_first {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
             if let Some(death) = self.state.engine.death() {
-                return self.give_death(death);
+                return self.give_death(code::DEAD, death);
             }
-            self.state.engine.reset(message)?;
+            if !goes_on {
+                self.state.engine.reset(message)?;
+            }
             while self.state.engine.resuming() {
                 match self.state.engine.step()? {
                     // The last worker has resumed, and the new epoch has no task yet.
                     Step::Submit | Step::End => {}
                     Step::Deliver { .. } => {
                         return Err(Error::usage("a batch arrived before the workers had resumed").into());
+                    }
+                    Step::Vacant(death) => {
+                        self.state.begun = Some(message.to_vec());
+                        return self.give_death(code::VACANT, death);
                     }
                     step => {
                         if self.carry_out(step)?.is_break() {
@@ -107,6 +117,7 @@ impl<'py> Call<'_, 'py> {
     fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, Py<PyBaseException>>) -> PyResult<ControlFlow<()>> {
         let answered = match step {
             Step::Submit => return self.refill().map(ControlFlow::Continue),
+            Step::Resend => return self.resend().map(ControlFlow::Continue),
             Step::Open { incoming, ready } => return self.open(&incoming, ready).map(ControlFlow::Continue),
             Step::Wait(deadline) => return self.wait(deadline).map(ControlFlow::Continue),
             Step::Deliver { tag, incoming, ready } => {
@@ -119,7 +130,8 @@ impl<'py> Call<'_, 'py> {
             }
             Step::Unread(ready) => self.read_ready(ready),
             Step::Raise(error) => Err(PyErr::from_value(error.into_bound(self.py).into_any())),
-            Step::Dead(death) => self.give_death(death),
+            Step::Vacant(death) => self.give_death(code::VACANT, death),
+            Step::Dead(death) => self.give_death(code::DEAD, death),
             Step::End => {
                 self.state.engine.epoch_ends();
                 self.give(code::END, self.py.None())
@@ -131,8 +143,8 @@ impl<'py> Call<'_, 'py> {
         answered.map(ControlFlow::Break)
     }
 
-    fn give_death(&self, death: Death) -> PyResult<()> {
-        self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)))
+    fn give_death(&self, code: u8, death: Death) -> PyResult<()> {
+        self.give(code, PyDeath::new(self.py, &self.state.engine.report(death)))
     }
 
     /// Counts a result that is delivered now.
@@ -159,15 +171,22 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Names a stuck worker in the log.
-    fn warn(&self, stall: &Stall) -> PyResult<()> {
+    /// Names a stuck worker in the log, and kills it if it has exceeded the limit for that.
+    fn warn(&mut self, stall: &Stall) -> PyResult<()> {
         let stack = self.py.detach(|| self.engine.handle.stack_of(stall));
-        let oldest = self.state.engine.oldest_task_of(stall.worker);
+        let engine = &mut self.state.engine;
+        // Before the log, whose handlers may raise.
+        let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
+            None => None,
+            Some((_, Killed::WentOn)) => return Ok(()),
+            Some((limit, killed)) => Some((limit, killed == Killed::Yes)),
+        };
+        let oldest = engine.oldest_task_of(stall.worker);
         let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);
         let (stack, why_not) = (stack.as_ref().ok(), stack.as_ref().err());
         let Stall { worker, pid, phase, state, time, .. } = *stall;
-        let arguments =
-            (worker, pid, phase == Phase::Start, time.as_secs_f64(), state.name(), index, stack, why_not);
+        let (starting, seconds, state) = (phase == Phase::Start, time.as_secs_f64(), state.name());
+        let arguments = (worker, pid, starting, seconds, state, index, stack, why_not, exceeds);
         call(self.engine.callbacks.warn_stall.bind(self.py), arguments.into_pyobject(self.py)?)?;
         Ok(())
     }
