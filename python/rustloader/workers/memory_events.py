@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-# What ends the text of a death that an OOM kill explains.
-OUT_OF_MEMORY = " Its memory cgroup was out of memory."
+# Follows the text of a death that an OOM kill explains.
+OUT_OF_MEMORY = "Its memory cgroup was out of memory."
 
 
 class OomKills:
