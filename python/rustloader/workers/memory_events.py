@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-# Follows the text of a death that an OOM kill explains.
-OUT_OF_MEMORY = "Its memory cgroup was out of memory."
+# What ends the text of a death that an OOM kill explains.
+OUT_OF_MEMORY = " Its memory cgroup was out of memory."
 
 
 class OomKills:
