@@ -88,6 +88,7 @@ fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
             let worker = match placement {
                 Placement::Worker(worker) => worker.index(),
                 Placement::Queue => task.0 as usize % fifos.len(),
+                Placement::Later => unreachable!("no worker is replaced"),
             };
             fifos[worker].push_back(task);
         },

@@ -32,6 +32,9 @@ enum Says {
     Exhausted,
     Wait,
     TimedOut,
+    Vacant,
+    /// A task of a replaced worker is sent again, in the same call.
+    Resend,
     Dead,
     End,
 }
@@ -58,6 +61,7 @@ enum Answer {
     Opened,
     Waits,
     TimedOut,
+    Vacant,
     Dead,
     End,
     Closed,
@@ -261,6 +265,8 @@ impl Reference {
                 Says::Wait if self.pin_thread_ended => return Answer::NoPinThread,
                 Says::Wait => return Answer::Waits,
                 Says::TimedOut => return Answer::TimedOut,
+                Says::Vacant => return Answer::Vacant,
+                Says::Resend => {}
                 Says::Dead => return Answer::Dead,
                 Says::End => {
                     return self.errors.pop_front().map_or(Answer::End, Answer::SamplerError);
@@ -302,6 +308,8 @@ fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
         }
         Says::Wait => Decision::Wait(None),
         Says::TimedOut => Decision::TimedOut,
+        Says::Vacant => Decision::Vacant(Death { worker: WorkerId(1), lost: None }),
+        Says::Resend => Decision::Resend,
         Says::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
         Says::End => Decision::End,
     }
@@ -370,6 +378,8 @@ impl Driver {
                 Decision::Submit => Decision::Submit,
                 Decision::Wait(deadline) => Decision::Wait(deadline),
                 Decision::TimedOut => Decision::TimedOut,
+                Decision::Vacant(death) => Decision::Vacant(death),
+                Decision::Resend => Decision::Resend,
                 Decision::Dead(death) => Decision::Dead(death),
                 Decision::End => Decision::End,
                 Decision::Shutdown => Decision::Shutdown,
@@ -385,6 +395,8 @@ impl Driver {
                     self.delivery.untie(None).unwrap();
                     Answer::Opened
                 }
+                Step::Resend => continue,
+                Step::Vacant(_) => Answer::Vacant,
                 Step::Dead(_) => Answer::Dead,
                 Step::End => Answer::End,
                 Step::TimedOut => Answer::TimedOut,
@@ -452,6 +464,8 @@ fn script() -> impl Strategy<Value = Script> {
         1 => Just(Says::Exhausted),
         1 => Just(Says::Wait),
         1 => Just(Says::TimedOut),
+        1 => Just(Says::Vacant),
+        1 => Just(Says::Resend),
         1 => Just(Says::Dead),
         1 => Just(Says::End),
     ];

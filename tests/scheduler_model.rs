@@ -267,7 +267,9 @@ impl World<'_> {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
                     // Its exit is not a death.
-                    self.scheduler.on_event(self.now, Event::WorkerDied { worker, held: None }).unwrap();
+                    self.scheduler
+                        .on_event(self.now, Event::WorkerDied { worker, held: Vec::new() })
+                        .unwrap();
                 }
                 Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
                 Action::Withdraw(task) => {
@@ -364,7 +366,10 @@ impl World<'_> {
             let held = self.processes[index].held.take();
             self.dead.push((index, held.filter(|task| *task >= self.epoch)));
             self.arrivals.push_back(Arrival::Death { worker: index });
-            self.event(Event::WorkerDied { worker: WorkerId(index as u32), held: held.map(TaskId) });
+            self.event(Event::WorkerDied {
+                worker: WorkerId(index as u32),
+                held: held.map(TaskId).into_iter().collect(),
+            });
         }
     }
 

@@ -289,7 +289,8 @@ fn kill(child: &mut Child) {
 #[test]
 fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     let arena = Arena::create_sized(1 << 30, 2, 16).unwrap();
-    let mut engine = Engine::<u64>::over(arena.clone(), Settings::torch(2, 3, true)).unwrap();
+    let settings = Settings { restarts: true, ..Settings::torch(2, 3, true) };
+    let mut engine = Engine::<u64>::over(arena.clone(), settings).unwrap();
     let mut processes = [spawn(), spawn()];
     for (worker, process) in (0..).zip(&processes) {
         engine.started(worker, process.id() as i32).unwrap();
@@ -305,6 +306,10 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     let next = |engine: &mut Engine<u64>| loop {
         match engine.step().unwrap() {
             Step::Submit => {}
+            Step::Resend => {
+                assert!((3..6).contains(engine.unsent().unwrap()));
+                engine.resend(TaskKind::Plain, &[0; INDEX]).unwrap();
+            }
             Step::Deliver { tag, incoming, .. } => {
                 let mut message = Message::open(&arena, &incoming, Vec::new()).unwrap();
                 return Ok((tag, message.leaves.take(0).unwrap()));
@@ -315,18 +320,24 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     assert_eq!(next(&mut engine).unwrap().0, 0);
     let (_, lease) = next(&mut engine).unwrap();
     let refused = |result| assert!(matches!(result, Err(Error::Usage { .. })), "{result:?}");
-    refused(engine.reset_worker(1));
+    refused(engine.vacate(1));
     kill(&mut processes[1]);
-    refused(engine.reset_worker(1));
+    refused(engine.vacate(1));
     engine.wait(None).unwrap();
     engine.after_wait().unwrap();
-    assert_eq!(engine.death().map(|death| death.worker), Some(WorkerId(1)));
+    let Ok(Step::Vacant(death)) = engine.step() else { panic!("it is not reported") };
+    assert_eq!((death.worker, death.lost, engine.death()), (WorkerId(1), Some(TaskId(3)), None));
+    let report = engine.report(death);
+    assert_eq!((report.pid, report.index, report.task), (processes[1].id() as i32, Some(&3), Some(3)));
+    assert_eq!((report.answers, report.generation, report.place), (1, 0, None));
     let indices = |arena: &Arena| held(arena, arena.geometry().main_region(), CONSUMER);
     assert_eq!(indices(&arena), 3, "tasks 3, 4 and 5 are in the rings");
 
-    engine.reset_worker(1).unwrap();
-    refused(engine.reset_worker(1));
+    engine.vacate(1).unwrap();
+    // As after a start that failed.
+    engine.vacate(1).unwrap();
     assert_eq!(indices(&arena), 1, "task 4 is with the other worker");
+    assert_eq!(engine.report(death).pid, processes[1].id() as i32, "its slot is empty");
     assert!(engine.handle().process(1).is_none());
     processes[1] = spawn();
     engine.started(1, processes[1].id() as i32).unwrap();
@@ -339,9 +350,18 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     assert!(matches!(ports[0].take_up(), Ok(Some(entry)) if entry.task == 4));
     let (tag, other) = next(&mut engine).unwrap();
     assert_eq!((tag, bytes(&other), bytes(&lease)), (2, &[2; LEAF][..], &[1; LEAF][..]));
-    assert!(
-        matches!(next(&mut engine), Err(Step::Dead(death)) if death.worker == WorkerId(1) && death.lost == Some(TaskId(3)))
-    );
+    // What the first process left is sent to the second one, in order.
+    for task in [3, 5] {
+        assert!(matches!(port.take_up(), Ok(Some(entry)) if entry.task == task));
+        answer(&port, task);
+    }
+    answer(&ports[0], 4);
+    for task in 3..6 {
+        let (tag, lease) = next(&mut engine).unwrap();
+        assert_eq!((tag, bytes(&lease)), (task, &[task as u8; LEAF][..]));
+    }
+    assert!(matches!(next(&mut engine), Err(Step::End)));
+    refused(engine.vacate(1));
     assert_eq!(engine.handle().alive(), 2);
     processes.iter_mut().for_each(kill);
     assert!(engine.handle().wait_gone(Duration::from_secs(20)).unwrap());

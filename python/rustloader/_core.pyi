@@ -22,6 +22,7 @@ __all__ = [
     "RESUME",
     "TIMED_OUT",
     "UNREADABLE",
+    "VACANT",
     "Counts",
     "Death",
     "DeferredSignals",
@@ -76,6 +77,7 @@ DEAD: Final[int]
 END: Final[int]
 TIMED_OUT: Final[int]
 NO_PIN_THREAD: Final[int]
+VACANT: Final[int]
 
 # Codes of `Port.receive`.
 RESUME: Final[int]
@@ -125,20 +127,35 @@ class Engine:
         window_batches: int | None = None,
         window_bytes: int | None = None,
         snapshots: bool = False,
+        restarts: bool = False,
         stall_seconds: float = 0.0,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
         ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
         A window limits the batches that are under way or ready, or their bytes; without one, as torch. With
-        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`). A call that
-        waits kills a worker that is in one batch for more than ``stall_seconds``; 0: never."""
+        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``restarts``
+        a worker's death is answered with ``VACANT`` and can be made good. A call that waits kills a worker that is in one
+        batch for more than ``stall_seconds``; 0: never."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
         """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
         (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
-        """Registers a started worker."""
+        """Registers a started worker. If it replaces one that has died, its unanswered tasks are sent again."""
+
+    def vacate(self, worker: int) -> None:
+        """Prepares the slot of a dead worker (``VACANT``) for its next process: start that one, then call ``started``.
+        May be called again if the start has failed, and once its process has ended. RuntimeError: the worker is not
+        vacant."""
+
+    def postpone(self, worker: int, seconds: float) -> None:
+        """Lets ``VACANT`` come again for a dead worker after this time. The batches of others go on meanwhile.
+        RuntimeError: the worker is not vacant."""
+
+    def give_up(self, worker: int) -> None:
+        """Makes a death final: what precedes the first lost task is still delivered, then ``DEAD`` comes.
+        RuntimeError: the worker is not vacant."""
 
     def begin(
         self,
@@ -150,10 +167,12 @@ class Engine:
     ) -> None:
         """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
         worker that has not answered for the epoch before gets no second message. ``first_worker`` gets the first task,
-        unless the workers share a queue. ValueError: there is no such worker."""
+        unless the workers share a queue. After ``VACANT``, a call with the same message goes on. ValueError: there is
+        no such worker."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
-        """Puts a code and its value into ``answer``. Waits without the GIL.
+        """Puts a code and its value into ``answer``. Waits without the GIL. ``VACANT`` comes again at each call until
+        the worker is replaced, postponed or given up.
 
         ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
         the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
@@ -357,10 +376,14 @@ class Observed:
 
 @final
 class Death:
-    """A worker's death: the value of DEAD.
+    """A worker's death: the value of DEAD and VACANT.
 
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
-    ``index`` is the worker's first unanswered index batch, or None. ``stalled``: killed for ``stall_seconds``.
+    ``index`` is the index batch that the worker was at, else its first unanswered one, or None. ``task`` is its number
+    in this epoch, from 0. ``answers`` counts the results of this epoch, errors included, that the processes of this
+    worker have published. ``place`` is the place in its index batch of the sample that the worker was at
+    (`Port.at_sample`), or None. ``generation`` counts the processes before it. ``stalled``: it was killed for
+    ``stall_seconds``. ``first_task`` is the number of the epoch's first task, as in ``RESUME``.
     """
 
     worker_id: Final[int]
@@ -368,7 +391,12 @@ class Death:
     exitcode: Final[int | None]
     signal: Final[str | None]
     index: Final[Any]
+    task: Final[int | None]
+    answers: Final[int]
+    place: Final[int | None]
+    generation: Final[int]
     stalled: Final[bool]
+    first_task: Final[int]
 
 @final
 class Meter:
@@ -414,6 +442,9 @@ class Port:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
         Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
         the number of the epoch's first task, and the message of ``Engine.begin``."""
+
+    def at_sample(self, place: int) -> None:
+        """Shows the place in the index batch of the sample that is fetched next, for the report of a death."""
 
     def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
         """Sends a plain batch. Returns False, and sends nothing, if it must be pickled: always unless

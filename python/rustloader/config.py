@@ -32,6 +32,14 @@ SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.01
 # Batches of a worker after which the state of an iterable dataset that has not changed is reported.
 FROZEN_AFTER = 64
+# Seconds until a worker that died again without a batch in between is started again, the first time; each further death
+# doubles them, up to the maximum.
+BACK_OFF = 0.1
+BACK_OFF_MOST = 5.0
+# Deaths of workers at one sample, or in one batch, after which it is not tried again.
+POISON_AFTER = 3
+# Maximum number of deaths that an error lists.
+DEATHS_SHOWN = 20
 # Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
 # Messages about faults that a log gets within a number of seconds. The rest are counted.

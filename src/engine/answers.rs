@@ -66,12 +66,15 @@ impl Handle {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Whether a first snapshot of this epoch is still to come: its worker has not died, and nothing has ended the iterator.
+    /// Whether a first snapshot of this epoch is still to come: its worker lives, and nothing has ended the iterator.
     pub fn is_starting(&self) -> bool {
         let goes_on = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
-        let is_awaited =
-            |worker| !state.snapshots.has_started(worker) && !self.scheduler.is_dead(WorkerId(worker));
+        let is_awaited = |worker| {
+            let worker_id = WorkerId(worker);
+            let has_died = self.scheduler.is_dead(worker_id) || self.scheduler.is_vacant(worker_id);
+            !state.snapshots.has_started(worker) && !has_died
+        };
         goes_on && (0..self.arena().geometry().workers).any(is_awaited)
     }
 

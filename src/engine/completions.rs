@@ -35,6 +35,11 @@ impl Incoming {
         matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
     }
 
+    /// Whether it is a batch, or the error in its place.
+    pub fn answers(&self) -> bool {
+        self.is_batch() || self.entry.kind == ResultKind::Error
+    }
+
     /// Counts a batch: its bytes, the workers' copies, whether it was pickled.
     #[inline]
     pub fn count(&self, meter: &Meter) {

@@ -14,7 +14,7 @@
 //! | 4 | a signal handler interrupted the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
 //! | 5 | shared memory is damaged ([`Event::Broken`]) | the error | nothing |
 //! | 6 | a result is tied to its worker | [`Step::Open`] | [`Delivery::untie`] |
-//! | 7 | the scheduler answers `Submit`, `Deliver`, `Raise`, `Dead`, `TimedOut`, `Shutdown` | the same | see `scheduler/README.md` |
+//! | 7 | the scheduler answers `Vacant`, `Resend`, `Submit`, `Deliver`, `Raise`, `Dead`, `TimedOut`, `Shutdown` | the same | see `scheduler/README.md` |
 //! | 8 | the scheduler answers `End`, and this call deferred an error | [`Step::Raise`] | the answer |
 //! | 9 | the scheduler answers `End` | [`Step::End`] | a new epoch |
 //! | 10 | the scheduler answers `Wait`, and the pin thread has ended | [`Step::NoPinThread`] | nothing |
@@ -194,6 +194,8 @@ impl<T, B, E> Delivery<T, B, E> {
         }
         Ok(match decision {
             Decision::Submit => Step::Submit,
+            Decision::Vacant(death) => Step::Vacant(death),
+            Decision::Resend => Step::Resend,
             Decision::Deliver { tag, result, .. } | Decision::Raise { tag, result, .. } => {
                 Step::Deliver { tag, incoming: result.incoming, ready: result.ready }
             }

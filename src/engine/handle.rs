@@ -98,6 +98,11 @@ impl Handle {
         }
     }
 
+    /// Number of processes that have been started as this worker.
+    pub(super) fn generation(&self, worker: u32) -> u32 {
+        self.slot(worker).map_or(0, |slot| slot.generation)
+    }
+
     fn slot(&self, worker: u32) -> Result<MutexGuard<'_, WorkerSlot>> {
         self.check_ours()?;
         let slot = self.slots.get(worker as usize);

@@ -78,7 +78,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
         if let Some(queue) = &mut self.queue {
-            queue.answered(incoming.worker, &incoming.entry)?;
+            // A task that a death has bound to the worker is not in the queue any more.
+            if !self.scheduler.is_oldest_of(worker, task) {
+                queue.answered(incoming.worker, &incoming.entry)?;
+            }
+        }
+        if self.restarts && incoming.answers() && task >= self.scheduler.first_task() {
+            self.answered[worker.index()] += 1;
         }
         let result = Arrival { incoming, ready };
         self.event(match kind {
@@ -124,15 +130,5 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.completed(incoming, None)?;
         }
         self.died(worker)
-    }
-
-    fn died(&mut self, worker: u32) -> Result<()> {
-        let held = self.queue.as_mut().and_then(|queue| queue.lost_with(worker));
-        self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
-        if self.queue.is_some() {
-            // It may have taken a wake-up with it, while another task waits and the others sleep.
-            self.handle.wake(worker)?;
-        }
-        self.effects()
     }
 }

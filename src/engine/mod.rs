@@ -25,6 +25,7 @@ mod types;
 mod wait;
 mod watch;
 
+use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,8 +36,8 @@ use self::completions::{Arrival, Completions};
 use self::delivery::Delivery;
 pub use self::handle::Handle;
 use self::intake::Intake;
-use self::process::Process;
 use self::queue::SharedQueue;
+use self::restart::Remains;
 pub use self::shutdown::Ending;
 use self::stall::Stalls;
 pub use self::status::Status;
@@ -90,6 +91,12 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     epoch: Vec<u8>,
     /// Each worker begins an epoch with a snapshot.
     snapshots: bool,
+    /// Workers that die may be replaced.
+    restarts: bool,
+    /// Results of this epoch of each worker, if `restarts`.
+    answered: Box<[u64]>,
+    /// What is known of the vacant workers' last processes.
+    remains: BTreeMap<u32, Remains>,
     finished: bool,
 }
 
@@ -114,6 +121,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let handle = Arc::new(Handle::new(arena.clone())?);
         let workers = arena.geometry().workers;
         page::open(&arena, &settings);
+        let restarts = settings.restarts;
         let mut poll = sys::poll::PollSet::new();
         poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
         Ok(Self {
@@ -134,6 +142,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             stalls: Stalls::new(workers),
             epoch: Vec::new(),
             snapshots: false,
+            restarts,
+            answered: vec![0; workers as usize].into(),
+            remains: BTreeMap::new(),
             finished: false,
         })
     }
@@ -224,18 +235,25 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// A worker's first unanswered task. Of a shared queue, the task that it holds, or else the oldest that waits.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = &self.queue else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
-        let task = queue.awaited_of(worker)?;
-        self.scheduler.tag_of(task).map(|tag| (task, tag))
+        let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
+        let bound = || self.scheduler.oldest_task_of(WorkerId(worker));
+        let held = queue.held_by(worker).and_then(tagged);
+        held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
     }
 
-    /// Registers a newly started worker.
+    /// Registers a newly started worker. If it takes the place of one that has died, its tasks are sent again.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
         let (process, token) = self.handle.started(worker, pid)?;
+        let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
         match &process.pidfd {
-            Some(pidfd) => self.poll.add(pidfd.as_fd().as_raw_fd(), token)?,
+            Some(pidfd) => match self.poll.add(pidfd.as_fd().as_raw_fd(), token) {
+                // The loader goes on, and finds the process's end without the poll set.
+                Err(_) if is_vacant => self.unwatched.push(worker),
+                added => added?,
+            },
             None => self.unwatched.push(worker),
         }
-        Ok(())
+        if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
 
     /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does. Does not
@@ -249,18 +267,27 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         // The block first: nothing may fail after the scheduler has counted the task.
         let mut entry = self.entry(kind, payload)?;
         let Ok((task, placement)) = self.scheduler.submit(tag) else {
-            if let Some(block) = entry.block {
-                self.arena().release(self.allocator.region(), block, CONSUMER);
-            }
+            self.release_payload(&entry);
             return Ok(None);
         };
         entry.task = task.0;
         let pushed = match placement {
             Placement::Worker(worker) => self.push(worker.0, &entry),
             Placement::Queue => self.push_shared(&entry),
+            Placement::Later => {
+                self.release_payload(&entry);
+                Ok(())
+            }
         };
         self.sticky(pushed)?;
         Ok(Some(task))
+    }
+
+    /// Releases the payload of an entry that is not sent.
+    fn release_payload(&self, entry: &TaskEntry) {
+        if let Some(block) = entry.block {
+            self.arena().release(self.allocator.region(), block, CONSUMER);
+        }
     }
 
     fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
@@ -300,6 +327,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.tick();
         self.event(Event::EpochReset)?;
         self.handle.answers().begin_epoch();
+        self.answered.fill(0);
         self.epoch = wire::epoch_payload(self.scheduler.first_task().0, message);
         self.show_epoch();
         let result = self.effects();
@@ -315,19 +343,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// The death that [`Engine::step`] raises, now or later.
     pub fn death(&self) -> Option<Death> {
         self.scheduler.death()
-    }
-
-    /// Details of a death.
-    pub fn report(&self, death: Death) -> DeathReport<'_, T> {
-        let process = self.handle.process(death.worker.0);
-        let status = process.as_deref().and_then(Process::status);
-        DeathReport {
-            worker: death.worker.0,
-            pid: process.as_ref().map_or(0, |process| process.pid),
-            status,
-            stalled: self.stalls.overdue.was_killed(death.worker.0, status),
-            index: self.scheduler.oldest_task_of(death.worker).map(|(_, index)| index),
-        }
     }
 
     /// Whether workers have not answered [`Engine::reset`] yet.

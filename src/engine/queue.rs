@@ -47,12 +47,17 @@ impl SharedQueue {
         self.0.holder(task.0)
     }
 
-    /// The task that a worker holds, or else the oldest that waits for any worker.
-    pub(super) fn awaited_of(&self, worker: u32) -> Option<TaskId> {
-        self.0.held_by(worker).or_else(|| self.0.oldest_waiting()).map(TaskId)
+    /// The task that a worker holds.
+    pub(super) fn held_by(&self, worker: u32) -> Option<TaskId> {
+        self.0.held_by(worker).map(TaskId)
     }
 
-    /// The task that a worker held at its end. It is not held any more.
+    /// The oldest task that waits for any worker.
+    pub(super) fn oldest_waiting(&self) -> Option<TaskId> {
+        self.0.oldest_waiting().map(TaskId)
+    }
+
+    /// A task that a worker held at its end. It is not held any more.
     pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
         let held = self.0.held_by(worker)?;
         self.0.answered(held, worker);

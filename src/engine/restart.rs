@@ -1,22 +1,97 @@
-//! Replacement of a dead worker's process. Only tests use it so far.
+//! Replacement of a dead worker's process.
 
-use super::Engine;
+use std::time::Duration;
+
+use super::process::Process;
+use super::{DeathReport, Engine};
 use crate::error::{Error, Result};
 use crate::id::WorkerId;
+use crate::scheduler::{Death, Event};
 use crate::shm::block::CONSUMER;
-use crate::wire::TaskEntry;
+use crate::sync::Ordering;
+use crate::sys::pidfd::ExitStatus;
+use crate::wire::{TaskEntry, TaskKind};
+
+/// What is known of a process that has died, for reports. Its slot and its status page may have been emptied since.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Remains {
+    pid: i32,
+    status: Option<ExitStatus>,
+    /// The task that it had taken last, and the place of the sample in it.
+    task: u64,
+    place: Option<u64>,
+    generation: u32,
+    stalled: bool,
+}
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Empties a dead worker's slot for the next process, see [`Engine::started`]. Its published results count, its leases stay
-    /// valid, and the blocks of tasks that it had not taken are released. The scheduler still reports the death.
-    ///
-    /// Errors: [`Error::Usage`] before the death has reached the scheduler, or if the slot is vacant already.
-    pub fn reset_worker(&mut self, worker: u32) -> Result<()> {
-        // A death is reported after the process has left the poll set and its ring has been drained.
-        if !self.scheduler.is_dead(WorkerId(worker)) {
-            return Err(Error::usage(format!("worker {worker} is not known to be dead")));
+    /// Reports a worker's death to the scheduler.
+    pub(super) fn died(&mut self, worker: u32) -> Result<()> {
+        let mut held = Vec::new();
+        while let Some(task) = self.queue.as_mut().and_then(|queue| queue.lost_with(worker)) {
+            held.push(task);
         }
-        self.handle.vacate(worker)?;
+        if self.restarts {
+            let remains = self.remains_of(worker);
+            self.remains.insert(worker, remains);
+        }
+        self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
+        if self.queue.is_some() {
+            // It may have taken a wake-up with it, while another task waits and the others sleep.
+            self.handle.wake(worker)?;
+        }
+        self.effects()
+    }
+
+    fn remains_of(&self, worker: u32) -> Remains {
+        let process = self.handle.process(worker);
+        let status = process.as_deref().and_then(Process::status);
+        let page = &self.arena().control(worker).status;
+        Remains {
+            pid: process.as_ref().map_or(0, |process| process.pid),
+            status,
+            task: page.task.load(Ordering::Relaxed),
+            place: page.place.load(Ordering::Relaxed).checked_sub(1),
+            generation: self.handle.generation(worker).saturating_sub(1),
+            stalled: self.stalls.overdue.was_killed(worker, status),
+        }
+    }
+
+    /// Details of a death.
+    pub fn report(&self, death: Death) -> DeathReport<'_, T> {
+        let worker = death.worker.0;
+        let remains = self.remains.get(&worker).copied().unwrap_or_else(|| self.remains_of(worker));
+        let tasks = || self.scheduler.tasks_of(death.worker);
+        let at = tasks().find(|(task, _)| task.0 == remains.task);
+        let task = at.or_else(|| tasks().next());
+        let first_task = self.scheduler.first_task().0;
+        DeathReport {
+            worker,
+            pid: remains.pid,
+            status: remains.status,
+            index: task.map(|(_, index)| index),
+            task: task.and_then(|(task, _)| task.0.checked_sub(first_task)),
+            answers: self.answered[worker as usize],
+            place: at.and(remains.place),
+            generation: remains.generation,
+            stalled: remains.stalled,
+            first_task,
+        }
+    }
+
+    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its leases
+    /// stay valid, and the blocks of tasks that it had not taken are released. May be repeated until `started`, once the
+    /// process that used the slot meanwhile has ended.
+    ///
+    /// Errors: [`Error::Usage`] if the worker is not vacant.
+    pub fn vacate(&mut self, worker: u32) -> Result<()> {
+        // A worker is vacant after its process has left the poll set and its ring has been drained.
+        if !self.scheduler.is_vacant(WorkerId(worker)) {
+            return Err(Error::usage(format!("worker {worker} is not vacant")));
+        }
+        if self.handle.process(worker).is_some() {
+            self.handle.vacate(worker)?;
+        }
         let (arena, region) = (self.arena().clone(), self.allocator.region());
         let withdrawn = |entry| {
             if let Ok(TaskEntry { block: Some(block), .. }) = TaskEntry::from_words(&entry) {
@@ -27,6 +102,46 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)?;
         self.stalls.forget(worker);
         Ok(())
+    }
+
+    /// Lets [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
+    pub fn postpone(&mut self, worker: u32, time: Duration) -> Result<()> {
+        self.tick();
+        let until = self.now.saturating_add(time);
+        self.event(Event::Postponed { worker: WorkerId(worker), until })
+    }
+
+    /// Makes the death of a vacant worker final.
+    pub fn give_up(&mut self, worker: u32) -> Result<()> {
+        self.event(Event::GivenUp(WorkerId(worker)))?;
+        self.effects()
+    }
+
+    /// A vacant worker has a process again.
+    pub(super) fn replaced(&mut self, worker: u32) -> Result<()> {
+        self.event(Event::WorkerReplaced(WorkerId(worker)))?;
+        self.remains.remove(&worker);
+        self.handle.answers().resumed(worker);
+        let result = self.effects();
+        self.sticky(result)
+    }
+
+    /// The tag of the task to send again: [`Step::Resend`](super::Step::Resend).
+    pub fn unsent(&self) -> Option<&T> {
+        self.scheduler.unsent().map(|(_, _, tag)| tag)
+    }
+
+    /// Sends the task of [`Engine::unsent`] to its worker. Does not wait for memory, see [`Engine::submit`].
+    pub fn resend(&mut self, kind: TaskKind, payload: &[u8]) -> Result<()> {
+        self.handle.check_ours()?;
+        let Some((worker, task)) = self.scheduler.unsent().map(|(worker, task, _)| (worker, task)) else {
+            return Err(Error::usage("no task is to be sent again"));
+        };
+        let mut entry = self.entry(kind, payload)?;
+        entry.task = task.0;
+        self.scheduler.resent();
+        let pushed = self.push(worker.0, &entry);
+        self.sticky(pushed)
     }
 }
 
@@ -47,7 +162,8 @@ mod tests {
     #[test]
     fn an_event_of_an_earlier_process_says_nothing_about_the_present_one() {
         let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
-        let mut engine = Engine::<u64>::over(arena, Settings::torch(1, 4, true)).unwrap();
+        let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
+        let mut engine = Engine::<u64>::over(arena, settings).unwrap();
         let start = || Command::new("sleep").arg("1000").spawn().unwrap();
         let mut first = start();
         engine.started(0, first.id() as i32).unwrap();
@@ -56,7 +172,7 @@ mod tests {
         let stale = engine.ready.clone();
         assert_eq!(stale.len(), 1);
         engine.after_wait().unwrap();
-        engine.reset_worker(0).unwrap();
+        engine.vacate(0).unwrap();
         let mut second = start();
         engine.started(0, second.id() as i32).unwrap();
         engine.ready = stale;

@@ -32,6 +32,10 @@ pub enum Step<T, B = (), E = ()> {
     },
     /// Submit one more index, or report [`Engine::sampler_ended`](super::Engine::sampler_ended), and ask again.
     Submit,
+    /// Ask whether to replace a worker whose process has died; see [`Engine::report`](super::Engine::report).
+    Vacant(Death),
+    /// Send a task of a replaced worker again: [`Engine::resend`](super::Engine::resend).
+    Resend,
     /// Raise the death of a worker; see [`Engine::report`](super::Engine::report).
     Dead(Death),
     /// The epoch is over.
@@ -55,10 +59,20 @@ pub struct DeathReport<'a, T> {
     pub pid: i32,
     /// Its exit status, if known.
     pub status: Option<ExitStatus>,
-    /// The index of its first unanswered task.
+    /// The index of the task that it was at, else of its first unanswered task of this epoch.
     pub index: Option<&'a T>,
-    /// [`Engine::kill`](super::Engine::kill) has ended it.
+    /// The number of that task in this epoch, from 0.
+    pub task: Option<u64>,
+    /// Results of this epoch, errors included, that processes of this worker have published.
+    pub answers: u64,
+    /// The place in its index batch of the sample that it was at, if known.
+    pub place: Option<u64>,
+    /// Number of processes before it in the worker's slot.
+    pub generation: u32,
+    /// Whether it was killed because it was stuck.
     pub stalled: bool,
+    /// Number of the epoch's first task.
+    pub first_task: u64,
 }
 
 /// Progress of an epoch.

@@ -16,6 +16,7 @@ codes! {
     END = 3, // None: the epoch has ended, or has begun
     TIMED_OUT = 4, // None
     NO_PIN_THREAD = 5, // why the pin thread ended
+    VACANT = 6, // the `Death` of a worker that may be replaced
     // Answers of `Port.receive`.
     RESUME = 1, // a new epoch begins, with the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must leave

@@ -183,6 +183,10 @@ impl PyPort {
         Ok((code::FETCH, entry.task, Some(index)))
     }
 
+    fn at_sample(&self, place: u64) {
+        self.port.at_sample(place);
+    }
+
     fn send(&self, task: u64, batch: Bound<'_, PyAny>, leaves_are_ours: bool) -> PyResult<bool> {
         self.stopwatch.end_fetch(&self.port, WorkerState::Pack);
         Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, &batch)?)

@@ -81,7 +81,7 @@ impl<T, R> Scheduler<T, R> {
         if self.clock.expired {
             return self.answer(Decision::TimedOut);
         }
-        Decision::Wait(self.clock.deadline)
+        Decision::Wait(self.deadline())
     }
 
     /// Answers `next`, which stops the timeout.

@@ -10,6 +10,7 @@ mod clock;
 mod decisions;
 mod queue;
 mod reorder;
+mod restarts;
 #[cfg(test)]
 mod tests;
 mod transitions;
@@ -25,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use clock::Clock;
 use reorder::{NIL, Reorder, State};
+use restarts::Restarts;
 use std::collections::VecDeque;
 use std::time::Duration;
 use unanswered::Unanswered;
@@ -40,6 +42,7 @@ pub struct Scheduler<T, R> {
     /// The unanswered tasks, with a shared queue. Other policies have a FIFO for each worker.
     shared: Option<Unanswered>,
     clock: Clock,
+    restarts: Restarts,
     /// Effects that `poll` has not returned yet.
     effects: VecDeque<Action<T, R>>,
     next_task: TaskId,
@@ -76,13 +79,24 @@ pub struct Scheduler<T, R> {
     shut_down: bool,
     delivery: DeliveryOrder,
     persistent: bool,
+    /// A death makes a worker vacant, not dead.
+    replaces: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
     /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
-        let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout } = settings;
+        let Settings {
+            workers,
+            prefetch_factor,
+            window,
+            dispatch,
+            delivery,
+            persistent,
+            timeout,
+            restarts: replaces,
+        } = settings;
         let Window { batches, bytes } = window.unwrap_or(Window { batches: max_tasks, bytes: None });
         let limit = TASKS_MAX as usize;
         let fits = workers <= WORKERS_MAX as usize && max_tasks <= limit && (1..=limit).contains(&batches);
@@ -97,6 +111,7 @@ impl<T, R> Scheduler<T, R> {
             reorder: Reorder::new(batches),
             shared: (dispatch == Dispatch::SharedQueue).then(Unanswered::default),
             clock: Clock::new(timeout),
+            restarts: Restarts::default(),
             effects: VecDeque::new(),
             next_task: TaskId(0),
             first_task: TaskId(0),
@@ -117,6 +132,7 @@ impl<T, R> Scheduler<T, R> {
             shut_down: false,
             delivery,
             persistent,
+            replaces,
         })
     }
 
@@ -145,7 +161,14 @@ impl<T, R> Scheduler<T, R> {
             } else {
                 self.reorder.slot_mut(back).next = slot;
             }
-            (slot, Placement::Worker(WorkerId(worker)))
+            if entry.vacant || entry.unsent != NIL {
+                if entry.unsent == NIL {
+                    entry.unsent = slot;
+                }
+                (slot, Placement::Later)
+            } else {
+                (slot, Placement::Worker(WorkerId(worker)))
+            }
         };
         self.next_task = TaskId(task.0 + 1);
         self.outstanding += 1;
@@ -191,6 +214,9 @@ impl<T, R> Scheduler<T, R> {
             Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task)?,
             Event::Resumed(worker) => self.on_resumed(now, worker)?,
             Event::WorkerDied { worker, held } => self.on_death(worker, held)?,
+            Event::WorkerReplaced(worker) => self.on_replaced(worker)?,
+            Event::Postponed { worker, until } => self.on_postponed(worker, until)?,
+            Event::GivenUp(worker) => self.on_given_up(worker)?,
             Event::Withdrawn(task) => self.on_withdrawn(task)?,
             Event::SamplerEnded => self.ended = true,
             Event::EpochReset => self.on_epoch_reset()?,
@@ -200,7 +226,10 @@ impl<T, R> Scheduler<T, R> {
             }
             Event::WaitBegan => self.clock.start(now),
             Event::WaitEnded => self.clock.stop(),
-            Event::Time => self.clock.look(now),
+            Event::Time => {
+                self.clock.look(now);
+                self.restarts.look(now);
+            }
         }
         Ok(())
     }
@@ -226,8 +255,19 @@ impl<T, R> Scheduler<T, R> {
         if let Some(death) = self.raised {
             return self.answer(Decision::Dead(death));
         }
+        if self.resuming > 0 && self.first_dead.is_some() {
+            return self.raise_death();
+        }
+        if !self.restarts.is_idle() {
+            if let Some(death) = self.due_vacancy() {
+                return self.answer(Decision::Vacant(death));
+            }
+            if self.is_behind() {
+                return self.answer(Decision::Resend);
+            }
+        }
         if self.resuming > 0 {
-            return if self.first_dead.is_some() { self.raise_death() } else { self.wait() };
+            return self.wait();
         }
         if self.refills > 0 {
             self.refills -= 1;
@@ -271,7 +311,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With a
-    /// shared queue it is known only for dead workers.
+    /// shared queue it is known only if a process of the worker has died with it.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
@@ -284,10 +324,12 @@ impl<T, R> Scheduler<T, R> {
         self.reorder.slot(slot).tag.as_ref()
     }
 
-    /// Whether the worker has an unanswered task or resume message. With a shared queue, tasks of living workers are
-    /// unknown here.
+    /// Whether the worker has an unanswered task or resume message, and is not vacant. With a shared queue, tasks of living
+    /// workers are unknown here.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
-        self.workers.get(worker.index()).is_some_and(|entry| entry.front != NIL || entry.resumes > 0)
+        self.workers
+            .get(worker.index())
+            .is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
 
     /// Whether results wait for an older unanswered task.
@@ -295,9 +337,9 @@ impl<T, R> Scheduler<T, R> {
         self.ready > 0
     }
 
-    /// When the timeout expires, while `next` waits.
+    /// When the timeout expires, while `next` waits, or a vacancy becomes due.
     pub fn deadline(&self) -> Option<Duration> {
-        self.clock.deadline
+        self.clock.deadline.into_iter().chain(self.next_due()).min()
     }
 
     /// Tasks of this epoch that a living worker will answer.

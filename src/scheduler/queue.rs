@@ -1,8 +1,7 @@
 //! The transitions that only a shared queue has: tasks whose worker is unknown until they are answered or lost.
 
 use super::Scheduler;
-use super::reorder::{NIL, State};
-use super::workers::Life;
+use super::reorder::State;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 
@@ -28,38 +27,34 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Handles a death at the shared queue: the task that the worker held is lost. Those that still wait in the queue are
-    /// lost only with the last worker.
-    pub(super) fn on_death_at_queue(&mut self, worker: WorkerId, held: Option<TaskId>) -> Result<()> {
-        if let Some(task) = held.filter(|task| self.tag_of(*task).is_none()) {
-            return Err(self.impossible(worker, task));
+    /// Binds the tasks of this epoch that a worker held at its death to it. Without a shared queue there are none.
+    pub(super) fn bind_held(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
+        let held: Vec<_> = held.into_iter().filter(|task| *task >= self.first_task).collect();
+        if let Some(task) = held.iter().find(|task| self.tag_of(**task).is_none()) {
+            return Err(self.impossible(worker, *task));
         }
-        self.workers.deactivate(worker.0, Life::Dead);
-        self.first_dead.get_or_insert(worker);
-        // Stale tasks are no loss.
-        if let Some(task) = held.filter(|task| *task >= self.first_task) {
-            self.note_loss(worker, task);
-            self.workers.at(worker.0).front = self.lose(task);
-        }
-        if self.workers.active() == 0 {
-            let left = self.unanswered();
-            left.into_iter().for_each(|task| _ = self.lose(task));
+        for task in held {
+            if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
+                self.bind(worker.0, slot);
+            }
         }
         Ok(())
+    }
+
+    /// Loses the tasks that wait in the shared queue, with the last worker.
+    pub(super) fn lose_queue(&mut self) {
+        for task in self.unanswered() {
+            if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
+                self.reorder.slot_mut(slot).state = State::Lost;
+                self.outstanding -= 1;
+            }
+        }
     }
 
     /// The unanswered tasks of this epoch, with a shared queue.
     pub(super) fn unanswered(&self) -> Vec<TaskId> {
         let tasks = self.shared.iter().flat_map(|shared| shared.tasks()).map(|(task, _)| task);
         tasks.filter(|task| *task >= self.first_task).collect()
-    }
-
-    /// Marks a task of the shared queue as lost, and returns its slot.
-    fn lose(&mut self, task: TaskId) -> u32 {
-        let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) else { return NIL };
-        self.reorder.slot_mut(slot).state = State::Lost;
-        self.outstanding -= 1;
-        slot
     }
 
     /// Drops the stale tasks that are left once all workers have resumed: a worker took each from the queue, and will not

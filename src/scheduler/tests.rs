@@ -45,7 +45,7 @@ fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
 }
 
 fn died(machine: &mut Machine, worker: u32) {
-    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker), held: None });
+    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker), held: Vec::new() });
 }
 
 fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
@@ -186,7 +186,7 @@ fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
     }
     let resumed = Event::Resumed(WorkerId(0));
     assert!(matches!(machine.on_event(Duration::ZERO, resumed), Err(Error::Corrupt { .. })));
-    let unknown = Event::WorkerDied { worker: WorkerId(2), held: None };
+    let unknown = Event::WorkerDied { worker: WorkerId(2), held: Vec::new() };
     assert!(matches!(machine.on_event(Duration::ZERO, unknown), Err(Error::Usage { .. })));
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(0, 0)));

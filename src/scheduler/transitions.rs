@@ -62,7 +62,9 @@ impl<T, R> Scheduler<T, R> {
         let slot = self.take_answered(worker, task)?;
         self.clock.result_arrived(now);
         self.drop_task(slot, stale);
+        self.restarts.caught_up(worker);
         let entry = self.workers.at(worker.0);
+        entry.unsent = NIL;
         let mut rest = std::mem::replace(&mut entry.front, NIL);
         // Amortised O(1): each iteration is paid for by a submission.
         while rest != NIL {
@@ -89,14 +91,16 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         let entry = self.entry(worker)?;
-        if entry.resumes == 0 || entry.front != NIL || entry.life == Life::Dead {
+        let has_tasks = entry.front != NIL && self.shared.is_none();
+        if entry.resumes == 0 || has_tasks || entry.vacant || entry.life == Life::Dead {
             return Err(Error::corrupt(format!(
                 "worker {} says that it has resumed, with {} resume messages unanswered and {} before them",
                 worker.0,
                 entry.resumes,
-                if entry.front == NIL { "no task" } else { "tasks" },
+                if has_tasks { "tasks" } else { "no task" },
             )));
         }
+        self.discard_fifo(worker);
         self.workers.at(worker.0).resumes -= 1;
         self.resuming -= 1;
         self.clock.result_arrived(now);
@@ -107,20 +111,35 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Handles the end of a worker's process. Exits of retired workers are expected and ignored.
-    pub(super) fn on_death(&mut self, worker: WorkerId, held: Option<TaskId>) -> Result<()> {
-        if self.shut_down || matches!(self.entry(worker)?.life, Life::Dead | Life::Retired) {
+    pub(super) fn on_death(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
+        let entry = self.entry(worker)?;
+        if self.shut_down || entry.vacant || matches!(entry.life, Life::Dead | Life::Retired) {
             return Ok(());
         }
-        if self.shared.is_some() {
-            return self.on_death_at_queue(worker, held);
+        self.bind_held(worker, held)?;
+        if self.replaces {
+            self.on_vacancy(worker);
+        } else {
+            self.on_final_death(worker);
         }
-        let Worker { front, resumes, .. } = *self.entry(worker)?;
+        Ok(())
+    }
+
+    /// Makes a worker dead: its tasks are lost.
+    pub(super) fn on_final_death(&mut self, worker: WorkerId) {
+        let Worker { front, resumes, .. } = *self.workers.at(worker.0);
         self.workers.deactivate(worker.0, Life::Dead);
         self.first_dead.get_or_insert(worker);
         // Stale tasks are no loss.
-        if resumes > 0 || front == NIL {
-            return Ok(());
+        if resumes == 0 && front != NIL {
+            self.lose_fifo(worker, front);
         }
+        if self.workers.active() == 0 {
+            self.lose_queue();
+        }
+    }
+
+    fn lose_fifo(&mut self, worker: WorkerId, front: u32) {
         self.note_loss(worker, self.reorder.slot(front).task);
         // The slots stay in the FIFO for `oldest_task_of`.
         let mut rest = front;
@@ -130,10 +149,9 @@ impl<T, R> Scheduler<T, R> {
             rest = slot.next;
             self.outstanding -= 1;
         }
-        Ok(())
     }
 
-    pub(super) fn note_loss(&mut self, worker: WorkerId, task: TaskId) {
+    fn note_loss(&mut self, worker: WorkerId, task: TaskId) {
         if self.first_lost.is_none_or(|first| Some(task) < first.lost) {
             self.first_lost = Some(Death { worker, lost: Some(task) });
         }
@@ -159,15 +177,20 @@ impl<T, R> Scheduler<T, R> {
                 }
             }
         }
+        self.discard_unsent();
         self.workers.begin_epoch();
         let unanswered = self.unanswered();
         self.effects.extend(unanswered.into_iter().map(Action::Withdraw));
         for worker in 0..count {
             // A worker that has not answered the last message has received no task since: one answer serves both.
-            if self.workers.at(worker).resumes == 0 {
-                self.workers.at(worker).resumes = 1;
+            let entry = self.workers.at(worker);
+            if entry.resumes == 0 {
+                entry.resumes = 1;
                 self.resuming += 1;
-                self.effects.push_back(Action::Resume(WorkerId(worker)));
+                // The next process of a vacant worker begins with this epoch.
+                if !entry.vacant {
+                    self.effects.push_back(Action::Resume(WorkerId(worker)));
+                }
             }
         }
         if let Some(bytes) = &mut self.bytes {
@@ -187,8 +210,10 @@ impl<T, R> Scheduler<T, R> {
         let effects = &mut self.effects;
         self.reorder.clear(|task, tag, result| effects.push_back(Action::Discard { task, tag, result }));
         for worker in 0..self.workers.len() as u32 {
-            self.workers.at(worker).front = NIL;
+            let entry = self.workers.at(worker);
+            (entry.front, entry.unsent) = (NIL, NIL);
         }
+        self.forget_restarts();
         if let Some(shared) = &mut self.shared {
             shared.clear();
         }
@@ -212,7 +237,11 @@ impl<T, R> Scheduler<T, R> {
         if self.shared.is_none() {
             return self.take_oldest(worker, task);
         }
-        let lives = self.entry(worker)?.life != Life::Dead;
+        let entry = self.entry(worker)?;
+        if entry.front != NIL && self.is_oldest_of(worker, task) {
+            return self.take_oldest(worker, task);
+        }
+        let lives = entry.life != Life::Dead && !entry.vacant;
         let slot = self.shared.as_mut().filter(|_| lives).and_then(|shared| shared.remove(task));
         slot.ok_or_else(|| self.impossible(worker, task))
     }
@@ -220,8 +249,8 @@ impl<T, R> Scheduler<T, R> {
     /// Pops the front of the worker's FIFO, which must be `task`.
     #[inline]
     fn take_oldest(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
-        let Worker { front, life, .. } = *self.entry(worker)?;
-        if front == NIL || life == Life::Dead || self.reorder.slot(front).task != task {
+        let Worker { front, unsent, life, .. } = *self.entry(worker)?;
+        if front == NIL || front == unsent || life == Life::Dead || self.reorder.slot(front).task != task {
             return Err(self.impossible(worker, task));
         }
         self.workers.at(worker.0).front = self.reorder.slot(front).next;

@@ -21,6 +21,8 @@ pub enum Dispatch {
 pub enum Placement {
     /// To this worker.
     Worker(WorkerId),
+    /// Nowhere yet: to a worker whose process is being replaced, by [`Decision::Resend`].
+    Later,
     /// To the queue that all workers share.
     Queue,
 }
@@ -74,16 +76,27 @@ pub struct Settings {
     pub persistent: bool,
     /// Longest wait of `next` without any result arriving.
     pub timeout: Option<Duration>,
+    /// Whether a worker whose process dies may be replaced: its death then makes it vacant.
+    pub restarts: bool,
 }
 
 impl Settings {
-    /// torch's settings, without persistent workers or a timeout. Only this function interprets torch's `in_order`.
+    /// torch's settings, without persistent workers, a timeout or restarts. Only this function interprets torch's `in_order`.
     pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
         let (dispatch, delivery) = match in_order {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
             false => (Dispatch::FairShare, DeliveryOrder::AsCompleted),
         };
-        Self { workers, prefetch_factor, window: None, dispatch, delivery, persistent: false, timeout: None }
+        Self {
+            workers,
+            prefetch_factor,
+            window: None,
+            dispatch,
+            delivery,
+            persistent: false,
+            timeout: None,
+            restarts: false,
+        }
     }
 
     /// Limit of outstanding tasks.
@@ -142,10 +155,21 @@ pub enum Event<R> {
     WorkerDied {
         /// The worker.
         worker: WorkerId,
-        /// The task that it had taken from the shared queue and not answered; `None` under the other policies, which bind
+        /// The tasks that it had taken from the shared queue and not answered; none under the other policies, which bind
         /// tasks to workers.
-        held: Option<TaskId>,
+        held: Vec<TaskId>,
     },
+    /// A vacant worker has a new process, which begins with the present epoch and has none of its tasks.
+    WorkerReplaced(WorkerId),
+    /// A vacant worker is not to be replaced before a time.
+    Postponed {
+        /// The worker.
+        worker: WorkerId,
+        /// When [`Decision::Vacant`] names it again.
+        until: Duration,
+    },
+    /// A vacant worker is not replaced: its death is final.
+    GivenUp(WorkerId),
     /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.
     Withdrawn(TaskId),
     /// The sampler has ended. A window asks it no more in this epoch; torch asks for each delivery.
@@ -210,13 +234,20 @@ pub enum Decision<T, R> {
         /// The error.
         result: R,
     },
+    /// Replace a vacant worker, postpone that, or give it up, and ask again: [`Event::WorkerReplaced`],
+    /// [`Event::Postponed`], [`Event::GivenUp`]. Comes again until then. `lost` is the oldest task that is bound to it.
+    Vacant(Death),
+    /// Send the task of [`Scheduler::unsent`](super::Scheduler::unsent) to its worker, report
+    /// [`Scheduler::resent`](super::Scheduler::resent), and ask again.
+    Resend,
     /// Raise a worker's death, at this and every later call.
     Dead(Death),
     /// The timeout has expired. Nothing is lost: the next call waits again, with the full timeout.
     TimedOut,
     /// The epoch is over.
     End,
-    /// Wait for an event, or until this time if given. `None` without a timeout, or before [`Event::WaitBegan`].
+    /// Wait for an event, or until this time if given: the end of the timeout, if that runs ([`Event::WaitBegan`]), or the time
+    /// to which a replacement is postponed.
     Wait(Option<Duration>),
     /// The scheduler has been shut down.
     Shutdown,

@@ -19,15 +19,19 @@ pub(super) enum Life {
 /// One worker. Small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, the task that a dead worker held.
+    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, of those that a process which died has left.
     pub front: u32,
     /// Slot of the newest outstanding task.
     pub back: u32,
+    /// Slot of the first outstanding task that its present process has not been sent. `NIL`, unless the worker is replaced.
+    pub unsent: u32,
     /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, its unanswered ones.
     pub load: u32,
     /// Unanswered resume messages. Above 0, everything that the worker sends is stale.
-    pub resumes: u16,
+    pub resumes: u8,
     pub life: Life,
+    /// Its process has died and may be replaced.
+    pub vacant: bool,
     /// Whether [`Workers::full`] lists the worker.
     pub listed: bool,
 }
@@ -53,7 +57,16 @@ pub(super) struct Workers {
 
 impl Workers {
     pub fn new(count: usize, max_tasks: u32, dispatch: Dispatch) -> Self {
-        let fresh = Worker { front: NIL, back: NIL, load: 0, resumes: 0, life: Life::Active, listed: false };
+        let fresh = Worker {
+            front: NIL,
+            back: NIL,
+            unsent: NIL,
+            load: 0,
+            resumes: 0,
+            life: Life::Active,
+            vacant: false,
+            listed: false,
+        };
         let mut workers = Self {
             table: vec![fresh; count],
             open: Bitmap::new(count),

@@ -15,7 +15,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout, stored last, so that an incomplete arena is never used.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of a page: blocks begin on pages, and pages are reserved and released.
 pub const PAGE: u64 = 4096;
 /// Counters of the main process: see `metrics.rs`.
@@ -243,6 +243,8 @@ pub struct StatusPage {
     pub(crate) fetch_cpu_ns: AtomicU64,
     /// Nanoseconds of wall time of these fetches. Stored first.
     pub(crate) fetch_measured_ns: AtomicU64,
+    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown.
+    pub(crate) place: AtomicU64,
 }
 
 impl StatusPage {
@@ -264,6 +266,7 @@ impl StatusPage {
             &self.start_queued_ns,
             &self.fetch_cpu_ns,
             &self.fetch_measured_ns,
+            &self.place,
         ];
         words.into_iter().chain(&self.spent_ns).for_each(|word| word.store(0, Ordering::Relaxed));
     }

@@ -161,6 +161,15 @@ impl Port {
         }
     }
 
+    /// Shows which sample of the current index batch is fetched, for the report of a death.
+    #[inline]
+    pub fn at_sample(&self, place: u64) {
+        // A child of the worker has the same page.
+        if self.arena.is_ours() {
+            self.status().at_sample(place);
+        }
+    }
+
     /// Begins to measure the CPU time of a fetch.
     fn fetch_begins(&self) {
         let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };

@@ -11,8 +11,15 @@ impl StatusPage {
     pub(super) fn begin(&self, task: u64, now: u64) {
         // Before the state: a stall check must not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
+        self.place.store(0, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now);
+    }
+
+    /// Shows the place of the current sample in its index batch.
+    #[inline]
+    pub(super) fn at_sample(&self, place: u64) {
+        self.place.store(place.saturating_add(1), Ordering::Relaxed);
     }
 
     /// Enters a state. Returns the nanoseconds spent in the previous one.

@@ -15,8 +15,8 @@ import torch
 
 from rustloader._core import seed_words
 
-# The seed of a sample fits into a signed 64-bit integer, so that a tensor can hold it.
-_SAMPLE_SEED = (1 << 63) - 1
+# A seed fits into a signed 64-bit integer, so that a tensor can hold it.
+MAX_SEED = (1 << 63) - 1
 _NUMPY_SEED = (1 << 32) - 1
 # The place of a batch itself; that of its sample k is k + 1. Collating has the batch's place.
 _BATCH = 0
@@ -117,15 +117,16 @@ class Seeds:
         seeding: The seeds of the first epoch.
         worker: 0 for a map-style dataset; the worker's number + 1 for an iterable one, whose batches and samples are
             counted in each worker.
+        first_task: Number of the first epoch's first task.
 
     Attributes:
         batches: Number of batches that were begun in this epoch. For an iterable dataset it is the next one's place.
         samples: The same for samples, which only an iterable dataset counts.
     """
 
-    def __init__(self, seeding: Seeding, worker: int) -> None:
+    def __init__(self, seeding: Seeding, worker: int, first_task: int = 0) -> None:
         self._by_sample, self._base_seed, self._worker = seeding.by_sample, seeding.base_seed, worker
-        self._epoch, self._first_task = seeding.epoch, 0
+        self._epoch, self._first_task = seeding.epoch, first_task
         self._first_ordinal, self._ahead = seeding.first_ordinal, seeding.ahead
         self.batches = self.samples = 0
         # The number of the batch that is being made.
@@ -173,7 +174,7 @@ class Seeds:
     def mark_sample(self, number: int) -> None:
         """Makes sample ``number`` of the batch this thread's, and leaves the generators alone, which threads share."""
         place = _FIRST_SAMPLE + number if self._by_sample else _BATCH
-        _current.seed = self._words(place, self._ordinal)[0] & _SAMPLE_SEED
+        _current.seed = self._words(place, self._ordinal)[0] & MAX_SEED
 
     def _seed_sample(self, number: int) -> None:
         if self._worker:
@@ -185,7 +186,7 @@ class Seeds:
     def _seed(self, place: int, ordinal: int) -> None:
         first, second, third, _ = self._words(place, ordinal)
         # Different words: torch and NumPy make the same stream of the same 32 bits.
-        _current.seed = first & _SAMPLE_SEED
+        _current.seed = first & MAX_SEED
         # torch.manual_seed would also seed the GPUs, which takes 200 us.
         torch.default_generator.manual_seed(_current.seed)
         random.seed(second)

@@ -16,18 +16,21 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader import hooks
-from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, Engine, observed
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
+from rustloader.fetch.failures import EmptyBatchError, Failure, Reported
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import compat, fallback, fetching, indices, settings
+from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
+from rustloader.workers.restarts import Restarts
+from rustloader.workers.snapshots import WorkerStart
 
 # None if a program replaced torch's method before this import. Comparing with it spares most batches a further check.
 _torchs_next_index: Any = _BaseDataLoaderIter._next_index
@@ -88,10 +91,18 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
     _threads = 1
-    # Number of errors that `next` has raised in place of batches in this epoch.
+    # What an exception of a sample does, and the count of failed samples; None counts nothing.
+    _on_error: Any = "raise"
+    _failures: failures.FailureCount | None = None
+    # Number of the present epoch of this iterator, and of the one that begins next.
+    _epoch = 0
+    _next_epoch = 0
+    # Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
     _raised = 0
     # The worker that gets the first task of the epoch.
     _first_worker = 0
+    # Decides about deaths, with `max_restarts`.
+    _restarts: Restarts | None = None
 
     def __init__(self, loader: Any) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
@@ -113,6 +124,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
             fallback.fall_back(self, reason)
+            fallback.tell_lost_options(self, loader)
             self._passthrough = True
             try:
                 self._init_torchs(super().__init__, loader)
@@ -137,6 +149,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         threads = fetching.threads(loader)
         if threads > 1:
             self._threads = threads
+        on_error = fetching.on_error(loader)
+        if not fetching.is_raise(on_error):
+            self._on_error = on_error
+            self._failures = failures.of(loader, ledger.of(self).faults)
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -163,11 +179,37 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             num_workers=self._num_workers,
             seeding=self._seeding,
             threads=self._threads,
+            on_error=self._on_error,
+            max_errors=None if self._failures is None else self._failures.allowed,
+            epoch=self._epoch,
+            poison=None if self._restarts is None else {},
         )
+
+    def _first_job(self) -> Job:
+        """The job of the workers that begin with the engine's first epoch."""
+        return self._make_job()
+
+    def _next_job(self, death: Death) -> Job:
+        """The job of the process that follows a death, in the engine's present epoch."""
+        job = self._make_job()
+        job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
+        if self._restarts is not None:
+            job.poison = self._restarts.poison.get(death.worker_id, {})
+        job.starts = [None] * self._num_workers
+        job.starts[death.worker_id] = self._start_after(death)
+        return job
+
+    def _start_after(self, death: Death) -> WorkerStart | None:
+        """Where a worker goes on after a death. An iterable dataset makes its batches again up to there."""
+        if self._dataset_kind != _DatasetKind.Iterable or not death.answers:
+            return None
+        return WorkerStart(replay=death.answers)
 
     def _epoch_message(self) -> dict[str, Any]:
         """What the workers of a persistent loader are told when an epoch begins."""
-        return {} if self._seeding is None else {"epoch": self._seeding.epoch}
+        if self._seeding is not None:
+            return {"epoch": self._seeding.epoch}
+        return {} if self._failures is None else {"epoch": self._epoch}
 
     def _abandon_torchs(self) -> None:
         """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
@@ -192,8 +234,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         assert group is not None
         core = group.engine
         ledger.of(self).add(core.meter)
+        limit = self._engine_settings.max_restarts
+        if limit:
+            passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
+            self._restarts = Restarts(limit, passes_over)
         try:
-            group.start(self._context, self._dataset, self._make_job())
+            group.start(self._context, self._dataset, self._first_job())
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 pinner = pinning.Pinner(self._pin_memory_device)
@@ -240,6 +286,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
+        if self._failures is not None:
+            self._failures.begin_epoch()
+        self._epoch = self._next_epoch
         told: dict[str, Any] = {}
         if not first_iter:
             if self._seeding is not None:
@@ -250,14 +299,20 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
+        if self._restarts is not None:
+            self._restarts.begin_epoch()
         answer: list[Any] = [None, None]
         message = pickle.dumps(told) if told else b""
         core.begin(answer, self._draw(), first_iter, message, self._first_worker)
+        while answer[0] == VACANT:
+            vacancies.fill(self, answer[1], self._next_job)
+            core.begin(answer, self._draw(), first_iter, message, self._first_worker)
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
         if self._seeding is not None:
             fetching.note_begun(loader, self._seeding)
+        self._next_epoch = self._epoch + 1
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
@@ -291,9 +346,11 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             warn_of_length(self, _LENGTH_WARNING, 4)
         return data
 
-    def _next_data(self) -> Any:
+    def _next_data(self, is_unwrapped: bool = True) -> Any:
         if self._passthrough:
             return super()._next_data()
+        if self._failures is not None and is_unwrapped:
+            return self._unwrap(self._failures)
         last = self._last
         if last is not None:
             raise last()
@@ -308,10 +365,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             try:
                 core.next(answer, self._draw())
+                while answer[0] == VACANT:
+                    death, answer[0] = answer[1], None
+                    vacancies.fill(self, death, self._next_job)
+                    core.next(answer, self._draw())
                 if self._dataset_kind == _DatasetKind.Iterable:
                     self._workers_status[:] = core.active() or self._workers_status
             except BaseException as error:
-                if answer[0] is not None:
+                if answer[0] is not None and answer[0] != VACANT:
                     # A signal handler raised just after the answer arrived. The next call returns it.
                     self._rescued = answer
                 elif isinstance(error, RuntimeError):
@@ -340,6 +401,30 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         self._died_or_late(code, value)
         raise AssertionError(f"the engine returned an unknown code: {code}")
 
+    def _unwrap(self, count: failures.FailureCount) -> Any:
+        """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
+        while True:
+            try:
+                data = _MultiProcessingDataLoaderIter._next_data(self, is_unwrapped=False)
+            except EmptyBatchError as empty:
+                self._count_failures(count, empty.failures)
+                continue
+            # Before any call: a signal handler could run in it, and the batch would be lost.
+            self._rescued = [BATCH, data]
+            if isinstance(data, Reported):
+                self._count_failures(count, data.failures)
+                data = data.batch
+            self._rescued = None
+            return data
+
+    def _count_failures(self, count: failures.FailureCount, found: list[Failure]) -> None:
+        """Raises beyond ``max_errors``, now and at each later call."""
+        error = count.add(found, self._num_yielded + 1)
+        if error is not None:
+            self._last, self._rescued = error, None
+            self._engine().close()
+            raise error()
+
     def _note_end(self) -> None:
         """Called at the end of an epoch."""
 
@@ -348,9 +433,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds")
         core = self._engine()
         if code == DEAD:
-            # Programs can reach this list and may have emptied it.
-            process = self._workers[value.worker_id] if value.worker_id < len(self._workers) else None
-            self._last = deaths.error_of(value, process)
+            self._last = vacancies.error_of(self, value)
             core.close()
             raise self._last()
         if code == NO_PIN_THREAD:

@@ -28,6 +28,9 @@ logger = logging.getLogger("rustloader")
 
 _NO_QUEUE = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
 
+_FAULT_OPTIONS = ("max_restarts", "stall_timeout", "on_error", "max_errors")
+_LOST = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
+
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
 # for the process and signals it without them.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
@@ -100,6 +103,14 @@ def fall_back(source: Any, reason: str) -> None:
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
+def tell_lost_options(source: Any, loader: Any) -> None:
+    """Warns once per loader of options about faults that torch's iterator does not have. Each other option leaves the
+    batches as they are."""
+    lost = [name for name in _FAULT_OPTIONS if options.in_force(loader, name) != options.option_of(name).default]
+    if lost and ledger.of(source).is_new(_LOST):
+        logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
+
+
 def settings_for(iterator: Any, loader: Any) -> EngineSettings:
     """The settings of an iterator's engine. An iterable dataset keeps round robin, which is logged once."""
     settings = EngineSettings.of(loader)
@@ -133,6 +144,7 @@ def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
             warn_stall=stalls.warn,
             shared_queue=settings.dispatch == "shared_queue",
             snapshots=settings.snapshots,
+            restarts=settings.max_restarts > 0,
             stall_seconds=settings.stall_timeout or 0.0,
             **options.window(settings.reorder_window),
         )

@@ -92,8 +92,11 @@ class Workers:
     """The worker processes of one engine, by worker number, and its meter."""
 
     def __init__(self, pids: list[int], meter: Meter) -> None:
-        self._processes = [(pid, started(pid)) for pid in pids]
+        # None in place of a process whose times are kept.
+        self._processes: list[tuple[int, str | None] | None] = [(pid, started(pid)) for pid in pids]
         self._meter = meter
+        # Times of the processes that others have replaced.
+        self._replaced = [NOTHING] * len(pids)
         self._ended: list[WorkTime] | None = None
 
     @property
@@ -106,16 +109,31 @@ class Workers:
         if self._ended is None and not sys.is_finalizing():
             self._ended = self.times()
 
+    def keep(self, worker_id: int) -> None:
+        """Keeps the times of a process that has ended, before its figures are gone. Does nothing the second time."""
+        figures = figures_of([self._meter]).workers
+        if worker_id < len(figures):
+            time = _time_of(self._processes[worker_id], figures[worker_id])
+            self._processes[worker_id] = None
+            self._replaced[worker_id] = _sum(self._replaced[worker_id], time)
+
+    def replace(self, worker_id: int, pid: int) -> None:
+        """Sets the process that follows the one whose times were kept."""
+        self._processes[worker_id] = pid, started(pid)
+
     def times(self) -> list[WorkTime]:
         """Returns the times by worker number."""
         if self._ended is not None:
             return self._ended
         workers = figures_of([self._meter]).workers
-        times = [of_process(pid, start) for pid, start in self._processes]
         # A forked child may have no figures.
-        found = [of_work(time, figures) for time, figures in zip(times, workers, strict=False)]
+        found = total(self._replaced, list(map(_time_of, self._processes, workers)))
         # If another thread called `end` in between, some processes were gone above.
         return found if self._ended is None else self._ended
+
+
+def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> WorkTime:
+    return NOTHING if process is None else of_work(of_process(*process), figures)
 
 
 def total(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader._core import BACK_BATCHES
+from rustloader._core import BACK_BATCHES, Death
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import fallback, settings
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
-from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots
+from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots, worker_start
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
 
@@ -43,6 +43,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         # A map-style dataset without a state needs its position alone.
         self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
+        # Counted by the loader, so that a resumed epoch has its number.
+        self._epoch = self._next_epoch = plan.epoch
         super().__init__(loader)
 
     @property
@@ -65,13 +67,34 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _make_job(self) -> Job:
         job = super()._make_job()
-        plan = self._plan
         if self._wants_snapshots:
-            job.snapshots = SnapshotPolicy(self._every, 0 if plan is None else plan.low)
+            job.snapshots = SnapshotPolicy(self._every, self.origin.low)
+        return job
+
+    def _first_job(self) -> Job:
+        job, plan = super()._first_job(), self._plan
         # None: the process of a persistent loader begins again, with an epoch from its beginning.
         if plan is not None and plan.workers and self._has_states:
             job.starts = self._starts(plan)
         return job
+
+    def _start_after(self, death: Death) -> WorkerStart | None:
+        if not self._has_states:
+            return super()._start_after(death)
+        worker, answers = death.worker_id, death.answers
+        starts = self.origin.workers
+        start = starts[worker] if starts else WorkerStart()
+        found = self._engine().snapshot(worker, answers)
+        while found is not None and found[1]:
+            # The error in place of a state. An earlier one serves as well.
+            found = self._engine().snapshot(worker, found[0] - 1) if found[0] else None
+        is_iterable = self._dataset_kind == _DatasetKind.Iterable
+        count, made = (0, start.as_snapshot(worker, is_iterable)) if found is None else (found[0], read(found[2]))
+        record = self._record(start, answers, count, made)
+        if not is_iterable:
+            # The index batches of its earlier answers are gone.
+            record["replay"] = 0
+        return worker_start(made, record)
 
     def _starts(self, plan: Plan) -> list[WorkerStart | None]:
         """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
@@ -104,6 +127,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         plan = self._next_plan()
+        self._next_epoch = plan.epoch
         self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
         super()._reset(loader, first_iter)
         self._has_begun, self._plan = True, None

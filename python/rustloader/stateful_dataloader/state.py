@@ -223,7 +223,7 @@ def _without_workers(state: Any, own: Any, loader: Any) -> Plan:
     low = _count(state, "_sampler_iter_yielded")
     yielded = _count(state, "_num_yielded")
     records = (_of(own, "workers", list, type(None)) if own else None) or [{}]
-    start = _worker_start(state, records[0])
+    start = worker_start(state, records[0])
     if kind == _DatasetKind.Iterable:
         _of(state, "fetcher_state", dict)
     if not own and kind == _DatasetKind.Iterable and not start.has_state:
@@ -257,7 +257,7 @@ def _with_workers(state: Any, own: Any, loader: Any) -> Plan:
         raise ValueError(f"the state has _num_workers={count}, but {len(records)} workers in {OWN!r}")
     starts = []
     for name, record in zip(names, records, strict=True):
-        start = _worker_start(_of(snapshots, name, dict), record)
+        start = worker_start(_of(snapshots, name, dict), record)
         _check_kind(start, loader._dataset_kind, loader)
         starts.append(start)
     last = _count(snapshot, "_last_yielded_worker_id")
@@ -295,7 +295,8 @@ def _sampler(own: Any, parts: Any) -> dict[str, Any]:
     return saved
 
 
-def _worker_start(snapshot: Any, record: Any) -> WorkerStart:
+def worker_start(snapshot: Any, record: Any) -> WorkerStart:
+    """What a worker starts from, of its snapshot and what a state says about it besides."""
     # The state that the worker itself started from, if it has delivered nothing since.
     snapshot = record.get("start") or snapshot
     _of(snapshot, "dataset_state", object)

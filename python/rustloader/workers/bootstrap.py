@@ -78,8 +78,23 @@ class Job:
     unblock: list[int] = field(default_factory=list)
     # Set if workers send snapshots of their datasets.
     snapshots: SnapshotPolicy | None = None
-    # Where each worker begins, in a resumed epoch.
+    # Where each worker begins, in a resumed epoch, or after a restart.
     starts: list[WorkerStart | None] | None = None
+    # Processes that the worker had before this one.
+    generation: int = 0
+    # Number of the first task of the epoch.
+    first_task: int = 0
+    # Answers of the worker's earlier processes in this epoch.
+    answers: int = 0
+    # What an exception of a sample does.
+    on_error: Any = "raise"
+    # Number of samples that may fail in the epoch, if it is known.
+    max_errors: int | None = None
+    # Number of the iterator's epoch that the worker starts in.
+    epoch: int = 0
+    # Task number: place in its index batch: text of the error that the sample there has instead of being made. None:
+    # workers that die are not started again.
+    poison: dict[int, dict[int, str]] | None = None
 
     def of_worker(self, worker_id: int) -> Job:
         """The job without the starts of other workers, which may be large."""

@@ -5,40 +5,59 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rustloader._core import Death
 from rustloader.config import STATUS_AFTER
 from rustloader.errors import WorkerDiedError, WorkerStalledError
 from rustloader.workers import stalls
+from rustloader.workers.memory_events import OUT_OF_MEMORY
 
 
-def error_of(death: Death, process: Any) -> Callable[[], WorkerDiedError]:
+def error_of(
+    death: Death, process: Any, restarts: int = 0, history: Sequence[str] = (), out_of_memory: bool = False
+) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a death; each call that raises it makes a new one.
 
-    ``process`` is the worker's, or None. Programs may have closed or replaced it.
+    Args:
+        death: The death.
+        process: The worker's process, or None. Programs may have closed or replaced it.
+        restarts: Number of earlier restarts of the worker.
+        history: Further notes of the error.
+        out_of_memory: Whether the worker's memory cgroup was out of memory.
     """
-    exitcode, name = death.exitcode, death.signal
-    if exitcode is None:
-        exitcode = _exitcode_of(process)
-        if exitcode is not None and exitcode < 0:
-            name = signal.strsignal(-exitcode) or f"Unknown signal {-exitcode}"
+    exitcode, name = end_of(death, process)
     if death.index is None:
         note = f"It was worker {death.worker_id}."
     else:
         note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
     kind: type[WorkerDiedError] = WorkerDiedError
     text, index = _text(death.pid, exitcode, name), death.index
+    if out_of_memory:
+        text = text.rstrip() + OUT_OF_MEMORY
     if death.stalled:
         kind, text = WorkerStalledError, stalls.text(death.worker_id, text)
 
     def make() -> WorkerDiedError:
-        error = kind(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index)
-        error.add_note(note)
+        error = kind(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index, restarts=restarts)
+        for line in (note, *history):
+            error.add_note(line)
         return error
 
     return make
+
+
+def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
+    """How a worker's process ended, as in "was killed by signal: Killed". The arguments are those of ``error_of``."""
+    if death.stalled:
+        return "was in one batch for longer than stall_timeout and was killed"
+    exitcode, name = end_of(death, process)
+    if not exitcode:
+        return "exited unexpectedly"
+    if exitcode > 0:
+        return f"exited unexpectedly with exit code {exitcode}"
+    return f"was killed by signal: {name}" + (" (its memory cgroup was out of memory)" if out_of_memory else "")
 
 
 def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
@@ -51,6 +70,16 @@ def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
         return error
 
     return make
+
+
+def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
+    """The exit code of a worker, and the name of the signal that killed it."""
+    exitcode, name = death.exitcode, death.signal
+    if exitcode is None:
+        exitcode = _exitcode_of(process)
+        if exitcode is not None and exitcode < 0:
+            name = signal.strsignal(-exitcode) or f"Unknown signal {-exitcode}"
+    return exitcode, name
 
 
 def _exitcode_of(process: Any) -> int | None:

@@ -9,16 +9,17 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import _utils
 
-from rustloader._core import DeferredSignals, Engine, begin_forks, end_forks
+from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Payload
+from rustloader.workers.memory_events import OomKills
 
 
 class WorkerGroup:
@@ -34,10 +35,37 @@ class WorkerGroup:
         self.engine = engine
         self.processes = processes
         self._on_exit = on_exit
+        # Set when the workers start.
+        self._oom_kills: OomKills | None = None
+        # The last death of each worker, by generation, and whether its memory cgroup was out of memory.
+        self._out_of_memory: dict[int, tuple[int, bool]] = {}
         _live.add(self)
 
     def start(self, context: Any, dataset: Any, job: Job) -> None:
         """Starts all workers. After an error some may run; the caller must end them."""
+        self._oom_kills = OomKills()
+        self._start(range(job.num_workers), context, dataset, job)
+
+    def replace(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
+        """Starts a process in place of a dead one, and returns its pid. After an error the worker is still vacant, or
+        its new process has been killed."""
+        self.engine.vacate(worker_id)
+        # Programs can reach this list and may have emptied it.
+        if worker_id < len(self.processes):
+            quietly(process.note_end, self.processes[worker_id], True)
+        (pid,) = self._start([worker_id], context, dataset, job)
+        return pid
+
+    def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
+        """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
+        generation, answer = self._out_of_memory.get(death.worker_id, (-1, False))
+        if generation != death.generation:
+            was_killed = exitcode == -signal.SIGKILL and not death.stalled
+            answer = was_killed and self._oom_kills is not None and self._oom_kills.grew()
+            self._out_of_memory[death.worker_id] = death.generation, answer
+        return answer
+
+    def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job) -> list[int]:
         process.start_helpers(context)
         survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
         job.sigterm_seconds = SIGTERM.get() if survives_sigterm else None
@@ -47,12 +75,11 @@ class WorkerGroup:
             job.unblock = blocked
             begin_forks()
             try:
-                for worker_id in range(job.num_workers):
-                    self._start_one(worker_id, context, dataset, job)
+                return [self._start_one(worker_id, context, dataset, job) for worker_id in worker_ids]
             finally:
                 end_forks()
 
-    def _start_one(self, worker_id: int, context: Any, dataset: Any, job: Job) -> None:
+    def _start_one(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
         payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id)
         worker = context.Process(target=main.run, args=(payload,))
         worker.daemon = True
@@ -61,8 +88,10 @@ class WorkerGroup:
                 process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
             finally:
                 payload.close()
-            self.processes.append(worker)
+            self.processes[worker_id : worker_id + 1] = [worker]
             self.engine.started(worker_id, worker.pid)
+            pid: int = worker.pid
+            return pid
         except BaseException as error:
             # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
             clean_up_after(error, lambda: process.kill(worker))

@@ -18,9 +18,11 @@ import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
-from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
+from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped, seed_words
 from rustloader.fetch import tables, torchs
-from rustloader.fetch.seeds import Apart, Seeds
+from rustloader.fetch.failures import EmptyBatch, Failure
+from rustloader.fetch.guard import Guard
+from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
 from rustloader.workers import resuming, serialize
@@ -48,6 +50,20 @@ def run(payload: Payload) -> None:
         context.restore()
 
 
+def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
+    """The seed of torch and Python, and NumPy's.
+
+    They are those of torch's worker, for a process that makes its batches from the first one on. After a restart that
+    is an iterable dataset without a state. Other replacements get other seeds, because they make other batches, unless
+    each batch or sample has its own seed.
+    """
+    from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
+    if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
+        return job.base_seed + worker_id, _utils.worker._generate_state(job.base_seed, worker_id)
+    first, second, *_ = seed_words(job.base_seed & MAX_SEED, 0, 0, worker_id, job.generation)
+    return first & MAX_SEED, _utils.worker._generate_state(second & MAX_SEED, worker_id)
+
+
 class _Worker:
     """The loop of one worker and its state."""
 
@@ -69,6 +85,8 @@ class _Worker:
         self.seeds: Seeds | None = None
         # Makes the samples of a batch at the same time, if an option asks for it.
         self.pool: Pool | None = None
+        # Decides about samples that fail, if an option asks for it.
+        self.guard: Guard | None = None
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
@@ -79,13 +97,13 @@ class _Worker:
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
-        seed = job.base_seed + worker_id
+        start = job.take_start(worker_id)
+        seed, numpys = _seeds_of(job, worker_id, start)
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(_utils.worker._generate_state(job.base_seed, worker_id))
+        np.random.seed(numpys)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
-        start = job.take_start(worker_id)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)
@@ -94,15 +112,36 @@ class _Worker:
             self.init_failed = True
         else:
             if job.seeding is not None:
-                self.seeds = Seeds(job.seeding, worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0)
+                number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
+                self.seeds = Seeds(job.seeding, number, job.first_task)
+            if job.on_error != "raise" and torchs.is_own(job.dataset_kind):
+                self.guard = self.make_guard(worker_id)
             self.make_fetcher(start)
         policy = job.snapshots
         if policy is not None:
             snapshots = Snapshots(policy, job.num_workers, job.dataset_kind, worker_id, self.seeds)
-            self.publisher = Publisher(port, snapshots, policy.first_ordinal, self.where)
+            offset = policy.first_ordinal - job.first_task
+            self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
+
+    def make_guard(self, worker_id: int) -> Guard:
+        """What decides about the samples that fail."""
+        job, seeding = self.job, self.job.seeding
+        base_seed, epoch = (job.base_seed, job.epoch) if seeding is None else (seeding.base_seed, seeding.epoch)
+        return Guard(
+            job.on_error,
+            self.dataset,
+            base_seed=base_seed,
+            epoch=epoch,
+            worker_id=worker_id,
+            limit=job.max_errors,
+            poison=job.poison,
+            check=self.check_stop,
+            # Threads make samples of several places at the same time.
+            at_sample=None if job.poison is None or job.threads > 1 else self.port.at_sample,
+        )
 
     def make_fetcher(self, start: WorkerStart | None = None, told: Any = None) -> None:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
@@ -132,22 +171,26 @@ class _Worker:
                 resuming.load_counters(self.seeds, start)
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             self.source = self.dataset
+            has_threads = False
             if self.seeds is None and job.threads == 1:
                 tables.use(self.fetcher, job.collate_fn, self.port.gather)
             elif is_torchs_own and job.dataset_kind == _DatasetKind.Map:
                 self.fetcher.dataset = self.source = torchs.by_sample(self.dataset)
-                if job.threads > 1 and not getattr(self.source, "__getitems__", None):
-                    self.use_threads()
+                has_threads = job.threads > 1 and not getattr(self.source, "__getitems__", None)
+            if self.guard is not None:
+                self.source = self.guard.attach(self.fetcher, job.dataset_kind, self.threaded if has_threads else None)
+            elif has_threads:
+                self.fetcher.dataset = self.threaded(self.source)
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
 
-    def use_threads(self) -> None:
-        """Lets threads make the samples, by way of ``__getitems__``, which torch's fetcher prefers."""
+    def threaded(self, source: Any) -> ThreadedDataset:
+        """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
         if self.pool is None:
             self.pool = Pool(self.job.threads, self.check_stop)
         before = None if self.seeds is None else self.seeds.mark_sample
-        self.fetcher.dataset = ThreadedDataset(self.source, self.pool, before)
+        return ThreadedDataset(source, self.pool, before)
 
     def check_stop(self) -> None:
         """Raises WorkerStopped when the loader shuts down."""
@@ -178,8 +221,13 @@ class _Worker:
                 if self.replay:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
+                if self.guard is not None:
+                    data = self.guard.reported(data)
             except Exception as error:
-                if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
+                failures = None if self.guard is None else self.guard.why_empty(error, self.job.dataset_kind)
+                if failures is not None:
+                    self.send_empty(task, failures)
+                elif isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
                     if self.publisher is not None:
                         self.publisher.at_end(self.fetcher, self.dataset)
@@ -201,6 +249,8 @@ class _Worker:
         self.replay = 0
         if self.seeds is not None:
             self.seeds.begin_epoch(message["epoch"], first_task)
+        if self.guard is not None:
+            self.guard.epoch = message["epoch"]
         if not self.init_failed:
             self.make_fetcher(told=message.get("set_epoch"))
         if self.publisher is not None:
@@ -237,6 +287,8 @@ class _Worker:
         """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch
         between two samples, and each sample can have its own seed."""
         job, apart = self.job, Apart.ONE
+        if self.guard is not None:
+            self.guard.begin(task)
         if type(self.fetcher).fetch is not self.torchs_fetch:
             apart = Apart.NO
         elif job.auto_collation:
@@ -261,6 +313,12 @@ class _Worker:
             # Tensors share memory at offsets that views cannot express.
             if not self.port.send_pickle(task, *serialize.dumps(data, views=False)):
                 raise RuntimeError("a batch whose storages cannot be sent")
+
+    def send_empty(self, task: int, failures: list[Failure]) -> None:
+        """Answers a task whose samples have all failed. As an error, the answer counts and is no batch."""
+        if self.publisher is not None:
+            self.publisher.after(task, self.fetcher, self.dataset)
+        self.port.send_error(task, serialize.dumps_alone(EmptyBatch(failures)))
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
         """Answers a task with an error."""

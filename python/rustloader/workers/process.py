@@ -42,11 +42,17 @@ def process_class(context: Any) -> Any:
     return kind
 
 
+def start_method(context: Any) -> str:
+    """How a context starts processes: "fork", "forkserver" or "spawn"."""
+    # Contexts need not know their method. The class does, as for multiprocessing itself.
+    method: str = process_class(context)._start_method or multiprocessing.get_start_method()
+    return method
+
+
 def start_helpers(context: Any) -> None:
     """Starts multiprocessing's helper processes, which outlive the loader, before SIGINT is blocked: every process that
     the program starts later inherits their signal mask."""
-    # Contexts need not know their method. The class does, as for multiprocessing itself.
-    method = process_class(context)._start_method or multiprocessing.get_start_method()
+    method = start_method(context)
     if method == "forkserver":
         forkserver.ensure_running()
     elif method == "spawn":
@@ -64,6 +70,11 @@ def start(process: Any, worker: str) -> None:
         if error.errno in _REFUSED_STARTS:
             error.strerror = f"{error.strerror}: {worker} cannot be started; {_REFUSED_STARTS[error.errno]}"
         raise
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether the system refuses to start another process, for now."""
+    return error.errno in _REFUSED_STARTS
 
 
 def kill(process: Any) -> None:

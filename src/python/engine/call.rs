@@ -35,23 +35,32 @@ pub(super) struct Call<'a, 'py> {
 
 impl<'py> Call<'_, 'py> {
     pub(super) fn begin(&mut self, is_first: bool, message: &[u8], first_worker: u32) -> PyResult<()> {
-        self.state.engine.delivery().on_event(Event::EpochBegan);
-        self.state.engine.epoch_begins();
+        let goes_on = self.state.begun.take().is_some_and(|begun| begun == message);
+        if !goes_on {
+            self.state.engine.delivery().on_event(Event::EpochBegan);
+            self.state.engine.epoch_begins();
+        }
         if self.engine.handle.closing() {
             return Err(closed(self.py, &self.engine.handle));
         }
         if !is_first {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
             if let Some(death) = self.state.engine.death() {
-                return self.give_death(death);
+                return self.give_death(code::DEAD, death);
             }
-            self.state.engine.reset(message)?;
+            if !goes_on {
+                self.state.engine.reset(message)?;
+            }
             while self.state.engine.resuming() {
                 match self.state.engine.step()? {
                     // The last worker has resumed, and the new epoch has no task yet.
                     Step::Submit | Step::End => {}
                     Step::Deliver { .. } => {
                         return Err(Error::usage("a batch arrived before the workers had resumed").into());
+                    }
+                    Step::Vacant(death) => {
+                        self.state.begun = Some(message.to_vec());
+                        return self.give_death(code::VACANT, death);
                     }
                     step => {
                         if self.carry_out(step)?.is_break() {
@@ -108,6 +117,7 @@ impl<'py> Call<'_, 'py> {
     fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, Py<PyBaseException>>) -> PyResult<ControlFlow<()>> {
         let answered = match step {
             Step::Submit => return self.refill().map(ControlFlow::Continue),
+            Step::Resend => return self.resend().map(ControlFlow::Continue),
             Step::Open { incoming, ready } => return self.open(&incoming, ready).map(ControlFlow::Continue),
             Step::Wait(deadline) => return self.wait(deadline).map(ControlFlow::Continue),
             Step::Deliver { tag, incoming, ready } => {
@@ -120,7 +130,8 @@ impl<'py> Call<'_, 'py> {
             }
             Step::Unread(ready) => self.read_ready(ready),
             Step::Raise(error) => Err(PyErr::from_value(error.into_bound(self.py).into_any())),
-            Step::Dead(death) => self.give_death(death),
+            Step::Vacant(death) => self.give_death(code::VACANT, death),
+            Step::Dead(death) => self.give_death(code::DEAD, death),
             Step::End => {
                 self.state.engine.epoch_ends();
                 self.give(code::END, self.py.None())
@@ -132,8 +143,8 @@ impl<'py> Call<'_, 'py> {
         answered.map(ControlFlow::Break)
     }
 
-    fn give_death(&self, death: Death) -> PyResult<()> {
-        self.give(code::DEAD, PyDeath::new(self.py, &self.state.engine.report(death)))
+    fn give_death(&self, code: u8, death: Death) -> PyResult<()> {
+        self.give(code, PyDeath::new(self.py, &self.state.engine.report(death)))
     }
 
     /// Counts a result that is delivered now.

@@ -89,7 +89,7 @@ impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
-        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false,
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false, restarts = false,
         stall_seconds = 0.0))]
     fn new(
         py: Python<'_>,
@@ -107,20 +107,22 @@ impl PyEngine {
         window_batches: Option<usize>,
         window_bytes: Option<u64>,
         snapshots: bool,
+        restarts: bool,
         stall_seconds: f64,
     ) -> PyResult<Self> {
         let torch = Settings::torch(workers, prefetch_factor, in_order);
         let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
         let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
         let window = window.or(window_batches.map(Window::of_batches));
-        let settings = Settings { persistent, timeout: seconds(timeout), dispatch, window, ..torch };
+        let timeout = seconds(timeout);
+        let settings = Settings { persistent, timeout, dispatch, window, restarts, ..torch };
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
         engine.kill_stalls(seconds(stall_seconds));
         Ok(Self {
             handle: engine.handle().clone(),
-            state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new() }),
+            state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
@@ -140,6 +142,18 @@ impl PyEngine {
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
         Ok(self.enter(py)?.state().engine.started(worker, pid)?)
+    }
+
+    fn vacate(&self, py: Python<'_>, worker: u32) -> PyResult<()> {
+        Ok(self.enter(py)?.state().engine.vacate(worker)?)
+    }
+
+    fn postpone(&self, py: Python<'_>, worker: u32, seconds: f64) -> PyResult<()> {
+        Ok(self.enter(py)?.state().engine.postpone(worker, limit(seconds))?)
+    }
+
+    fn give_up(&self, py: Python<'_>, worker: u32) -> PyResult<()> {
+        Ok(self.enter(py)?.state().engine.give_up(worker)?)
     }
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each

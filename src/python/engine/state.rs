@@ -18,6 +18,8 @@ pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
+    /// The message of a `begin` that a vacancy has cut off: the workers have got it.
+    pub(super) begun: Option<Vec<u8>>,
 }
 
 /// Exclusive access to the state, released on drop.

@@ -46,28 +46,43 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
+    /// Encodes an index batch into the payload buffer, or else returns a pickle.
+    #[inline]
+    fn encode(&mut self, index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        self.state.payload.clear();
+        if codec::encode_indices(index, &mut self.state.payload) {
+            return Ok(None);
+        }
+        let dump_index = self.engine.callbacks.dump_index.bind(self.py);
+        Ok(Some(call(dump_index, (index,).into_pyobject(self.py)?)?.cast_into::<PyBytes>()?))
+    }
+
+    /// Sends a task again, to the process that replaces its worker. After an error the next call tries again.
+    pub(super) fn resend(&mut self) -> PyResult<()> {
+        let py = self.py;
+        py.check_signals()?;
+        let Some(index) = self.state.engine.unsent().map(|index| index.clone_ref(py)) else { return Ok(()) };
+        let pickle = self.encode(index.bind(py))?;
+        let State { engine, payload, .. } = &mut *self.state;
+        let (kind, bytes) = encoded(&pickle, payload);
+        settle(|| engine.resend(kind, bytes), |time| py.detach(|| std::thread::sleep(time)))?;
+        codec::shrink(payload);
+        Ok(())
+    }
+
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
     #[inline]
     fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let py = self.py;
-        self.state.payload.clear();
-        let plain = codec::encode_indices(&index, &mut self.state.payload);
-        let pickle = if plain {
-            None
-        } else {
-            match call(self.engine.callbacks.dump_index.bind(py), (&index,).into_pyobject(py)?) {
-                Err(error) if self.is_interrupt(&error).unwrap_or(true) => {
-                    self.state.engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
-                    return Err(error);
-                }
-                pickle => Some(pickle?.cast_into::<PyBytes>()?),
+        let pickle = match self.encode(&index) {
+            Err(error) if self.is_interrupt(&error).unwrap_or(true) => {
+                self.state.engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
+                return Err(error);
             }
+            pickle => pickle?,
         };
         let State { engine, payload, .. } = &mut *self.state;
-        let (kind, bytes) = match &pickle {
-            None => (TaskKind::Plain, &payload[..]),
-            Some(pickle) => (TaskKind::Pickle, pickle.as_bytes()),
-        };
+        let (kind, bytes) = encoded(&pickle, payload);
         let pause = |time| py.detach(|| std::thread::sleep(time));
         let sent = settle(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
         if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
@@ -76,5 +91,14 @@ impl<'py> Call<'_, 'py> {
         codec::shrink(payload);
         sent?;
         Ok(())
+    }
+}
+
+/// The kind and the bytes of an encoded index batch.
+#[inline]
+fn encoded<'a>(pickle: &'a Option<Bound<'_, PyBytes>>, payload: &'a [u8]) -> (TaskKind, &'a [u8]) {
+    match pickle {
+        None => (TaskKind::Plain, payload),
+        Some(pickle) => (TaskKind::Pickle, pickle.as_bytes()),
     }
 }

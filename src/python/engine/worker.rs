@@ -15,7 +15,12 @@ pub struct PyDeath {
     exitcode: Option<i32>,
     signal: Option<String>,
     index: Option<Py<PyAny>>,
+    task: Option<u64>,
+    answers: u64,
+    place: Option<u64>,
+    generation: u32,
     stalled: bool,
+    first_task: u64,
 }
 
 impl PyDeath {
@@ -25,9 +30,23 @@ impl PyDeath {
             Some(ExitStatus::Code(code)) => (Some(code), None),
             Some(ExitStatus::Signal(signal)) => (Some(-signal), Some(signal_name(signal))),
         };
-        let DeathReport { worker: worker_id, pid, stalled, .. } = *death;
+        let DeathReport {
+            worker: worker_id, pid, task, answers, place, generation, stalled, first_task, ..
+        } = *death;
         let index = death.index.map(|index| index.clone_ref(py));
-        Self { worker_id, pid, exitcode, signal, index, stalled }
+        Self {
+            worker_id,
+            pid,
+            exitcode,
+            signal,
+            index,
+            task,
+            answers,
+            place,
+            generation,
+            stalled,
+            first_task,
+        }
     }
 }
 

@@ -39,7 +39,7 @@ fn queue(task: u64) -> std::result::Result<(TaskId, Placement), u64> {
 const QUEUE: Dispatch = Dispatch::SharedQueue;
 
 fn died_at(machine: &mut Machine, worker: u32, task: u64) {
-    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker), held: Some(TaskId(task)) });
+    at(machine, 0, Event::WorkerDied { worker: WorkerId(worker), held: vec![TaskId(task)] });
 }
 
 #[test]
@@ -232,10 +232,10 @@ fn with_the_last_worker_all_tasks_of_the_shared_queue_are_lost() {
         died(&mut machine, worker);
     }
     assert_eq!(machine.next(true), dead(1, None));
-    let held = Event::WorkerDied { worker: WorkerId(0), held: Some(TaskId(9)) };
+    let held = Event::WorkerDied { worker: WorkerId(0), held: vec![TaskId(9)] };
     assert!(machine.on_event(Duration::ZERO, held).is_ok(), "it has died already");
     let mut machine = windowed(QUEUE, true, None);
-    let held = Event::WorkerDied { worker: WorkerId(0), held: Some(TaskId(9)) };
+    let held = Event::WorkerDied { worker: WorkerId(0), held: vec![TaskId(9)] };
     assert!(matches!(machine.on_event(Duration::ZERO, held), Err(Error::Corrupt { .. })));
 }
 

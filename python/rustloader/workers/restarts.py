@@ -1,0 +1,173 @@
+"""Decides what follows a worker's death under ``max_restarts``: a restart, a restart later, or the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from typing import Any
+
+import torch
+
+from rustloader._core import Death
+from rustloader.config import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
+from rustloader.workers import stalls
+
+logger = logging.getLogger("rustloader")
+
+FORK_WARNING = (
+    "a DataLoader starts a dead worker again by a fork, while the main process %s. The new worker may hang or crash: "
+    'set multiprocessing_context="forkserver" to start workers from a clean process'
+)
+
+
+class Restarts:
+    """Counts the deaths of an iterator's workers in an epoch, and decides about each.
+
+    Args:
+        limit: Deaths that an epoch survives: ``max_restarts``.
+        passes_over: Whether a sample that workers have died at can be passed over: ``on_error`` is set, and the dataset
+            is map-style.
+
+    Attributes:
+        lock: Held while a death is decided and its worker started again.
+        survived: Deaths in this epoch that were no final ones, and restarts that the system refused.
+        history: The last deaths of this epoch, and refused restarts, a line each.
+        poison: For each worker the samples to pass over, by task and place, with the reason.
+    """
+
+    def __init__(self, limit: int, passes_over: bool = False) -> None:
+        self.limit, self._passes_over = limit, passes_over
+        # A signal handler may call `next` while its thread holds the lock.
+        self.lock = threading.RLock()
+        # The last death of each worker that was counted, by generation, and whether it is final.
+        self._counted: dict[int, tuple[int, bool]] = {}
+        # The last generation of each worker whose death needs nothing any more.
+        self._settled: dict[int, int] = {}
+        self._restarts: Counter[int] = Counter()
+        # The last death of each worker, in a line.
+        self._lines: dict[int, str] = {}
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Forgets the deaths of the last epoch."""
+        self.survived = 0
+        self.history: deque[str] = deque(maxlen=DEATHS_SHOWN)
+        self.poison: dict[int, dict[int, dict[int, str]]] = {}
+        # Deaths of each worker without an answer in between, after its first one, and its answers at the last one.
+        self._in_a_row: dict[int, tuple[int, int]] = {}
+        # Deaths at each sample: task, and place in its index batch if known.
+        self._at: Counter[tuple[int, int | None]] = Counter()
+        # Workers whose last death is final because of their batch.
+        self._poisoned: set[int] = set()
+
+    def restarts_of(self, worker_id: int) -> int:
+        """Number of restarts of a worker, in all epochs."""
+        return self._restarts[worker_id]
+
+    def is_counted(self, death: Death) -> bool:
+        """Whether ``on_death`` has counted this death."""
+        return self._counted.get(death.worker_id, (-1, False))[0] >= death.generation
+
+    def on_death(
+        self, death: Death, cause: str = "exited unexpectedly", under_way: bool = True, out_of_memory: bool = False
+    ) -> float | None:
+        """Counts a death and decides what follows. A death that comes again is not counted again.
+
+        Args:
+            death: The death.
+            cause: How the process ended, as in "was killed by signal: Killed".
+            under_way: Whether the worker had begun the task that the death names.
+            out_of_memory: Whether its memory cgroup was out of memory.
+
+        Returns:
+            Seconds until the worker is to be started again; None if the death is final.
+        """
+        if self.is_counted(death):
+            return None if self._counted[death.worker_id][1] else 0.0
+        self._lines[death.worker_id] = line = described(death, cause)
+        self.history.append(line)
+        if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
+            return self._decided(death, None)
+        answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
+        # A worker that was killed for want of memory leaves the others time to release some.
+        again = again + 1 if death.answers == answers else int(out_of_memory)
+        return self._decided(death, self._next_start(death, again))
+
+    def on_failed_start(self, death: Death, error: OSError) -> float | None:
+        """Counts a restart that the system refused, and decides what follows, as ``on_death`` does."""
+        self.history.append(f"worker {death.worker_id} could not be started: {error}")
+        _, again = self._in_a_row.get(death.worker_id, (0, 0))
+        return self._decided(death, self._next_start(death, again + 1))
+
+    def on_restart(self, death: Death) -> None:
+        """Counts a restart after a death."""
+        self._restarts[death.worker_id] += 1
+        self.settle(death)
+
+    def settle(self, death: Death) -> None:
+        """Notes that a worker was started again, or that its death is final."""
+        self._settled[death.worker_id] = death.generation
+
+    def is_settled(self, death: Death) -> bool:
+        """Whether ``settle`` was called for this death."""
+        return self._settled.get(death.worker_id, -1) >= death.generation
+
+    def line_of(self, worker_id: int) -> str:
+        """The last death of a worker, in a line."""
+        return self._lines[worker_id]
+
+    def notes(self, worker_id: int) -> list[str]:
+        """What the error of a worker's final death says about other deaths."""
+        found = []
+        others = [line for line in self.history if line != self._lines.get(worker_id)]
+        if others:
+            lines = "".join(f"\n  {line}" for line in others)
+            found.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
+        if worker_id in self._poisoned:
+            found.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
+        return found
+
+    def _decided(self, death: Death, seconds: float | None) -> float | None:
+        self._counted[death.worker_id] = death.generation, seconds is None
+        return seconds
+
+    def _next_start(self, death: Death, again: int) -> float | None:
+        self._in_a_row[death.worker_id] = death.answers, again
+        if self.survived >= self.limit:
+            return None
+        self.survived += 1
+        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), BACK_OFF_MOST) if again else 0.0
+
+    def _survives_at(self, death: Death, task: int, cause: str) -> bool:
+        """Counts a death at a sample. Returns whether the worker may go on, without that sample if need be."""
+        at = task, death.place
+        self._at[at] += 1
+        if self._at[at] < POISON_AFTER:
+            return True
+        if death.place is None or not self._passes_over:
+            self._poisoned.add(death.worker_id)
+            return False
+        places = self.poison.setdefault(death.worker_id, {}).setdefault(death.first_task + task, {})
+        places[death.place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"
+        return True
+
+
+def described(death: Death, cause: str) -> str:
+    """A death in one line."""
+    text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
+    if death.task is not None:
+        text += f", at batch {death.task} of index {stalls.index_text(death.index)}"
+    return text
+
+
+def hazard_of_fork() -> str | None:
+    """What makes a fork of this process unsafe, or None."""
+    for name in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
+        is_initialized: Any = getattr(getattr(torch, name, None), "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            return f"has initialized {name.upper()}"
+    others = threading.active_count() - 1
+    if others > 0:
+        return f"runs {others} other thread{'s' * (others > 1)}"
+    return None

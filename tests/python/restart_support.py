@@ -1,0 +1,127 @@
+"""Datasets whose workers die at given samples, a given number of times; runs with and without their deaths."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import torch
+from sample_data import as_list, worker_id
+from support import DataLoader
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Deaths:
+    """Kills this process at samples: `fatal` has how often, by sample. Files in a folder count."""
+
+    def __init__(self, folder=None, fatal=(), how=signal.SIGKILL):
+        self.folder, self.fatal, self.how = str(folder), dict(fatal), how
+
+    def pass_by(self, sample):
+        for time_of_death in range(self.fatal.get(sample, 0)):
+            try:
+                os.close(os.open(f"{self.folder}/{sample}-{time_of_death}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            if isinstance(self.how, signal.Signals):
+                os.kill(os.getpid(), self.how)
+                time.sleep(60)
+            os._exit(self.how)
+
+    def count(self):
+        """Deaths so far."""
+        return len(os.listdir(self.folder))
+
+
+NO_DEATHS = Deaths()
+
+
+def drawn():
+    """A number of each generator."""
+    return torch.randint(1 << 40, ()).item(), random.getrandbits(40), int(np.random.randint(1 << 30))
+
+
+class Mortal(Dataset):
+    """Sample i is (i, numbers drawn at random), or a tensor in which both are."""
+
+    def __init__(self, n, deaths=NO_DEATHS, size=0):
+        self.n, self.deaths, self.size = n, deaths, size
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.deaths.pass_by(i)
+        if self.size:
+            return torch.rand(self.size) + i
+        return i, *drawn()
+
+
+class MortalStream(IterableDataset):
+    """Worker w yields lengths[w] samples (w, i, numbers drawn at random), and dies at (w, i)."""
+
+    def __init__(self, lengths, deaths=NO_DEATHS):
+        self.lengths, self.deaths = lengths, deaths
+
+    def __iter__(self):
+        w = worker_id()
+        for i in range(self.lengths[w]):
+            self.deaths.pass_by((w, i))
+            yield w, i, *drawn()
+
+
+class StatefulStream(IterableDataset):
+    """The same, with a state. `began` counts what is made, also again, in a file for each worker."""
+
+    def __init__(self, lengths, deaths=NO_DEATHS):
+        self.lengths, self.deaths = lengths, deaths
+
+    def __iter__(self):
+        return Stream(self)
+
+
+class Stream:
+    def __init__(self, dataset):
+        self.dataset, self.worker, self.place = dataset, worker_id(), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        i = self.place
+        if i >= self.dataset.lengths[self.worker]:
+            raise StopIteration
+        self.dataset.deaths.pass_by((self.worker, i))
+        self.place += 1
+        return self.worker, i, *drawn()
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def loader_of(dataset, cls=DataLoader, **kw):
+    options = {"num_workers": 2, "batch_size": 2, "collate_fn": as_list, "max_restarts": 20, "seed_by": "sample"}
+    return cls(dataset, **options | kw)
+
+
+def epochs(loader, count=1, seed=3):
+    """The batches of some epochs, in order."""
+    torch.manual_seed(seed)
+    return [list(loader) for _ in range(count)]
+
+
+def as_sets(found):
+    """The epochs without the order of their batches."""
+    return [sorted(epoch, key=repr) for epoch in found]
+
+
+def kill(*pids):
+    """Kills processes. Some may have ended, and been waited for."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

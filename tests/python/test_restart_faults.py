@@ -1,0 +1,401 @@
+"""What a program sees of restarts: limits, errors, the log, starts that fail, interrupts, ends."""
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from restart_support import Deaths, Mortal, epochs, kill, loader_of
+from sample_data import Slow
+from support import (
+    STARTED,
+    TORCH_MODE,
+    DataLoader,
+    children,
+    in_thread,
+    open_files,
+    state_of,
+    values,
+    within,
+    worker_pids,
+)
+
+if not TORCH_MODE:
+    import rustloader
+    from rustloader import LoaderTimeoutError, WorkerDiedError
+    from rustloader.iterator import vacancies
+    from rustloader.limited_log import LimitedLog
+    from rustloader.workers import process, restarts
+
+pytestmark = [pytest.mark.ours, pytest.mark.warns]
+
+N = 24
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """The lines of the log, of which none is left out."""
+    monkeypatch.setattr(vacancies, "_log", LimitedLog(vacancies.logger))
+    caplog.set_level(logging.INFO, "rustloader")
+    return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+# Limits
+
+
+def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
+    deaths = Deaths(tmp_path, {2: 1, 6: 1, 11: 1})
+    iterator = iter(loader_of(Mortal(N, deaths), max_restarts=2))
+    first_pids = worker_pids(iterator)
+    found = []
+    with pytest.raises(WorkerDiedError) as caught:
+        found.extend(iter(iterator.__next__, None))
+    assert [[sample[0] for sample in batch] for batch in found] == [[2 * n, 2 * n + 1] for n in range(5)]
+    error, pids = caught.value, worker_pids(iterator)
+    assert str(error) == f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
+    assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (1, pids[1], -9, [10, 11], 2)
+    history = error.__notes__[1].splitlines()
+    assert error.__notes__[0] == "Worker 1 was to fetch the batch of index [10, 11]."
+    assert history[0] == "Other deaths of workers in this epoch, with max_restarts=2:"
+    assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]"
+    assert history[2].endswith("was killed by signal: Killed, at batch 3 of index [6, 7]")
+    assert len(history) == 3 and len(error.__notes__) == 2
+    with pytest.raises(WorkerDiedError) as again:
+        next(iterator)
+    assert str(again.value) == str(error) and again.value.__notes__ == error.__notes__
+
+
+def test_each_epoch_has_its_own_limit(tmp_path):
+    class Dataset(Mortal):
+        def __getitem__(self, i):
+            return super().__getitem__(i)
+
+    loader = loader_of(Mortal(N), max_restarts=1, persistent_workers=True)
+    for _ in range(3):
+        iterator = iter(loader)
+        next(iterator)
+        kill(worker_pids(iterator)[0])
+        assert len(list(iterator)) == N // 2 - 1
+    iterator = iter(loader)
+    kill(worker_pids(iterator)[0])
+    next(iterator)
+    with pytest.raises(WorkerDiedError):
+        for _ in range(N):
+            kill(worker_pids(iterator)[1])
+            next(iterator)
+    assert len(list(loader)) == N // 2, "the loader begins anew"
+
+
+def test_a_batch_that_kills_each_worker_ends_the_epoch(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 100})), max_restarts=100))
+    next(iterator)
+    with within(30), pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    assert len(os.listdir(tmp_path)) == 3 and caught.value.restarts == 2
+    assert caught.value.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+
+
+def test_without_the_option_a_death_is_final_at_once(tmp_path):
+    deaths = Deaths(tmp_path, {3: 1})
+    iterator = iter(loader_of(Mortal(N, deaths), max_restarts=0))
+    next(iterator)
+    with pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    assert caught.value.__notes__ == ["Worker 1 was to fetch the batch of index [2, 3]."]
+    assert caught.value.restarts == 0 and deaths.count() == 1
+
+
+def test_install_sets_the_option(tmp_path):
+    deaths = Deaths(tmp_path, {3: 1})
+    with rustloader.installed(max_restarts=1):
+        loader = torch.utils.data.DataLoader(Mortal(N, deaths), num_workers=2, batch_size=None)
+        assert [sample[0] for sample in loader] == list(range(N))
+
+
+# What a program sees
+
+
+def test_the_list_of_workers_stays_the_same_object(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
+    workers, before = iterator._workers, worker_pids(iterator)
+    assert len(list(iterator)) == N // 2
+    assert iterator._workers is workers and len(workers) == 2
+    assert workers[0].pid == before[0] and workers[1].pid != before[1]
+    assert state_of(before[1]) == "X", "the dead process was not waited for"
+
+
+def test_a_program_may_empty_the_list_of_workers(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
+    workers = [*iterator._workers]
+    iterator._workers.clear()
+    assert len(list(iterator)) == N // 2
+    for worker in workers:
+        worker.join()
+
+
+def test_many_restarts_leave_nothing_behind():
+    iterator = iter(loader_of(Mortal(200), max_restarts=1000))
+    next(iterator)
+    kill(worker_pids(iterator)[0])
+    next(iterator)
+    files, processes = len(open_files()), len(children())
+    for _ in range(60):
+        kill(worker_pids(iterator)[0])
+        next(iterator)
+    assert len(open_files()) <= files + 2 and len(children()) == processes
+
+
+def test_each_restart_is_a_line_in_the_log(tmp_path, lines):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 10: 1})), max_restarts=7))
+    before = worker_pids(iterator)
+    list(iterator)
+    first, second = lines("was started again")
+    assert first.startswith(
+        f"DataLoader worker 1 (pid {before[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]. "
+    )
+    assert first.endswith(": 1 of max_restarts=7 in this epoch") and second.endswith(
+        f"as pid {worker_pids(iterator)[1]}: 2 of max_restarts=7 in this epoch"
+    )
+
+
+def test_worker_init_fn_runs_again(tmp_path):
+    def init(worker):
+        with open(tmp_path / f"init-{worker}", "a") as file:
+            file.write(".")
+
+    (tmp_path / "deaths").mkdir()
+    list(loader_of(Mortal(N, Deaths(tmp_path / "deaths", {3: 1})), worker_init_fn=init))
+    assert [(tmp_path / f"init-{worker}").read_text() for worker in (0, 1)] == [".", ".."]
+
+
+def test_an_error_of_worker_init_fn_in_the_replacement_comes_in_place_of_each_batch(tmp_path):
+    def init(worker):
+        if os.listdir(tmp_path):
+            raise KeyError("not twice")
+
+    iterator = iter(loader_of(Mortal(8, Deaths(tmp_path, {2: 1})), worker_init_fn=init))
+    assert [sample[0] for sample in next(iterator)] == [0, 1]
+    with pytest.raises(KeyError, match="not twice"):
+        next(iterator)
+    assert [sample[0] for sample in next(iterator)] == [4, 5]
+    with pytest.raises(KeyError, match="not twice"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_seeds_of_workers_go_on_with_new_streams(tmp_path, lines):
+    kw = {"seed_by": "worker"}
+    found = epochs(loader_of(Mortal(N, Deaths(tmp_path, {6: 1, 10: 1})), **kw))
+    expected = epochs(loader_of(Mortal(N), **kw))
+    same_batches = [a == b for a, b in zip(found[0], expected[0], strict=True)]
+    assert same_batches == [n % 2 == 0 or n < 3 for n in range(N // 2)]
+    numbers = [number for batch in found[0] for sample in batch for number in sample[1:]]
+    assert len(set(numbers)) == len(numbers)
+    assert [[sample[0] for sample in batch] for batch in found[0]] == [
+        [sample[0] for sample in batch] for batch in expected[0]
+    ]
+    assert len(lines("goes on with other random numbers")) == 1
+    (tmp_path / "again").mkdir()
+    again = epochs(loader_of(Mortal(N, Deaths(tmp_path / "again", {6: 1, 10: 1})), **kw))
+    assert again == found, "the new streams come from the base seed"
+
+
+def test_timeouts_go_on(tmp_path):
+    deaths = Deaths(tmp_path, {3: 1})
+    assert len(list(loader_of(Mortal(N, deaths), timeout=100))) == N // 2
+    iterator = iter(loader_of(Slow(4, {1: 3.0}), timeout=0.5, batch_size=None, collate_fn=None))
+    assert next(iterator) == 0
+    kill(worker_pids(iterator)[1])
+    with pytest.raises(LoaderTimeoutError):
+        next(iterator)
+    with contextlib.suppress(LoaderTimeoutError):
+        assert next(iterator) == 1
+
+
+def test_processor_times_go_on(tmp_path):
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 12: 1})))
+    iterator = iter(loader)
+    list(iterator)
+    times = rustloader.iterator.core.ledger.of(iterator).processor_times()
+    assert len(times) == 2 and all(time.cpu is not None and time.cpu >= 0 for time in times)
+
+
+# Starts that fail
+
+
+def refusing(times, error):
+    """Lets the next starts of processes fail."""
+    real, left = process.start, [times]
+
+    def start(worker, name):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        real(worker, name)
+
+    return mock.patch.object(process, "start", start)
+
+
+def test_a_refused_start_is_tried_again(tmp_path, lines):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
+    with refusing(2, OSError(errno.EAGAIN, "none left")):
+        found = list(iterator)
+    assert len(found) == N // 2 and len(lines("was started again")) == 1
+
+
+def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
+    next(iterator)
+    with refusing(100, OSError(errno.ENOMEM, "no memory")), pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    assert caught.value.index == [2, 3]
+    assert "worker 1 could not be started: [Errno 12] no memory" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
+    """Ctrl-C, and what a handler of another signal raises."""
+    kw = {"max_restarts": 4}
+    expected = epochs(loader_of(Mortal(N), **kw))[0]
+    torch.manual_seed(3)
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), **kw))
+    found = [next(iterator)]
+    real, started = process.start, []
+
+    def start(worker, name):
+        if moment == "after":
+            real(worker, name)
+            started.append(worker.pid)
+        raise kind
+
+    with mock.patch.object(process, "start", start), pytest.raises(kind):
+        next(iterator)
+    assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
+    found += list(iterator)
+    assert found == expected
+
+
+def test_an_interrupt_just_after_a_restart_loses_nothing():
+    """The new process is killed, because the engine may not know it yet: another death."""
+    iterator = iter(loader_of(Mortal(N), max_restarts=4))
+    group, found = iterator._group, [next(iterator)]
+    real = group.engine
+
+    class Registering:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def started(self, worker, pid):
+            real.started(worker, pid)
+            raise KeyboardInterrupt
+
+    kill(worker_pids(iterator)[1])
+    group.engine = Registering()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in range(N):
+            found.append(next(iterator))
+    group.engine = real
+    found += list(iterator)
+    assert [[sample[0] for sample in batch] for batch in found] == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+
+
+# Ends
+
+
+@pytest.mark.parametrize("end", ["shut down", "deleted", "goes on"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent, end):
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=99, timeout=0.3, persistent_workers=persistent)
+    iterator = iter(loader)
+    next(iterator)
+    with refusing(100, OSError(errno.EAGAIN, "none left")), pytest.raises(LoaderTimeoutError):
+        for _ in range(N):
+            next(iterator)
+    with within(20):
+        if end == "shut down":
+            iterator._shutdown_workers()
+        elif end == "goes on":
+            found = []
+            while len(found) < N // 2 - 1:
+                with contextlib.suppress(LoaderTimeoutError):
+                    found.append(next(iterator)[0][0])
+            assert found == list(range(2, N, 2))
+        del iterator, loader
+
+
+def test_threads_share_an_iterator(tmp_path):
+    deaths = Deaths(tmp_path, {3: 1, 8: 1, 13: 1, 19: 1})
+    iterator, found = iter(loader_of(Mortal(N, deaths))), []
+
+    def take():
+        for batch in iterator:
+            found.append([sample[0] for sample in batch])
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(STARTED)
+    assert sorted(found) == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+
+
+def test_a_restart_in_another_thread(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
+    assert len(in_thread(list, iterator)) == N // 2
+
+
+# Warnings
+
+
+def test_a_fork_beside_threads_is_warned_of_once(tmp_path, lines):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        list(loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 10: 1}))))
+    finally:
+        stop.set()
+        thread.join()
+    (line,) = lines("by a fork")
+    assert 'multiprocessing_context="forkserver"' in line and "other thread" in line
+
+
+def test_a_clean_start_is_not_warned_of(tmp_path, lines):
+    with mock.patch.object(restarts, "hazard_of_fork", lambda: "runs 1 other thread"):
+        deaths = Deaths(tmp_path, {3: 1})
+        assert len(list(loader_of(Mortal(N, deaths), multiprocessing_context="forkserver"))) == N // 2
+    assert lines("was started again") and not lines("by a fork")
+
+
+def test_a_loader_on_torchs_iterator_says_that_the_options_are_lost(lines):
+    class Context:
+        Process = torch.multiprocessing.get_context("fork").Process
+
+        def __getattr__(self, name):
+            return getattr(torch.multiprocessing.get_context("fork"), name)
+
+    class Foreign(torch.multiprocessing.get_context("fork").Process):
+        def is_alive(self):
+            return super().is_alive()
+
+    context = torch.multiprocessing.get_context("fork")
+    with mock.patch.object(type(context), "Process", Foreign):
+        loader = DataLoader(
+            range(4),
+            num_workers=1,
+            multiprocessing_context=context,
+            max_restarts=2,
+            on_error="skip",
+        )
+        for _ in range(2):
+            assert len(values(loader)) == 4
+        list(DataLoader(range(4), num_workers=1, multiprocessing_context=context))
+    assert lines("no effect") == [
+        "max_restarts, on_error of a DataLoader have no effect: it runs on torch's own iterator"
+    ]
