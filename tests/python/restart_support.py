@@ -1,5 +1,6 @@
 """Datasets whose workers die at given samples, a given number of times; runs with and without their deaths."""
 
+import contextlib
 import os
 import random
 import signal
@@ -120,6 +121,7 @@ def as_sets(found):
 
 
 def kill(*pids):
-    """Kills processes."""
+    """Kills processes. Some may have ended, and been waited for."""
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -117,17 +117,15 @@ def test_pinned_batches(host, tmp_path):
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 def test_kills_between_batches(victims, dispatch):
     kw = {"dispatch": dispatch, "max_restarts": 1000}
+    (expected,) = epochs(loader_of(Mortal(N), **kw))
+    torch.manual_seed(3)
     iterator, found = iter(loader_of(Mortal(N), **kw)), []
-    torch.manual_seed(3)
-    expected = list(loader_of(Mortal(N), **kw))
-    torch.manual_seed(3)
-    iterator = iter(loader_of(Mortal(N), **kw))
-    pids = worker_pids(iterator)
-    kill(*(pids[victim] for victim in victims))
-    for batch in iterator:
-        found.append(batch)
-        pids = worker_pids(iterator)
-        kill(*(pids[victim] for victim in victims))
+    for number in range(N // 2):
+        # Not each time: a batch that three workers die at is not tried again.
+        if number % 3 == 0:
+            pids = worker_pids(iterator)
+            kill(*(pids[victim] for victim in victims))
+        found.append(next(iterator))
     assert found == expected
 
 

@@ -130,8 +130,11 @@ def test_the_list_of_workers_stays_the_same_object(tmp_path):
 
 def test_a_program_may_empty_the_list_of_workers(tmp_path):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
+    workers = [*iterator._workers]
     iterator._workers.clear()
     assert len(list(iterator)) == N // 2
+    for worker in workers:
+        worker.join()
 
 
 def test_many_restarts_leave_nothing_behind():
@@ -305,16 +308,25 @@ def test_an_interrupt_just_after_a_restart_loses_nothing():
 # Ends
 
 
+@pytest.mark.parametrize("end", ["shut down", "deleted", "goes on"])
 @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent):
-    deaths = Deaths(tmp_path, {3: 100})
-    iterator = iter(loader_of(Mortal(N, deaths), max_restarts=2, timeout=0.3, persistent_workers=persistent))
+def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent, end):
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=99, timeout=0.3, persistent_workers=persistent)
+    iterator = iter(loader)
     next(iterator)
-    with refusing(100, OSError(errno.EAGAIN, "none left")), contextlib.suppress(LoaderTimeoutError):
-        next(iterator)
+    with refusing(100, OSError(errno.EAGAIN, "none left")), pytest.raises(LoaderTimeoutError):
+        for _ in range(N):
+            next(iterator)
     with within(20):
-        iterator._shutdown_workers()
-        del iterator
+        if end == "shut down":
+            iterator._shutdown_workers()
+        elif end == "goes on":
+            found = []
+            while len(found) < N // 2 - 1:
+                with contextlib.suppress(LoaderTimeoutError):
+                    found.append(next(iterator)[0][0])
+            assert found == list(range(2, N, 2))
+        del iterator, loader
 
 
 def test_threads_share_an_iterator(tmp_path):

@@ -56,9 +56,11 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
 def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a final death."""
     restarts: Restarts | None = iterator._restarts
-    earlier = () if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id))
+    count, notes = (
+        (0, []) if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id))
+    )
     worker = _process_of(iterator, death)
-    return deaths.error_of(death, worker, *earlier, out_of_memory=_was_out_of_memory(iterator, death, worker))
+    return deaths.error_of(death, worker, count, notes, _was_out_of_memory(iterator, death, worker))
 
 
 def _process_of(iterator: Any, death: Death) -> Any:

@@ -16,7 +16,7 @@ from rustloader.workers import stalls
 logger = logging.getLogger("rustloader")
 
 FORK_WARNING = (
-    "a DataLoader starts a dead worker again by a fork, while the main process {}. The new worker may hang or crash: "
+    "a DataLoader starts a dead worker again by a fork, while the main process %s. The new worker may hang or crash: "
     'set multiprocessing_context="forkserver" to start workers from a clean process'
 )
 
