@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import torch
-from sample_data import worker_id
+from sample_data import first_time, worker_id
 from torch.utils.data import Dataset, IterableDataset
 
 from . import killer
@@ -66,14 +66,6 @@ class Data:
     @property
     def good(self):
         return [i for i in range(self.n) if i not in self.bad]
-
-
-def first_time(marker):
-    try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 class Samples(Data, Dataset):

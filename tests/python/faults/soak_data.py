@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from sample_data import worker_id
+from sample_data import first_time, worker_id
 from torch.utils.data import Dataset, IterableDataset
 
 KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "many")
@@ -66,9 +66,7 @@ def act(fault, i):
         return None
     if fault.name == "bad":
         raise Expected(f"sample {i}")
-    try:
-        os.close(os.open(fault.marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
+    if not first_time(fault.marker):
         return None
     match fault.name:
         case "error":
