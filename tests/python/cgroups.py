@@ -51,8 +51,11 @@ def of_400_mb():
         with open(f"{folder}/{kills_file}") as file:
             return int(re.search(r"oom_kill (\d+)", file.read())[1])
 
-    yield join, f"is limited to {400 << 20} bytes ({limit_file})", kills
-    assert wait_until(lambda: removed(folder)), "the cgroup could not be removed"
+    try:
+        yield join, f"is limited to {400 << 20} bytes ({limit_file})", kills
+    finally:
+        gone = wait_until(lambda: removed(folder))
+    assert gone, "the cgroup could not be removed"
 
 
 def in_cgroup(join, body, *args):
