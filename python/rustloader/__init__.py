@@ -23,8 +23,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, Fallback, Verdict, VerdictKind:
-    The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, FaultStats, Failure, Fallback,
+    Verdict, VerdictKind: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rustloader.errors import LoaderTimeoutError as LoaderTimeoutError
     from rustloader.errors import WorkerDiedError as WorkerDiedError
     from rustloader.errors import WorkerStalledError as WorkerStalledError
+    from rustloader.fetch.failures import Failure as Failure
     from rustloader.fetch.seeds import sample_seed as sample_seed
     from rustloader.installation import install as install
     from rustloader.installation import installed as installed
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import ArenaStats as ArenaStats
     from rustloader.metrics.parts import CopyStats as CopyStats
     from rustloader.metrics.parts import Fallback as Fallback
+    from rustloader.metrics.parts import FaultStats as FaultStats
     from rustloader.metrics.parts import PinningStats as PinningStats
     from rustloader.metrics.parts import SchedulingStats as SchedulingStats
     from rustloader.metrics.parts import SlowBatch as SlowBatch
@@ -81,6 +83,7 @@ _HOMES = {
     "metrics.report": ("report",),
     "metrics.stats": ("stats",),
     "dataloader": ("DataLoader",),
+    "fetch.failures": ("Failure",),
     "fetch.seeds": ("sample_seed",),
     "errors": ("ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"),
     "metrics.figures": ("Stats",),
@@ -88,6 +91,7 @@ _HOMES = {
         "ArenaStats",
         "CopyStats",
         "Fallback",
+        "FaultStats",
         "PinningStats",
         "SchedulingStats",
         "SlowBatch",

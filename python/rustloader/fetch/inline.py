@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import _DatasetKind
 
 from rustloader.fetch import seeds, torchs
+from rustloader.fetch.guard import unguarded
 
 
 class SeededFetcher:
@@ -51,7 +52,8 @@ class SeededFetcher:
     def _apart(self) -> seeds.Apart:
         fetcher = self.inner
         batched = fetcher.auto_collation
-        if not torchs.is_own(self._kind) or torchs.takes_batches(self._kind, fetcher.dataset, batched):
+        dataset = unguarded(fetcher.dataset)
+        if not torchs.is_own(self._kind) or torchs.takes_batches(self._kind, dataset, batched):
             return seeds.Apart.NO
         return seeds.Apart.EACH if batched else seeds.Apart.ONE
 

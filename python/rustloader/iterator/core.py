@@ -21,8 +21,9 @@ from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
+from rustloader.fetch.failures import EmptyBatchError, Failure, Reported
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import compat, fallback, fetching, indices, settings
+from rustloader.iterator import compat, failures, fallback, fetching, indices, settings
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import deaths, process
@@ -88,7 +89,13 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
     _threads = 1
-    # Number of errors that `next` has raised in place of batches in this epoch.
+    # What an exception of a sample does, and the count of failed samples; None counts nothing.
+    _on_error: Any = "raise"
+    _failures: failures.FailureCount | None = None
+    # Number of the present epoch of this iterator, and of the one that begins next.
+    _epoch = 0
+    _next_epoch = 0
+    # Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
     _raised = 0
     # The worker that gets the first task of the epoch.
     _first_worker = 0
@@ -137,6 +144,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         threads = fetching.threads(loader)
         if threads > 1:
             self._threads = threads
+        on_error = fetching.on_error(loader)
+        if not fetching.is_raise(on_error):
+            self._on_error = on_error
+            self._failures = failures.of(loader, ledger.of(self).faults)
         self._start_workers()
         self._reset(loader, first_iter=True)
 
@@ -163,11 +174,16 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             num_workers=self._num_workers,
             seeding=self._seeding,
             threads=self._threads,
+            on_error=self._on_error,
+            max_errors=None if self._failures is None else self._failures.allowed,
+            epoch=self._epoch,
         )
 
     def _epoch_message(self) -> dict[str, Any]:
         """What the workers of a persistent loader are told when an epoch begins."""
-        return {} if self._seeding is None else {"epoch": self._seeding.epoch}
+        if self._seeding is not None:
+            return {"epoch": self._seeding.epoch}
+        return {} if self._failures is None else {"epoch": self._epoch}
 
     def _abandon_torchs(self) -> None:
         """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
@@ -240,6 +256,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
+        if self._failures is not None:
+            self._failures.begin_epoch()
+        self._epoch = self._next_epoch
         told: dict[str, Any] = {}
         if not first_iter:
             if self._seeding is not None:
@@ -258,6 +277,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._died_or_late(code, value)
         if self._seeding is not None:
             fetching.note_begun(loader, self._seeding)
+        self._next_epoch = self._epoch + 1
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
@@ -291,9 +311,11 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             warn_of_length(self, _LENGTH_WARNING, 4)
         return data
 
-    def _next_data(self) -> Any:
+    def _next_data(self, is_unwrapped: bool = True) -> Any:
         if self._passthrough:
             return super()._next_data()
+        if self._failures is not None and is_unwrapped:
+            return self._unwrap(self._failures)
         last = self._last
         if last is not None:
             raise last()
@@ -339,6 +361,30 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise StopIteration
         self._died_or_late(code, value)
         raise AssertionError(f"the engine returned an unknown code: {code}")
+
+    def _unwrap(self, count: failures.FailureCount) -> Any:
+        """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
+        while True:
+            try:
+                data = _MultiProcessingDataLoaderIter._next_data(self, is_unwrapped=False)
+            except EmptyBatchError as empty:
+                self._count_failures(count, empty.failures)
+                continue
+            # Before any call: a signal handler could run in it, and the batch would be lost.
+            self._rescued = [BATCH, data]
+            if isinstance(data, Reported):
+                self._count_failures(count, data.failures)
+                data = data.batch
+            self._rescued = None
+            return data
+
+    def _count_failures(self, count: failures.FailureCount, found: list[Failure]) -> None:
+        """Raises beyond ``max_errors``, now and at each later call."""
+        error = count.add(found, self._num_yielded + 1)
+        if error is not None:
+            self._last, self._rescued = error, None
+            self._engine().close()
+            raise error()
 
     def _note_end(self) -> None:
         """Called at the end of an epoch."""

@@ -40,6 +40,20 @@ def threads(loader: Any) -> int:
     return 1
 
 
+def on_error(loader: Any) -> Any:
+    """What an exception of a sample does: an ``on_error``."""
+    policy = options.in_force(loader, "on_error")
+    if is_raise(policy) or torchs.is_own(loader._dataset_kind):
+        return policy
+    _tell(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
+    return "raise"
+
+
+def is_raise(policy: Any) -> bool:
+    """Whether an ``on_error`` does as torch. A function may compare equal to anything."""
+    return isinstance(policy, str) and policy == "raise"
+
+
 def seeding(loader: Any, drawn: int) -> Seeding | None:
     """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
     iterator, and counts if this is the loader's first epoch."""
@@ -93,7 +107,7 @@ def _why_one_after_the_other(loader: Any) -> str | None:
     return _not_apart(loader)
 
 
-def _tell(loader: Any, text: str) -> None:
+def _tell(loader: Any, text: str, level: int = logging.INFO) -> None:
     """Logs a text once per loader."""
     if ledger.of(settings.original(loader)).is_new(text):
-        logger.info("a DataLoader: %s", text)
+        logger.log(level, "a DataLoader: %s", text)

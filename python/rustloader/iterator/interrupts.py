@@ -6,17 +6,24 @@ import inspect
 import sys
 import traceback
 from types import FrameType
+from typing import Any
+
+# The error that the caller of `is_interrupt` handles.
+_PRESENT: Any = object()
 
 
-def is_interrupt(error: BaseException | None) -> bool:
+def is_interrupt(error: BaseException | None, handled: BaseException | None = _PRESENT) -> bool:
     """Whether a signal handler raised an error or one in its context chain.
+
+    A caller that handles ``error`` itself gives the error that was handled before.
 
     Python calls a handler with the interrupted frame, which is the handler's own caller; no other function gets that.
     So a handler is recognised even if it was uninstalled before it raised. Python's own handler for Ctrl-C is not
     written in Python and has no frame, but raises KeyboardInterrupt.
     """
     # The chain may go on with an error that the caller of `next` handles just now.
-    handled = sys.exception()
+    if handled is _PRESENT:
+        handled = sys.exception()
     seen: set[int] = set()
     while error is not None and error is not handled and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):

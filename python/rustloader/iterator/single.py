@@ -1,7 +1,8 @@
-"""Prepares torch's iterator without workers: index streams, seeds, tables. Its class stays torch's."""
+"""Prepares torch's iterator without workers: index streams, seeds, tables, failing samples. Its class stays torch's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import _utils
@@ -9,9 +10,12 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from rustloader._core import gather
 from rustloader.fetch import tables
+from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import fetching, indices, settings
+from rustloader.iterator import failures, fetching, indices, settings
+from rustloader.iterator.interrupts import is_interrupt
+from rustloader.metrics import ledger
 
 
 def prepare(iterator: Any, loader: Any) -> None:
@@ -19,7 +23,15 @@ def prepare(iterator: Any, loader: Any) -> None:
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
-    prepare_fetcher(iterator, loader, fetching.seeding(settings.applied(loader), int(iterator._base_seed)))
+    seeding = fetching.seeding(settings.applied(loader), int(iterator._base_seed))
+    prepare_fetcher(iterator, loader, seeding)
+    found = guarded(iterator, loader, seeding)
+    if found is not None:
+        guard, count = found
+        iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
+        iterator._dataset_fetcher = GuardedFetcher(
+            iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
+        )
 
 
 def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None:
@@ -30,3 +42,100 @@ def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None
     # In a worker of another loader default_collate makes shared tensors.
     elif _utils.worker.get_worker_info() is None:
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
+
+
+def guarded(
+    iterator: Any, loader: Any, seeding: Seeding | None, epoch: int = 0
+) -> tuple[Guard, failures.FailureCount] | None:
+    """Guards the fetcher of an iterator, if the options of its loader ask for that.
+
+    Args:
+        iterator: The iterator, whose fetcher is prepared.
+        loader: The loader.
+        seeding: The seeds of the epoch, unless they are torch's.
+        epoch: Number of the epoch under torch's seeds.
+
+    Returns:
+        What decides about failing samples, and their count.
+    """
+    seen = settings.applied(loader)
+    policy = fetching.on_error(seen)
+    if fetching.is_raise(policy):
+        return None
+    base_seed = int(iterator._base_seed)
+    if seeding is not None:
+        base_seed, epoch = seeding.base_seed, seeding.epoch
+    ledger.open_for(iterator, loader)
+    count = failures.of(seen, ledger.of(iterator).faults)
+    guard = Guard(
+        policy,
+        iterator._dataset,
+        base_seed=base_seed,
+        epoch=epoch,
+        limit=count.allowed,
+        is_foreign=is_interrupt,
+    )
+    fetcher = iterator._dataset_fetcher
+    guard.attach(fetcher.inner if isinstance(fetcher, SeededFetcher) else fetcher, iterator._dataset_kind)
+    return guard, count
+
+
+class _Indices:
+    """The index batches of an epoch, which end with its error."""
+
+    def __init__(self, batches: Iterator[Any], count: failures.FailureCount) -> None:
+        self._batches, self._count = batches, count
+
+    def __iter__(self) -> _Indices:
+        return self
+
+    def __next__(self) -> Any:
+        if self._count.error is not None:
+            raise self._count.error()
+        return next(self._batches)
+
+
+class GuardedFetcher:
+    """A fetcher that passes over batches without samples.
+
+    Args:
+        inner: The fetcher, whose dataset is guarded.
+        kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
+        guard: Decides about failing samples.
+        batches: The index batches of the epoch.
+        count: Counts failures.
+    """
+
+    def __init__(
+        self, inner: Any, kind: int, guard: Guard, batches: Iterator[Any], count: failures.FailureCount
+    ) -> None:
+        self.inner, self._kind, self._guard = inner, kind, guard
+        self._batches, self._count = batches, count
+        self._delivered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "inner"), name)
+
+    def fetch(self, index: Any) -> Any:
+        """Makes the batch of an index batch, or of the next one with samples. Raises beyond ``max_errors``."""
+        guard = self._guard
+        while True:
+            guard.begin()
+            try:
+                data = self.inner.fetch(index)
+            except Exception as error:
+                found = guard.why_empty(error, self._kind)
+                if found is None:
+                    raise
+            else:
+                self._add(guard.failures())
+                self._delivered += 1
+                return data
+            self._add(found)
+            index = next(self._batches)
+
+    def _add(self, found: list[Any]) -> None:
+        if found:
+            error = self._count.add(found, self._delivered + 1)
+            if error is not None:
+                raise error()

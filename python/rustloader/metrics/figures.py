@@ -47,6 +47,7 @@ class Stats(Figures):
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
+        faults: What epochs have survived: restarts of workers, and failed samples.
         fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
         note: Why there are no figures, and what to do; empty where there are some.
 
@@ -78,7 +79,7 @@ class Stats(Figures):
         Args:
             flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, for
                 TensorBoard and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``,
-                without ``recent_seconds``.
+                without ``recent_seconds`` and the lists of ``faults``.
 
         Returns:
             The figures by name.
@@ -92,6 +93,7 @@ class Stats(Figures):
         if not flat:
             return nested
         del nested["recent_seconds"]  # one value per batch, no metric
+        del nested["faults"]["failures"], nested["faults"]["deaths"]
         return dict(_flattened("", nested))
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
+from rustloader.metrics.faults import Faults
 from rustloader.metrics.parts import SchedulingStats
 
 _NUMBER = re.compile(r"\d+")
@@ -45,6 +46,8 @@ class Ledger:
         self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
+        # Restarts of workers, and failed samples.
+        self.faults: Faults = Faults(None if loaders is None else loaders.faults)
         # Texts that were logged once.
         self._told: set[str] = set()
         self._ended = Meter()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rustloader.fetch.failures import Failure
+
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
@@ -188,6 +190,42 @@ class Fallback:
 
 
 @dataclass(frozen=True)
+class FaultStats:
+    """Counts the faults that epochs have survived.
+
+    Attributes:
+        restarts: Number of workers that were started again, with ``max_restarts``.
+        stalls: Part of ``restarts``: the worker was killed because it was stuck, with ``stall_timeout``.
+        out_of_memory: Part of ``restarts``: the worker's memory cgroup was out of memory.
+        skipped: Number of samples that were left out, with ``on_error``.
+        replaced: Number of samples that another one took the place of, with ``on_error``. A replacement that failed
+            counts, too.
+        failures: The samples of both, at most the first 1,000.
+        deaths: Descriptions of the deaths before the restarts, at most the first 100.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, on_error="skip")
+        >>> batches = list(loader)
+        >>> faults = rustloader.stats(loader).faults
+        >>> faults.restarts, faults.skipped, faults.failures
+        (0, 0, ())
+    """
+
+    restarts: int = 0
+    stalls: int = 0
+    out_of_memory: int = 0
+    skipped: int = 0
+    replaced: int = 0
+    failures: tuple[Failure, ...] = ()
+    deaths: tuple[str, ...] = ()
+
+    @property
+    def unlisted_failures(self) -> int:
+        """Number of failed samples that are not in ``failures``."""
+        return self.skipped + self.replaced - len(self.failures)
+
+
+@dataclass(frozen=True)
 class SchedulingStats:
     """Holds the settings of the last iterator that the engine has served, with the options of ``install()``.
 
@@ -243,6 +281,7 @@ class Figures:
     arena: ArenaStats = ArenaStats()
     copies: CopyStats = CopyStats()
     pinning: PinningStats = PinningStats()
+    faults: FaultStats = FaultStats()
     fallbacks: tuple[Fallback, ...] = ()
     note: str = ""
 
@@ -253,5 +292,5 @@ class Figures:
 
 
 # Pickles and reprs name the module that programs import from.
-for _cls in (WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, Fallback):
+for _cls in (WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, FaultStats, Fallback):
     _cls.__module__ = "rustloader"

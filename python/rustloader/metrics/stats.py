@@ -12,7 +12,7 @@ from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
-from rustloader.metrics.parts import ArenaStats, Fallback, PinningStats, SlowBatch, WorkerStats
+from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
 from rustloader.metrics.wrappers import loader_in
 from rustloader.procfs import resident
 
@@ -63,8 +63,14 @@ def stats(source: Any) -> Stats:
             return _of_ledger(ledger, workers, fallbacks)
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
-    batches = getattr(source, "_num_yielded", 0)
-    return Stats(num_workers=workers, cores=usable_cores(), batches=batches, fallbacks=fallbacks, note=note)
+    return Stats(
+        num_workers=workers,
+        cores=usable_cores(),
+        batches=getattr(source, "_num_yielded", 0),
+        faults=FaultStats() if ledger is None else ledger.faults.figures(),
+        fallbacks=fallbacks,
+        note=note,
+    )
 
 
 def _has_figures(source: Any) -> bool:
@@ -92,6 +98,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
         scheduling=ledger.scheduling,
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
+        faults=ledger.faults.figures(),
         fallbacks=fallbacks,
     )
 

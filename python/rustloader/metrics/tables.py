@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.texts import count_of, duration, short_index, size
@@ -75,6 +76,11 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "pickled", count_of(stats.copies.pickled, "batch")
     if stats.pinning.batches or stats.pinning.running:
         yield "pin thread", f"{count_of(stats.pinning.batches, 'batch')} in {duration(stats.pinning.seconds)}"
+    if text := summary(stats.faults):
+        yield "faults", text
+    for failure in stats.faults.failures[:_SLOW_SHOWN]:
+        sample = "a sample" if failure.index is None else f"sample {failure.index}"
+        yield failure.action, f"{sample}: {(failure.error_text.splitlines() or [''])[0]}"
     for fallback in stats.fallbacks:
         where = "" if stats.note else ", not in these figures"
         yield "torch's loop", f"{count_of(fallback.count, 'iterator')}{where}: {fallback.reason}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rustloader.metrics import advice, work
+from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures
 from rustloader.texts import count_of, duration, short_index
 
@@ -87,6 +88,8 @@ Verdict.__module__ = "rustloader"
 def judge(stats: Figures) -> Verdict:
     """The verdict on statistics, which depends on nothing else."""
     verdict = _judge(stats)
+    if survived := summary(stats.faults):
+        verdict = replace(verdict, reason=f"{verdict.reason}; {survived}")
     if verdict.kind == "unknown" or not stats.fallbacks:
         return verdict
     left_out = count_of(sum(fallback.count for fallback in stats.fallbacks), "iterator")

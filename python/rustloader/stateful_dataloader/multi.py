@@ -43,6 +43,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         # A map-style dataset without a state needs its position alone.
         self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
+        # Counted by the loader, so that a resumed epoch has its number.
+        self._epoch = self._next_epoch = plan.epoch
         super().__init__(loader)
 
     @property
@@ -104,6 +106,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         plan = self._next_plan()
+        self._next_epoch = plan.epoch
         self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
         super()._reset(loader, first_iter)
         self._has_begun, self._plan = True, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from rustloader._core import BACK_BATCHES, observed
+from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.iterator import fetching, settings
 from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.interrupts import is_interrupt
-from rustloader.iterator.single import prepare_fetcher
+from rustloader.iterator.single import guarded, prepare_fetcher
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.state import OWN, Plan
@@ -29,6 +31,8 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
     finished = False
     # Answers when the index batch of `_drawn` was drawn.
     _drawn_at = -1
+    # A batch whose failures are being counted.
+    _kept: list[Any] = []  # noqa: RUF012
 
     def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
         self._prepare(loader, plan, about_dataset)
@@ -46,6 +50,8 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         seen = settings.applied(loader)
         self._seeding = self._seeds_from_here(fetching.seeding(seen, int(self._base_seed)))
         prepare_fetcher(self, loader, self._seeding)
+        # What decides about failing samples and counts them; None if nothing does.
+        self._guarded = guarded(self, loader, self._seeding, plan.epoch)
         if isinstance(self._dataset_fetcher, SeededFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter)
@@ -67,8 +73,13 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             else:
                 # The index batches of an iterable dataset are all alike.
                 batches = itertools.repeat(next(iter(self._index_sampler)), count)
-            resuming.replay(fetcher, batches, self._dataset_kind)
+            resuming.replay(fetcher, batches, self._dataset_kind, self._fetch_again)
         return self.sampling.iterator
+
+    def _fetch_again(self, index: Any) -> object:
+        if self._guarded is not None:
+            self._guarded[0].begin()
+        return self._dataset_fetcher.fetch(index)
 
     @property
     def _answers(self) -> int:
@@ -88,6 +99,36 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
+        if self._guarded is None:
+            return self._next_answer()
+        guard, count = self._guarded
+        while not self._kept:
+            if count.error is not None:
+                raise count.error()
+            guard.begin()
+            try:
+                self._kept = [self._next_answer()]
+            except EmptyBatchError:
+                self._count_failures()
+            except StopIteration:
+                self._count_failures()
+                raise
+        # What a signal handler raises in this call leaves the batch to the next one.
+        self._count_failures()
+        data, self._kept = self._kept[0], []
+        return data
+
+    def _count_failures(self) -> None:
+        """Counts the failures of the present batch. Raises beyond ``max_errors``."""
+        assert self._guarded is not None
+        guard, count = self._guarded
+        error = count.add(guard.take_failures(), self._num_yielded + 1)
+        if error is not None:
+            self._kept = []
+            raise error()
+
+    def _next_answer(self) -> Any:
+        """The batch of the next index batch."""
         answers = self._answers
         if self._drawn_at != answers:
             self._drawn.clear()
@@ -100,6 +141,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         if not self._drawn:
             self._end()
             raise StopIteration
+        handled = sys.exception()
         try:
             data = self._dataset_fetcher.fetch(self._drawn[0])
             if self._pin_memory:
@@ -109,7 +151,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             raise
         except Exception as error:
             # What a signal handler raises leaves the batch to the next call.
-            if not is_interrupt(error):
+            if not is_interrupt(error, handled):
                 self._errors.append(answers)
                 self._raised += 1
             raise

@@ -80,6 +80,14 @@ class Job:
     snapshots: SnapshotPolicy | None = None
     # Where each worker begins, in a resumed epoch.
     starts: list[WorkerStart | None] | None = None
+    # What an exception of a sample does.
+    on_error: Any = "raise"
+    # Number of samples that may fail in the epoch, if it is known.
+    max_errors: int | None = None
+    # Number of the iterator's epoch that the worker starts in.
+    epoch: int = 0
+    # Task number: place in its index batch: text of the error that the sample there has instead of being made.
+    poison: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def of_worker(self, worker_id: int) -> Job:
         """The job without the starts of other workers, which may be large."""

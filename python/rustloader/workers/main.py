@@ -20,6 +20,8 @@ from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped
 from rustloader.fetch import tables, torchs
+from rustloader.fetch.failures import EmptyBatch, Failure
+from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import type_name
@@ -69,6 +71,8 @@ class _Worker:
         self.seeds: Seeds | None = None
         # Makes the samples of a batch at the same time, if an option asks for it.
         self.pool: Pool | None = None
+        # Decides about samples that fail, if an option asks for it.
+        self.guard: Guard | None = None
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
@@ -95,6 +99,8 @@ class _Worker:
         else:
             if job.seeding is not None:
                 self.seeds = Seeds(job.seeding, worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0)
+            if job.on_error != "raise" and torchs.is_own(job.dataset_kind):
+                self.guard = self.make_guard(worker_id)
             self.make_fetcher(start)
         policy = job.snapshots
         if policy is not None:
@@ -103,6 +109,21 @@ class _Worker:
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
+
+    def make_guard(self, worker_id: int) -> Guard:
+        """What decides about the samples that fail."""
+        job, seeding = self.job, self.job.seeding
+        base_seed, epoch = (job.base_seed, job.epoch) if seeding is None else (seeding.base_seed, seeding.epoch)
+        return Guard(
+            job.on_error,
+            self.dataset,
+            base_seed=base_seed,
+            epoch=epoch,
+            worker_id=worker_id,
+            limit=job.max_errors,
+            poison=job.poison,
+            check=self.check_stop,
+        )
 
     def make_fetcher(self, start: WorkerStart | None = None, told: Any = None) -> None:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
@@ -132,22 +153,26 @@ class _Worker:
                 resuming.load_counters(self.seeds, start)
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             self.source = self.dataset
+            has_threads = False
             if self.seeds is None and job.threads == 1:
                 tables.use(self.fetcher, job.collate_fn, self.port.gather)
             elif is_torchs_own and job.dataset_kind == _DatasetKind.Map:
                 self.fetcher.dataset = self.source = torchs.by_sample(self.dataset)
-                if job.threads > 1 and not getattr(self.source, "__getitems__", None):
-                    self.use_threads()
+                has_threads = job.threads > 1 and not getattr(self.source, "__getitems__", None)
+            if self.guard is not None:
+                self.source = self.guard.attach(self.fetcher, job.dataset_kind, self.threaded if has_threads else None)
+            elif has_threads:
+                self.fetcher.dataset = self.threaded(self.source)
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
 
-    def use_threads(self) -> None:
-        """Lets threads make the samples, by way of ``__getitems__``, which torch's fetcher prefers."""
+    def threaded(self, source: Any) -> ThreadedDataset:
+        """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
         if self.pool is None:
             self.pool = Pool(self.job.threads, self.check_stop)
         before = None if self.seeds is None else self.seeds.mark_sample
-        self.fetcher.dataset = ThreadedDataset(self.source, self.pool, before)
+        return ThreadedDataset(source, self.pool, before)
 
     def check_stop(self) -> None:
         """Raises WorkerStopped when the loader shuts down."""
@@ -178,8 +203,13 @@ class _Worker:
                 if self.replay:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
+                if self.guard is not None:
+                    data = self.guard.reported(data)
             except Exception as error:
-                if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
+                failures = None if self.guard is None else self.guard.why_empty(error, self.job.dataset_kind)
+                if failures is not None:
+                    self.send_empty(task, failures)
+                elif isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
                     if self.publisher is not None:
                         self.publisher.at_end(self.fetcher, self.dataset)
@@ -201,6 +231,8 @@ class _Worker:
         self.replay = 0
         if self.seeds is not None:
             self.seeds.begin_epoch(message["epoch"], first_task)
+        if self.guard is not None:
+            self.guard.epoch = message["epoch"]
         if not self.init_failed:
             self.make_fetcher(told=message.get("set_epoch"))
         if self.publisher is not None:
@@ -235,6 +267,8 @@ class _Worker:
         """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch
         between two samples, and each sample can have its own seed."""
         job, apart = self.job, Apart.ONE
+        if self.guard is not None:
+            self.guard.begin(task)
         if type(self.fetcher).fetch is not self.torchs_fetch:
             apart = Apart.NO
         elif job.auto_collation:
@@ -259,6 +293,12 @@ class _Worker:
             # Tensors share memory at offsets that views cannot express.
             if not self.port.send_pickle(task, *serialize.dumps(data, views=False)):
                 raise RuntimeError("a batch whose storages cannot be sent")
+
+    def send_empty(self, task: int, failures: list[Failure]) -> None:
+        """Answers a task whose samples have all failed. As an error, the answer counts and is no batch."""
+        if self.publisher is not None:
+            self.publisher.after(task, self.fetcher, self.dataset)
+        self.port.send_error(task, serialize.dumps_alone(EmptyBatch(failures)))
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
         """Answers a task with an error."""

@@ -18,6 +18,7 @@ from torch.utils.data import _DatasetKind
 
 from rustloader._core import Port
 from rustloader.config import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader.fetch.guard import unguarded
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.workers import by_value, serialize
@@ -212,7 +213,7 @@ class Snapshots:
         """The iterator and the dataset, as far as each has a state of its own."""
         if not self._is_iterable:
             return None, dataset
-        iterator = getattr(fetcher, "dataset_iter", None)
+        iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
     def _with_states(self, fetcher: Any, iterator_state: Any, dataset_state: Any) -> dict[str, Any]:

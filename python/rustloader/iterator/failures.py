@@ -1,0 +1,119 @@
+"""Counts the failed samples of an epoch in the main process, and ends the epoch beyond ``max_errors``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader import options
+from rustloader.errors import ErrorLimitExceeded
+from rustloader.fetch.failures import Failure
+from rustloader.metrics.faults import KEPT_FAILURES, Faults
+
+# Failures that the error's text names.
+_NAMED = 3
+# A share is one of at least this number of samples, if the number of samples of the epoch is not known.
+FEWEST_SAMPLES = 1000
+
+
+class FailureCount:
+    """The failures of an iterator's samples.
+
+    Args:
+        faults: Statistics, which count the failures of all epochs.
+        limit: ``max_errors``.
+        samples: Number of samples of an epoch; None if unknown.
+        batch_size: Samples of a batch, for an epoch of unknown length.
+
+    Attributes:
+        allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
+        error: Makes the error that ended the epoch, or None.
+    """
+
+    def __init__(self, faults: Faults, limit: float | None, samples: int | None, batch_size: int) -> None:
+        self._faults, self._limit, self._batch_size = faults, limit, batch_size
+        self._is_share = isinstance(limit, float)
+        self.allowed: int | None = None
+        if limit is not None and not (self._is_share and samples is None):
+            self.allowed = _share(limit, samples) if self._is_share and samples is not None else int(limit)
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Begins to count anew."""
+        self.error: Callable[[], ErrorLimitExceeded] | None = None
+        self._count = 0
+        self._first: list[Failure] = []
+
+    def add(self, failures: list[Failure], batches: int) -> Callable[[], ErrorLimitExceeded] | None:
+        """Counts the failures of a batch, and removes them from the list: an interrupted call can be made again.
+
+        Args:
+            failures: Those of one batch.
+            batches: Number of batches that were delivered in this epoch, this one included.
+
+        Returns:
+            What makes the error that ends the epoch, if there are too many.
+        """
+        while failures:
+            self._faults.note_failure(failures[0])
+            if self._limit is not None and len(self._first) < KEPT_FAILURES:
+                self._first.append(failures[0])
+            self._count += 1
+            del failures[0]
+        if self._limit is not None and self._count > self._allowed_after(batches):
+            self.error = functools.partial(ErrorLimitExceeded, self._text(), tuple(self._first))
+        return self.error
+
+    def _allowed_after(self, batches: int) -> int:
+        if self.allowed is not None:
+            return self.allowed
+        assert self._limit is not None
+        return _share(self._limit, max(batches * self._batch_size, FEWEST_SAMPLES))
+
+    def _text(self) -> str:
+        named = "; ".join(
+            it.error_text if it.index is None else f"sample {it.index}: {it.error_text}" for it in self._first[:_NAMED]
+        )
+        more = "; ..." if self._count > _NAMED else ""
+        count = "1 sample has" if self._count == 1 else f"{self._count} samples have"
+        return (
+            f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({named}{more}); "
+            "rustloader.stats(loader).faults.failures has all of them. Mend the dataset, or set a larger max_errors"
+        )
+
+
+def _share(fraction: float, samples: int) -> int:
+    """A share of a number of samples, rounded down. 0.29 of 100 are 29, although their product is less."""
+    return math.floor(fraction * samples + 1e-9)
+
+
+def of(loader: Any, faults: Faults) -> FailureCount:
+    """The count for a new iterator of a loader."""
+    sampler = loader._index_sampler
+    batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
+    return FailureCount(
+        faults,
+        options.in_force(loader, "max_errors"),
+        _samples_of(loader),
+        batch_size if isinstance(batch_size, int) else 1,
+    )
+
+
+def _samples_of(loader: Any) -> int | None:
+    """The number of samples of an epoch, or None."""
+    source = loader.dataset
+    if loader._dataset_kind == _DatasetKind.Map:
+        sampler = loader._index_sampler
+        if type(sampler) is BatchSampler:
+            source = sampler.sampler
+        elif not loader._auto_collation:
+            source = sampler
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

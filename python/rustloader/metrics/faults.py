@@ -1,0 +1,79 @@
+"""Counts what an epoch has survived: restarts of workers, and samples that failed."""
+
+from __future__ import annotations
+
+from rustloader.fetch.failures import Failure
+from rustloader.metrics.parts import FaultStats
+from rustloader.texts import count_of
+
+# Failures and deaths that are kept with their texts.
+KEPT_FAILURES = 1000
+KEPT_DEATHS = 100
+
+
+def summary(faults: FaultStats) -> str:
+    """The counts in words; empty if there are none."""
+    parts = []
+    if faults.restarts:
+        causes = [(faults.stalls, "stuck"), (faults.out_of_memory, "out of memory")]
+        named = ", ".join(f"{count} {cause}" for count, cause in causes if count)
+        parts.append(count_of(faults.restarts, "restart") + (f" ({named})" if named else ""))
+    if faults.skipped:
+        parts.append(f"{count_of(faults.skipped, 'sample')} skipped")
+    if faults.replaced:
+        parts.append(f"{count_of(faults.replaced, 'sample')} replaced")
+    return ", ".join(parts)
+
+
+class Faults:
+    """The faults of a loader's iterators, or of one iterator.
+
+    Args:
+        loaders: For an iterator: the faults of its loader, which count the same.
+    """
+
+    def __init__(self, loaders: Faults | None = None) -> None:
+        self._loaders = loaders
+        self._restarts = self._stalls = self._out_of_memory = 0
+        self._skipped = self._replaced = 0
+        self._failures: list[Failure] = []
+        self._deaths: list[str] = []
+
+    def note_failure(self, failure: Failure) -> None:
+        """Counts a sample that failed, when its batch is delivered."""
+        if failure.action == "skipped":
+            self._skipped += 1
+        else:
+            self._replaced += 1
+        if len(self._failures) < KEPT_FAILURES:
+            self._failures.append(failure)
+        if self._loaders is not None:
+            self._loaders.note_failure(failure)
+
+    def note_restart(self, text: str, stalled: bool = False, out_of_memory: bool = False) -> None:
+        """Counts a worker that was started again.
+
+        Args:
+            text: Describes the death before.
+            stalled: Whether the worker was killed because it was stuck.
+            out_of_memory: Whether its memory cgroup was out of memory.
+        """
+        self._restarts += 1
+        self._stalls += stalled
+        self._out_of_memory += out_of_memory
+        if len(self._deaths) < KEPT_DEATHS:
+            self._deaths.append(text)
+        if self._loaders is not None:
+            self._loaders.note_restart(text, stalled, out_of_memory)
+
+    def figures(self) -> FaultStats:
+        """The faults so far."""
+        return FaultStats(
+            restarts=self._restarts,
+            stalls=self._stalls,
+            out_of_memory=self._out_of_memory,
+            skipped=self._skipped,
+            replaced=self._replaced,
+            failures=tuple(self._failures),
+            deaths=tuple(self._deaths),
+        )
