@@ -118,6 +118,11 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
+/// Longest interval between two of these checks beyond [`WAIT_SLICE`]. After a longer one the main process may have been
+/// stopped, together with its workers.
+pub const STALL_PAUSE: Duration = Duration::from_secs(1);
+/// Limit of the wait for the stack of a worker that is then killed.
+pub const KILLED_STACK: Duration = Duration::from_millis(200);
 /// The signal for a stack dump, counted from SIGRTMIN: programs use the first and last ones.
 pub const STACK_SIGNAL: i32 = 13;
 /// Interval between two reads of a stack dump that is being written.

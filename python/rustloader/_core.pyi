@@ -84,7 +84,9 @@ UNREADABLE: Final[int]
 
 @type_check_only
 class StallWarning(Protocol):
-    """Names a stuck worker in the log: ``index`` is its index batch or None, ``why_not`` why there is no ``stack``."""
+    """Names a stuck worker in the log: ``index`` is its index batch or None, ``why_not`` why there is no ``stack``.
+
+    ``exceeds``: ``stall_seconds``, which it has exceeded, and whether it was killed; None for a report alone."""
 
     def __call__(
         self,
@@ -96,6 +98,7 @@ class StallWarning(Protocol):
         index: Any,
         stack: str | None,
         why_not: str | None,
+        exceeds: tuple[float, bool] | None,
         /,
     ) -> None: ...
 
@@ -122,11 +125,13 @@ class Engine:
         window_batches: int | None = None,
         window_bytes: int | None = None,
         snapshots: bool = False,
+        stall_seconds: float = 0.0,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
         ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
         A window limits the batches that are under way or ready, or their bytes; without one, as torch. With
-        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`)."""
+        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`). A call that
+        waits kills a worker that is in one batch for more than ``stall_seconds``; 0: never."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
         """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
@@ -355,7 +360,7 @@ class Death:
     """A worker's death: the value of DEAD.
 
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
-    ``index`` is the worker's first unanswered index batch, or None.
+    ``index`` is the worker's first unanswered index batch, or None. ``stalled``: killed for ``stall_seconds``.
     """
 
     worker_id: Final[int]
@@ -363,6 +368,7 @@ class Death:
     exitcode: Final[int | None]
     signal: Final[str | None]
     index: Final[Any]
+    stalled: Final[bool]
 
 @final
 class Meter:
@@ -430,6 +436,9 @@ class Port:
 
     def resumed(self) -> None:
         """Acknowledges a new epoch."""
+
+    def progress(self) -> None:
+        """Notes that a batch of a replay begins, or that the replay has ended: ``stall_seconds`` counts from now."""
 
     def leave(self) -> None:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""

@@ -34,6 +34,9 @@ SNAPSHOT_SHARE = 0.01
 FROZEN_AFTER = 64
 # Maximum characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
+# Messages about faults that a log gets within a number of seconds. The rest are counted.
+LOG_LINES = 20
+LOG_SECONDS = 60.0
 
 
 class Seconds(NamedTuple):

@@ -10,6 +10,7 @@ pub mod delivery;
 pub mod gate;
 pub mod handle;
 mod intake;
+pub mod overdue;
 mod page;
 pub mod pin;
 pub mod position;
@@ -319,10 +320,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Details of a death.
     pub fn report(&self, death: Death) -> DeathReport<'_, T> {
         let process = self.handle.process(death.worker.0);
+        let status = process.as_deref().and_then(Process::status);
         DeathReport {
             worker: death.worker.0,
             pid: process.as_ref().map_or(0, |process| process.pid),
-            status: process.as_deref().and_then(Process::status),
+            status,
+            stalled: self.stalls.overdue.was_killed(death.worker.0, status),
             index: self.scheduler.oldest_task_of(death.worker).map(|(_, index)| index),
         }
     }

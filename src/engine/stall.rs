@@ -1,19 +1,21 @@
-//! Detection of workers that are stuck in their start or at one batch, and their stack dumps.
+//! Detection of workers that are stuck in their start or at one batch, and their stack dumps. `overdue.rs` kills some of them.
 //!
 //! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
 //! per batch. Python's faulthandler dumps the stack: it runs in a signal handler without the GIL, and writes to a memfd that
 //! the main process reads through /proc.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::Engine;
 use super::handle::Handle;
+use super::overdue::Overdue;
 use super::process::Process;
 use crate::config::{STACK_CHECK, STACK_SETTLED, STACK_SHOWN, STACK_SIGNAL, STALL_CHECK};
 use crate::id::{TaskId, WorkerId};
 use crate::shm::layout::{StackFile, WorkerState};
-use crate::sync::Ordering;
+use crate::sync::{AtomicU64, Ordering};
 use crate::sys;
 
 /// Where a worker is stuck.
@@ -42,6 +44,43 @@ pub struct Stall {
     pub time: Duration,
     /// Limit of the wait for its stack; `None` for no stack dump.
     pub patience: Option<Duration>,
+    /// The limit of [`Engine::kill_stalls`], if the worker has exceeded it: [`Engine::kill`] it.
+    pub exceeds: Option<Duration>,
+}
+
+/// What a worker that is waited for shows of itself.
+pub(super) struct Shown {
+    pub(super) process: Arc<Process>,
+    /// Its first unanswered task.
+    pub(super) oldest: Option<TaskId>,
+    pub(super) state: WorkerState,
+    /// Its current task, or its last one.
+    pub(super) task: TaskId,
+    /// Tasks that it has answered.
+    pub(super) answers: u64,
+    /// Time at which its state began.
+    pub(super) since: Duration,
+    /// Time at which it took its task; in a replay, at which it began the present batch.
+    pub(super) task_since: Duration,
+}
+
+impl Shown {
+    /// Whether the first unanswered task, or the message that begins an epoch, waits for the worker to take it.
+    pub(super) fn is_waited_for(&self) -> bool {
+        match self.state {
+            WorkerState::Idle => true,
+            // It has published the previous batch, and not taken the next one.
+            WorkerState::Publish => self.oldest.is_some_and(|oldest| self.task < oldest),
+            _ => false,
+        }
+    }
+
+    /// Whether the pin thread holds the worker's answer.
+    pub(super) fn is_answered(&self) -> bool {
+        self.state == WorkerState::Idle
+            && self.answers > 0
+            && self.oldest.is_some_and(|oldest| self.task >= oldest)
+    }
 }
 
 /// One worker's state at the last check.
@@ -60,21 +99,25 @@ pub(super) struct Stalls {
     /// Time in a phase after which a worker is stuck; `None` for never.
     limits: [Option<Duration>; 2],
     /// See [`Stall::patience`].
-    patience: Option<Duration>,
+    pub(super) patience: Option<Duration>,
     /// Time of the last check.
     looked: Duration,
     watched: Box<[WatchedWorker]>,
+    /// The workers that are to be killed.
+    pub(super) overdue: Overdue,
 }
 
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
         let watched = vec![WatchedWorker::default(); workers as usize].into();
-        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
+        let overdue = Overdue::new(workers);
+        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched, overdue }
     }
 
     /// Resets a worker's state for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.watched[worker as usize] = WatchedWorker::default();
+        self.overdue.forget(worker);
     }
 }
 
@@ -87,6 +130,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
     pub fn stalled(&mut self) -> Option<Stall> {
         let now = self.looked;
+        if let Some(stall) = self.overdue(now) {
+            return Some(stall);
+        }
         // The waiting event may be the result.
         if now.saturating_sub(self.stalls.looked) < STALL_CHECK || self.has_news() {
             return None;
@@ -99,35 +145,41 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         found
     }
 
-    fn stall_of(&mut self, worker: u32, now: Duration) -> Option<Stall> {
+    /// What a worker shows; `None` if nothing is waited for that it has to do.
+    pub(super) fn shown_by(&self, worker: u32) -> Option<Shown> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
             return None;
         }
+        let process = self.handle.process(worker)?;
+        let page = &self.handle.arena.control(worker).status;
+        let time = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::Relaxed));
+        Some(Shown {
+            process,
+            oldest,
+            state: WorkerState::from_u32(page.state.load(Ordering::Relaxed)),
+            task: TaskId(page.task.load(Ordering::Relaxed)),
+            answers: page.tasks_done.load(Ordering::Relaxed),
+            since: time(&page.since_ns),
+            task_since: time(&page.task_since_ns),
+        })
+    }
+
+    fn stall_of(&mut self, worker: u32, now: Duration) -> Option<Stall> {
+        let shown = self.shown_by(worker)?;
+        let Shown { process, oldest, state, task, .. } = &shown;
+        let (oldest, waits) = (*oldest, shown.is_waited_for());
         let watched = &mut self.stalls.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);
         }
-        let process = self.handle.process(worker)?;
-        let page = &self.handle.arena.control(worker).status;
-        let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-        let (task, answers) =
-            (TaskId(page.task.load(Ordering::Relaxed)), page.tasks_done.load(Ordering::Relaxed));
-        let nanos = Duration::from_nanos;
-        let waits = match state {
-            WorkerState::Idle => true,
-            // It has published the previous batch, and not taken the next one.
-            WorkerState::Publish => oldest.is_some_and(|oldest| task < oldest),
-            _ => false,
-        };
-        let (phase, task, since) = match state {
+        let (phase, task, since) = match *state {
             WorkerState::Left => return None,
-            WorkerState::Starting if answers == 0 => (Phase::Start, oldest, process.started),
-            WorkerState::Starting => (Phase::Start, oldest, nanos(page.since_ns.load(Ordering::Relaxed))),
-            // The pin thread holds its answer.
-            WorkerState::Idle if answers > 0 && oldest.is_some_and(|oldest| task >= oldest) => return None,
+            WorkerState::Starting if shown.answers == 0 => (Phase::Start, oldest, process.started),
+            WorkerState::Starting => (Phase::Start, oldest, shown.since),
+            _ if shown.is_answered() => return None,
             _ if waits => (Phase::Item, oldest, watched.seen),
-            _ => (Phase::Item, Some(task), nanos(page.task_since_ns.load(Ordering::Relaxed))),
+            _ => (Phase::Item, Some(*task), shown.task_since),
         };
         // At most the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
@@ -137,7 +189,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return None;
         }
         watched.reported = Some((phase, task, waits));
-        Some(Stall { worker, pid: process.pid, phase, state, task, time, patience: self.stalls.patience })
+        let (pid, patience) = (process.pid, self.stalls.patience);
+        Some(Stall { worker, pid, phase, state: *state, task, time, patience, exceeds: None })
     }
 }
 

@@ -57,6 +57,8 @@ pub struct DeathReport<'a, T> {
     pub status: Option<ExitStatus>,
     /// The index of its first unanswered task.
     pub index: Option<&'a T>,
+    /// [`Engine::kill`](super::Engine::kill) has ended it.
+    pub stalled: bool,
 }
 
 /// Progress of an epoch.

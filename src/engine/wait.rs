@@ -61,6 +61,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let limit = deadline.map_or(WAIT_SLICE, |deadline| deadline.saturating_sub(start).min(WAIT_SLICE));
         let blind = self.deaf || !self.unwatched.is_empty();
         let limit = if blind { limit.min(BLIND_SLICE) } else { limit };
+        let limit = limit.min(self.stalls.overdue.slice(start));
         let outcome = self.poll.wait(Some(limit), &mut self.ready);
         sleeper.awake();
         match outcome? {

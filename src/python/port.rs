@@ -217,6 +217,10 @@ impl PyPort {
         Ok(self.port.answer(0, ResultKind::Resumed)?)
     }
 
+    fn progress(&self) {
+        self.port.progress();
+    }
+
     /// Ignores Ctrl-C from here on: in multiprocessing's exit code it would only print a traceback.
     fn leave(&self, py: Python<'_>) {
         signal::ignore(libc::SIGINT);

@@ -220,7 +220,7 @@ pub struct StatusPage {
     pub(crate) largest: AtomicU64,
     /// Bytes that the worker is reserving, as announced to the headroom checks of others.
     pub(crate) promised: AtomicU64,
-    /// Monotonic nanoseconds at which the current or last task was taken.
+    /// Monotonic nanoseconds at which the current or last task was taken, or the last batch of a replay began.
     pub(crate) task_since_ns: AtomicU64,
     /// Device and inode of the worker's file for stack dumps.
     pub(crate) stack_device: AtomicU64,

@@ -154,6 +154,13 @@ impl Port {
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
+    /// Notes that a batch of a replay begins: its time counts from now.
+    pub fn progress(&self) {
+        if self.arena.is_ours() {
+            self.status().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed);
+        }
+    }
+
     /// Begins to measure the CPU time of a fetch.
     fn fetch_begins(&self) {
         let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };

@@ -82,7 +82,7 @@ def test_a_handler_that_raises_while_an_exit_code_is_awaited_is_not_swallowed():
         raise TimeoutError("handler")
 
     # What the engine reports where the fork server alone knows how a worker ended.
-    death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None)
+    death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None, stalled=False)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(TimeoutError, match="handler"):

@@ -133,6 +133,7 @@ def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
             warn_stall=stalls.warn,
             shared_queue=settings.dispatch == "shared_queue",
             snapshots=settings.snapshots,
+            stall_seconds=settings.stall_timeout or 0.0,
             **options.window(settings.reorder_window),
         )
     except (OSError, MemoryError) as error:

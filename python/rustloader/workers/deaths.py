@@ -10,7 +10,7 @@ from typing import Any
 
 from rustloader._core import Death
 from rustloader.config import STATUS_AFTER
-from rustloader.errors import WorkerDiedError
+from rustloader.errors import WorkerDiedError, WorkerStalledError
 from rustloader.workers import stalls
 
 
@@ -28,11 +28,13 @@ def error_of(death: Death, process: Any) -> Callable[[], WorkerDiedError]:
         note = f"It was worker {death.worker_id}."
     else:
         note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
-    text = _text(death.pid, exitcode, name)
-    index = death.index
+    kind: type[WorkerDiedError] = WorkerDiedError
+    text, index = _text(death.pid, exitcode, name), death.index
+    if death.stalled:
+        kind, text = WorkerStalledError, stalls.text(death.worker_id, text)
 
     def make() -> WorkerDiedError:
-        error = WorkerDiedError(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index)
+        error = kind(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index)
         error.add_note(note)
         return error
 

@@ -255,13 +255,15 @@ class _Worker:
         self.fetch_again(itertools.repeat((0, index), batches))
 
     def fetch_again(self, batches: Iterable[tuple[int, Any]]) -> None:
-        """Fetches tasks and drops them. A shutdown ends this between two samples."""
+        """Fetches tasks and drops them. A shutdown ends this between two samples. ``stall_timeout`` applies to each."""
 
         def fetch(batch: tuple[int, Any]) -> object:
             self.check_stop()
+            self.port.progress()
             return self.fetcher.fetch(self.indices(*batch))
 
         resuming.replay(self.fetcher, batches, self.job.dataset_kind, fetch)
+        self.port.progress()
 
     def indices(self, task: int, index: Any) -> Any:
         """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch

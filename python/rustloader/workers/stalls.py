@@ -1,13 +1,17 @@
-"""Stall warnings."""
+"""Warnings about stuck workers, and the text of a stuck worker's death."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from rustloader.config import INDEX_SHOWN, STALL_ITEM, STALL_START
+from rustloader.limited_log import LimitedLog
 
 logger = logging.getLogger("rustloader")
+# Of workers that were killed. Where a disk hangs, each restart ends in the next stall.
+_kills = LimitedLog(logger)
 
 
 def index_text(index: Any) -> str:
@@ -19,6 +23,14 @@ def index_text(index: Any) -> str:
     return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
 
 
+def text(worker_id: int, torchs: str) -> str:
+    """The text of the error for a worker that was killed for ``stall_timeout``; ``torchs`` is torch's for the death."""
+    return (
+        f"DataLoader worker {worker_id} was in one batch for longer than stall_timeout and was killed; the log has its "
+        f"stack, and a larger stall_timeout allows slower batches. {torchs}"
+    )
+
+
 def warn(
     worker: int,
     pid: int,
@@ -28,15 +40,36 @@ def warn(
     index: Any,
     stack: str | None,
     why_not: str | None,
+    exceeds: tuple[float, bool] | None = None,
 ) -> None:
-    """Logs a warning about a stuck worker. The engine calls it in ``next``."""
+    """Logs a warning about a stuck worker. The engine calls it in ``next``.
+
+    Args:
+        worker: The worker's number.
+        pid: Its process id.
+        starting: Whether it has not produced its first batch yet.
+        seconds: How long it has been stuck.
+        state: Name of the state that it shows.
+        index: Its index batch, or None.
+        stack: The stacks of its threads, or None.
+        why_not: Why there is no stack.
+        exceeds: ``stall_timeout``, and whether the worker was killed for it; None if it is only reported.
+    """
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    log: Callable[..., None] = logger.warning
     if starting:
         what = f"has not produced its first batch after {time}"
         hint = f"A lock that another thread held at the fork is a common cause; {STALL_START.name} sets the limit"
     else:
         what = f"has worked on one batch for {time} (state: {state})"
         hint = f"{STALL_ITEM.name} sets the limit"
+    if exceeds is not None:
+        limit, was_killed = exceeds
+        log = _kills.warning
+        if was_killed:
+            hint = f"It was killed: stall_timeout is {limit:g} s"
+        else:
+            hint = f"stall_timeout is {limit:g} s, but this process kills no process that does not descend from it"
     batch = "" if index is None else f", the batch of index {index_text(index)}"
     dump = f"Its stack:\n{stack}" if stack is not None else f"Stack unavailable: {why_not}."
-    logger.warning("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)
+    log("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)

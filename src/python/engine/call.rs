@@ -12,6 +12,7 @@ use super::state::State;
 use super::worker::PyDeath;
 use crate::codec::prepare::Ready;
 use crate::engine::delivery::Event;
+use crate::engine::overdue::Killed;
 use crate::engine::stall::{Phase, Stall};
 use crate::engine::{Incoming, Step};
 use crate::error::Error;
@@ -159,15 +160,22 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Names a stuck worker in the log.
-    fn warn(&self, stall: &Stall) -> PyResult<()> {
+    /// Names a stuck worker in the log, and kills it if it has exceeded the limit for that.
+    fn warn(&mut self, stall: &Stall) -> PyResult<()> {
         let stack = self.py.detach(|| self.engine.handle.stack_of(stall));
-        let oldest = self.state.engine.oldest_task_of(stall.worker);
+        let engine = &mut self.state.engine;
+        // Before the log, whose handlers may raise.
+        let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
+            None => None,
+            Some((_, Killed::WentOn)) => return Ok(()),
+            Some((limit, killed)) => Some((limit, killed == Killed::Yes)),
+        };
+        let oldest = engine.oldest_task_of(stall.worker);
         let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);
         let (stack, why_not) = (stack.as_ref().ok(), stack.as_ref().err());
         let Stall { worker, pid, phase, state, time, .. } = *stall;
-        let arguments =
-            (worker, pid, phase == Phase::Start, time.as_secs_f64(), state.name(), index, stack, why_not);
+        let (starting, seconds, state) = (phase == Phase::Start, time.as_secs_f64(), state.name());
+        let arguments = (worker, pid, starting, seconds, state, index, stack, why_not, exceeds);
         call(self.engine.callbacks.warn_stall.bind(self.py), arguments.into_pyobject(self.py)?)?;
         Ok(())
     }

@@ -89,7 +89,8 @@ impl PyEngine {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
-        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false))]
+        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false,
+        stall_seconds = 0.0))]
     fn new(
         py: Python<'_>,
         workers: usize,
@@ -106,6 +107,7 @@ impl PyEngine {
         window_batches: Option<usize>,
         window_bytes: Option<u64>,
         snapshots: bool,
+        stall_seconds: f64,
     ) -> PyResult<Self> {
         let torch = Settings::torch(workers, prefetch_factor, in_order);
         let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
@@ -115,6 +117,7 @@ impl PyEngine {
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
+        engine.kill_stalls(seconds(stall_seconds));
         Ok(Self {
             handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new() }),

@@ -15,6 +15,7 @@ pub struct PyDeath {
     exitcode: Option<i32>,
     signal: Option<String>,
     index: Option<Py<PyAny>>,
+    stalled: bool,
 }
 
 impl PyDeath {
@@ -24,8 +25,9 @@ impl PyDeath {
             Some(ExitStatus::Code(code)) => (Some(code), None),
             Some(ExitStatus::Signal(signal)) => (Some(-signal), Some(signal_name(signal))),
         };
-        let DeathReport { worker: worker_id, pid, .. } = *death;
-        Self { worker_id, pid, exitcode, signal, index: death.index.map(|index| index.clone_ref(py)) }
+        let DeathReport { worker: worker_id, pid, stalled, .. } = *death;
+        let index = death.index.map(|index| index.clone_ref(py));
+        Self { worker_id, pid, exitcode, signal, index, stalled }
     }
 }
 

@@ -1,0 +1,92 @@
+"""Tells whether the kernel has killed processes because a memory cgroup was out of memory.
+
+A cgroup counts the processes in it that the OOM killer has ended: in version 2 in memory.events, which includes the
+cgroups below it, and in memory.events.local, which does not; in version 1 in memory.oom_control.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePosixPath
+
+# What ends the text of a death that an OOM kill explains.
+OUT_OF_MEMORY = " Its memory cgroup was out of memory."
+
+
+class OomKills:
+    """The counters of OOM kills of this process's memory cgroups. A new object has read them.
+
+    Workers begin in the cgroups of the main process. Those above it count as well, with the processes in them alone:
+    other containers of the machine may be below them.
+
+    Args:
+        proc: The root of procfs; tests have their own.
+        cgroup: The folder in which cgroups are mounted.
+    """
+
+    def __init__(self, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> None:
+        self._proc = proc
+        self._cgroup = cgroup
+        self._counts = self._read()
+
+    def grew(self) -> bool:
+        """Whether a counter has grown since the last call, or since the object was made. A cgroup that is new since
+        then has no growth, and one that was made anew begins again."""
+        before, self._counts = self._counts, self._read()
+        return any(count > before.get(file, count) for file, count in self._counts.items())
+
+    def _read(self) -> dict[str, int]:
+        """The counters that can be read, by their file."""
+        counts: dict[str, int] = {}
+        for line in _text(f"{self._proc}/self/cgroup").splitlines():
+            _, _, membership = line.partition(":")
+            controllers, _, path = membership.partition(":")
+            if not controllers:
+                counts |= self._version_2(path)
+            elif "memory" in controllers.split(","):
+                counts |= _each(f"{self._cgroup}/memory", path, "memory.oom_control")
+        return counts
+
+    def _version_2(self, path: str) -> dict[str, int]:
+        unified = os.path.exists(f"{self._cgroup}/cgroup.controllers")
+        base = self._cgroup if unified else f"{self._cgroup}/unified"
+        counts = _each(base, path, "memory.events.local")
+        # The lowest level that this process sees. In a container the path may name levels that are not mounted.
+        for folder in reversed(_levels(base, path)):
+            count = _count(f"{folder}/memory.events")
+            if count is not None:
+                counts[f"{folder}/memory.events"] = count
+                break
+        return counts
+
+
+def _levels(base: str, path: str) -> list[str]:
+    """The folders of a cgroup and those above it, from the root down."""
+    # "/../x" lies above the root of the mount, which is then the container's own level.
+    names = [name for name in PurePosixPath(path).parts if name not in ("/", "..")]
+    return ["/".join([base, *names[:depth]]) for depth in range(len(names) + 1)]
+
+
+def _each(base: str, path: str, name: str) -> dict[str, int]:
+    """The counters in the files of one name at each level."""
+    files = [f"{folder}/{name}" for folder in _levels(base, path)]
+    counts = {file: _count(file) for file in files}
+    return {file: count for file, count in counts.items() if count is not None}
+
+
+def _count(file: str) -> int | None:
+    """The number behind "oom_kill" in a file, or None."""
+    for line in _text(file).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.isdecimal():
+            return int(value)
+    return None
+
+
+def _text(file: str) -> str:
+    """The text of a file, empty if it cannot be read."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            return opened.read()
+    except OSError:
+        return ""

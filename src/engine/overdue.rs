@@ -1,0 +1,210 @@
+//! Workers that are in one batch for longer than a limit (`stall_timeout`). They are killed, and count as dead.
+//!
+//! The time in a batch counts from the moment at which the worker took it, or, of a batch that it makes again, began it. A
+//! start does not count. An idle worker counts only while a task waits for it, from the first check that finds it so.
+//!
+//! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be suspended and
+//! continued as a whole: its workers then have that time to finish. For the same reason a gap between two checks begins the
+//! watch anew.
+
+use std::time::Duration;
+
+use super::Engine;
+use super::stall::{Phase, Shown, Stall};
+use crate::config::{KILLED_STACK, STALL_CHECK, STALL_PAUSE, WAIT_SLICE};
+use crate::id::TaskId;
+use crate::shm::layout::WorkerState;
+use crate::sys;
+use crate::sys::pidfd::ExitStatus;
+
+/// What [`Engine::kill`] has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Killed {
+    /// It has sent SIGKILL.
+    Yes,
+    /// The worker does not descend from this process, which does not signal it.
+    No,
+    /// The worker has gone on or ended in the meantime.
+    WentOn,
+}
+
+/// What a worker does. It has gone on once this differs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Work {
+    /// Nothing that counts.
+    #[default]
+    Nothing,
+    /// A task, or a batch of a replay, since this time.
+    Batch(Option<TaskId>, Duration),
+    /// It lets a task wait, or the message that begins an epoch.
+    Late(Option<TaskId>),
+}
+
+impl Work {
+    fn of(shown: &Shown) -> Self {
+        match shown.state {
+            WorkerState::Left => Self::Nothing,
+            // Within the start, only a replay has batches.
+            WorkerState::Starting if shown.task_since <= shown.since => Self::Nothing,
+            WorkerState::Starting => Self::Batch(None, shown.task_since),
+            _ if shown.is_answered() => Self::Nothing,
+            _ if shown.is_waited_for() => Self::Late(shown.oldest),
+            // At most the age of the process, because the page may be damaged.
+            _ => Self::Batch(Some(shown.task), shown.task_since.max(shown.process.started)),
+        }
+    }
+
+    fn task(self) -> Option<TaskId> {
+        match self {
+            Self::Nothing => None,
+            Self::Batch(task, _) | Self::Late(task) => task,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Watched {
+    work: Work,
+    /// Time of the first check that found it at this work.
+    seen: Duration,
+    /// It was reported at this work.
+    reported: bool,
+    /// This process was killed.
+    killed: bool,
+}
+
+impl Watched {
+    /// The time at which the worker exceeds the limit. `None` if it does nothing that counts, or was reported.
+    fn due(&self, limit: Duration, watching: Duration) -> Option<Duration> {
+        let seen = self.seen.max(watching);
+        match self.work {
+            _ if self.reported || self.killed => None,
+            Work::Nothing => None,
+            Work::Batch(_, since) => Some((since + limit).max(seen + limit / 2)),
+            Work::Late(_) => Some(seen + limit),
+        }
+    }
+}
+
+/// The limit, and what the checks have found.
+#[derive(Debug)]
+pub(super) struct Overdue {
+    /// `None`: no worker is killed.
+    limit: Option<Duration>,
+    /// Time of the last check.
+    looked: Duration,
+    /// Time since which the checks have followed each other without a gap.
+    watching: Duration,
+    /// Time at which the first worker will exceed the limit, if it does not go on.
+    due: Duration,
+    watched: Box<[Watched]>,
+}
+
+impl Overdue {
+    pub(super) fn new(workers: u32) -> Self {
+        let (zero, watched) = (Duration::ZERO, vec![Watched::default(); workers as usize].into());
+        Self { limit: None, looked: zero, watching: zero, due: Duration::MAX, watched }
+    }
+
+    /// Forgets a worker's process.
+    pub(super) fn forget(&mut self, worker: u32) {
+        self.watched[worker as usize] = Watched::default();
+    }
+
+    /// Whether a worker that ended like that was killed for the limit.
+    pub(super) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
+        let by_it = matches!(status, None | Some(ExitStatus::Signal(libc::SIGKILL)));
+        by_it && self.watched[worker as usize].killed
+    }
+
+    /// The longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
+    #[inline]
+    pub(super) fn slice(&self, now: Duration) -> Duration {
+        match self.limit {
+            None => Duration::MAX,
+            Some(limit) => self.due.saturating_sub(now).min(limit / 2).max(Duration::from_millis(1)),
+        }
+    }
+
+    /// Whether to check the workers now.
+    fn begins_check(&mut self, now: Duration) -> bool {
+        let gap = now.saturating_sub(self.looked);
+        if gap > WAIT_SLICE + STALL_PAUSE {
+            self.watching = now;
+        }
+        gap >= STALL_CHECK || now >= self.due
+    }
+}
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// Sets the time in one batch after which a worker is a stall to be killed; `None`: never.
+    pub fn kill_stalls(&mut self, limit: Option<Duration>) {
+        self.stalls.overdue.limit = limit;
+    }
+
+    /// A worker that has exceeded the limit, once for each batch.
+    pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
+        let limit = self.stalls.overdue.limit?;
+        if !self.stalls.overdue.begins_check(now) {
+            return None;
+        }
+        let mut first = Duration::MAX;
+        for worker in 0..self.arena().geometry().workers {
+            let shown = self.shown_by(worker);
+            let work = shown.as_ref().map_or(Work::Nothing, Work::of);
+            let watch = &mut self.stalls.overdue;
+            let watched = &mut watch.watched[worker as usize];
+            if watched.work != work {
+                *watched = Watched { work, seen: now, reported: false, killed: watched.killed };
+            }
+            let Some(due) = watched.due(limit, watch.watching) else { continue };
+            if due > now {
+                first = first.min(due);
+                continue;
+            }
+            watched.reported = true;
+            if let Some(shown) = shown.filter(|shown| !shown.process.has_exited()) {
+                return Some(self.overdue_stall(worker, &shown, now));
+            }
+        }
+        let watch = &mut self.stalls.overdue;
+        (watch.looked, watch.due) = (now.max(watch.looked), first);
+        None
+    }
+
+    fn overdue_stall(&self, worker: u32, shown: &Shown, now: Duration) -> Stall {
+        let Watched { work, seen, .. } = self.stalls.overdue.watched[worker as usize];
+        let since = if let Work::Batch(_, since) = work { since } else { seen };
+        Stall {
+            worker,
+            pid: shown.process.pid,
+            phase: Phase::Item,
+            state: shown.state,
+            task: work.task(),
+            time: now.saturating_sub(since),
+            patience: self.stalls.patience.map(|patience| patience.min(KILLED_STACK)),
+            exceeds: self.stalls.overdue.limit,
+        }
+    }
+
+    /// Kills a worker that has exceeded the limit, unless it has gone on or ended in the meantime. Only a worker that descends
+    /// from this process is killed.
+    pub fn kill(&mut self, stall: &Stall) -> Killed {
+        let shown = self.shown_by(stall.worker);
+        let watch = &mut self.stalls.overdue;
+        // The stack dump took some time, in which nothing was checked.
+        watch.looked = watch.looked.max(sys::clock::monotonic());
+        let watched = &mut watch.watched[stall.worker as usize];
+        let same = |shown: &Shown| Work::of(shown) == watched.work && !shown.process.has_exited();
+        let Some(shown) = shown.filter(same) else { return Killed::WentOn };
+        if !shown.process.descends {
+            return Killed::No;
+        }
+        watched.killed = true;
+        shown.process.signal(libc::SIGKILL);
+        Killed::Yes
+    }
+}
+
+#[cfg(test)]
+mod tests;
