@@ -84,7 +84,7 @@ CLEAR = [
     r"DataLoader worker 0 \(pid N\) has worked on one batch for .*",
 ]
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
-RESTARTED = "WARNING worker "
+RESTARTED = "WARNING DataLoader worker "
 
 
 class Failure(NamedTuple):
