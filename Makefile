@@ -20,7 +20,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-growth compare-scheduling compare-resuming compare-breakdown compare-peers compare-gpu \
 	reliability-figures ecosystem wheel dist docs clean
@@ -85,6 +85,9 @@ faults: build ## End a worker in every way at every place, under every kind of l
 
 kill: build ## Kill a worker or the main process at random moments (ARGS='--epochs 500 --seed 1')
 	cd tests/python && ../../$(BIN)/python -m faults.kill $(ARGS)
+
+restarts: build ## Kill workers that start again, at random moments (ARGS='--epochs 500 --seed 1', ARGS='--leaks 1000')
+	cd tests/python && $(abspath $(BIN))/python -m faults.restarts $(ARGS)
 
 interrupts: build ## Press Ctrl-C at random moments (ARGS='--count 1000 --seed 1')
 	cd tests/python && ../../$(BIN)/python -m faults.interrupts $(ARGS)

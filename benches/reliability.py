@@ -8,6 +8,7 @@ import argparse
 import atexit
 import ctypes
 import functools
+import logging
 import os
 import platform
 import signal
@@ -27,6 +28,7 @@ import torch.utils.data
 import rustloader
 
 FIGURES = "<!-- figures -->"
+RESTARTS = "<!-- restarts -->"
 WORKERS = (1, 2, 4, 8, 16)
 NEVER = 60.0  # maximum wait, in seconds
 
@@ -45,6 +47,20 @@ class Numbers(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.slow is not None and self.body is not None and index >= self.slow:
+            self.body()
+        return torch.tensor(index)
+
+
+class OnceSlow(Numbers):
+    """Numbers; `slow` runs `body` the first time alone, and notes when that began. For forked workers."""
+
+    def __init__(self, slow: int, body: Callable[[], Any]):
+        super().__init__(slow=slow, body=body)
+        self.begun = torch.zeros(1, dtype=torch.float64).share_memory_()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.slow and not self.begun and self.body is not None:
+            self.begun[0] = time.monotonic()
             self.body()
         return torch.tensor(index)
 
@@ -170,6 +186,41 @@ def death_seen() -> float:
     return seen - killed
 
 
+def replaced_after_a_kill() -> float:
+    """From the SIGKILL of one of two workers to the batch that its replacement makes."""
+    dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
+    iterator, pids = started(dataset, 2, taken=2, max_restarts=1)
+    killed = 0.0
+
+    def kill() -> None:
+        nonlocal killed
+        while not dataset.begun:
+            time.sleep(0.0005)
+        time.sleep(0.02)
+        killed = time.monotonic()
+        os.kill(pids[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    batch = next(iterator)
+    took = time.monotonic() - killed
+    assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
+    thread.join()
+    iterator._shutdown_workers()
+    return took
+
+
+def replaced_after_a_stall() -> float:
+    """From the beginning of an item that is stuck in C, with the GIL, to the batch that a new worker makes."""
+    dataset = OnceSlow(2, functools.partial(sleep_in_c, 30.0))
+    iterator, pids = started(dataset, 2, taken=2, max_restarts=1, stall_timeout=1)
+    batch = next(iterator)
+    took = time.monotonic() - float(dataset.begun)
+    assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
+    iterator._shutdown_workers()
+    return took
+
+
 def workers_gone_after_main(body: Callable[[float], None]) -> float:
     """From the SIGKILL of main to the end of its last worker, two workers in an item of 30 s."""
 
@@ -275,12 +326,26 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-def tables(options: argparse.Namespace) -> str:
-    lines = ["| fault | trials | median ms | worst ms | goal |", "|---|---|---|---|---|"]
+HEAD = ["| fault | trials | median ms | worst ms | goal |", "|---|---|---|---|---|"]
 
-    def fault(name: str, goal: str, trials: int, body: Callable[[], float]) -> None:
-        (times,) = repeated(name, trials, body)
-        lines.append(f"| {name} | {trials} | {ms(statistics.median(times))} | {ms(max(times))} | {goal} |")
+
+def row(name: str, goal: str, trials: int, body: Callable[[], float]) -> str:
+    (times,) = repeated(name, trials, body)
+    return f"| {name} | {trials} | {ms(statistics.median(times))} | {ms(max(times))} | {goal} |"
+
+
+def restart_table(options: argparse.Namespace) -> str:
+    killed = "a forked worker, one of two, is killed: the first batch of the new one"
+    stalled = "an item is stuck in C, with the GIL, `stall_timeout=1`: the first batch of the new worker"
+    lines = [*HEAD, row(killed, "60", options.trials, replaced_after_a_kill)]
+    return "\n".join([*lines, row(stalled, "1,300", options.long_trials, replaced_after_a_stall)])
+
+
+def tables(options: argparse.Namespace) -> str:
+    lines = [*HEAD]
+
+    def fault(*words: Any) -> None:
+        lines.append(row(*words))
 
     fault("a worker is killed while `next()` waits: the error", "10", options.trials, death_seen)
     for kind, sleep in (("Python", sleep_in_python), ("C, with the GIL", sleep_in_c)):
@@ -311,10 +376,10 @@ def machine() -> str:
     )
 
 
-def write(path: Path, text: str) -> None:
-    """Writes the figures between the two marks of a document."""
-    before, _, after = path.read_text().split(FIGURES)
-    path.write_text(f"{before}{FIGURES}\n\n{text}\n\n{FIGURES}{after}")
+def write(path: Path, text: str, mark: str) -> None:
+    """Writes figures between the two marks of a document."""
+    before, _, after = path.read_text().split(mark)
+    path.write_text(f"{before}{mark}\n\n{text}\n\n{mark}{after}")
 
 
 def main() -> None:
@@ -322,13 +387,18 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100, help="of each figure (default: %(default)s)")
     parser.add_argument("--long-trials", type=int, default=10, help="of those of seconds (default: %(default)s)")
     parser.add_argument("--write", type=Path, metavar="FILE", help=f"put the tables between two lines {FIGURES}")
+    parser.add_argument("--only", choices=["faults", "restarts"], help="only those of faults that end an epoch, or not")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    text = f"`make reliability-figures`, on {machine()}; {options.trials} trials each.\n\n{tables(options)}"
-    print(text)
-    if options.write:
-        write(options.write, text)
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart
+    for only, mark, make in (("restarts", RESTARTS, restart_table), ("faults", FIGURES, tables)):
+        if options.only not in (None, only):
+            continue
+        text = f"`make reliability-figures`, on {machine()}; {options.trials} trials each.\n\n{make(options)}"
+        print(text)
+        if options.write:
+            write(options.write, text, mark)
 
 
 if __name__ == "__main__":

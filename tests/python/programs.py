@@ -13,7 +13,7 @@ import types
 
 import torch
 from pinning_support import pinning
-from sample_data import Dying, Held, Images, Numbers
+from sample_data import Dying, DyingOnce, Held, Images, Numbers
 from support import DataLoader, gone, same, state_of, torchs_type, wait_until, workers_say
 from torch.utils.data import _utils, default_collate
 
@@ -147,6 +147,13 @@ def pinned(**kw):
 def doomed():
     """A worker is killed at sample 7 of 20."""
     return walk(loader(Dying(20, 7, signal.SIGKILL), batch_size=None), [torch.tensor(i) for i in range(20)])[0]
+
+
+def restarted():
+    """A worker is killed at sample 7 of 20, and started again."""
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = DyingOnce(20, 7, signal.SIGKILL, f"{folder}/marker")
+        return walk(loader(dataset, batch_size=None, max_restarts=3), [torch.tensor(i) for i in range(20)])[0]
 
 
 def late():

@@ -247,6 +247,15 @@ class DyingOnce(Dying):
         return torch.tensor(i)
 
 
+def first_time(marker):
+    """Whether there is no file of this name; there is now."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 class Shards(IterableDataset):
     """Worker w yields lengths[w] samples: (w, 0), (w, 1), ..."""
 

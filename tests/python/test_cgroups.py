@@ -1,15 +1,12 @@
 """Memory limits: a batch too large for them is a MemoryError before the OOM killer comes, and the next one comes."""
 
-import contextlib
-import os
 import re
 import shutil
 
 import pytest
 import refusals
-from isolation import in_child, watched
+from cgroups import in_cgroup, of_400_mb
 from programs import wide
-from support import wait_until
 
 pytestmark = pytest.mark.ours
 
@@ -19,58 +16,10 @@ NO_MEMORY = re.compile(
 )
 
 
-def memory_cgroup():
-    """The folder of this process's memory cgroup, and the names of the files: limit, kills."""
-    with open("/proc/self/cgroup") as file:
-        lines = [line.rstrip().split(":", 2) for line in file]
-    for _, controllers, path in lines:
-        if "memory" in controllers.split(","):
-            return f"/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.oom_control"
-    return f"/sys/fs/cgroup{lines[-1][2]}", "memory.max", "memory.events"
-
-
-def removed(folder):
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
-    return not os.path.exists(folder)
-
-
 @pytest.fixture
 def small_cgroup():
-    """(function that moves the calling process into a cgroup of 400 MB, its limit, function that counts the kills)."""
-    parent, limit_file, kills_file = memory_cgroup()
-    folder = f"{parent}/rustloader-test-{os.getpid()}"
-    try:
-        os.mkdir(folder)
-        os.stat(f"{folder}/cgroup.procs")
-        with open(f"{folder}/{limit_file}", "w") as file:
-            file.write(str(400 << 20))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-        pytest.skip(f"no memory cgroup can be made: {error}")
-
-    def join():
-        with open(f"{folder}/cgroup.procs", "w") as file:
-            file.write(str(os.getpid()))
-
-    def kills():
-        with open(f"{folder}/{kills_file}") as file:
-            return int(re.search(r"oom_kill (\d+)", file.read())[1])
-
-    yield join, f"is limited to {400 << 20} bytes ({limit_file})", kills
-    assert wait_until(lambda: removed(folder)), "the cgroup could not be removed"
-
-
-def in_cgroup(join, body, *args):
-    def inside():
-        join()
-        return body(*args)
-
-    report = in_child(watched, inside, seconds=200)
-    assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
-    assert report["left"] == {} and report["processes"] == 0 and report["log"] == [], report
-    return report["value"]
+    with of_400_mb() as cgroup:
+        yield cgroup
 
 
 @pytest.mark.parametrize("expanded", [False, True], ids=["our collate", "torch's collate"])

@@ -10,6 +10,7 @@ import errno
 import gc
 import multiprocessing.process
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from .trials import Numbered, drawn, number, quiet
 
 # Weighted: a fork server and a spawned interpreter take their time.
 METHODS = ["fork"] * 60 + ["forkserver"] * 3 + ["spawn"]
-WAYS = ["del", "cycle", "traceback", "thread", "child", "twice", "replaced", "failed"]
+WAYS = ["del", "cycle", "traceback", "thread", "child", "twice", "replaced", "failed", "vacant"]
 # Seconds in which a thread or a child has to come to its end.
 LIMIT = 60
 
@@ -75,6 +76,7 @@ class Drop:
             persistent_workers=trial.persistent,
             in_order=trial.in_order,
             pin_memory=trial.pinned,
+            max_restarts=3 if trial.way == "vacant" else None,
         )
         self.pids, self.kept = [], []
 
@@ -197,6 +199,16 @@ class Drop:
             assert error.errno == errno.EAGAIN, error
         finally:
             multiprocessing.process.BaseProcess.start = real
+
+    def by_vacant(self):
+        """A worker has died, and no call has started it again; or one has, and is dropped with the new worker."""
+        iterator = self.begun()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[0], signal.SIGKILL)
+        if self.trial.kept:
+            number(next(iterator, self.loader.dataset[0]))
+            self.pids += [worker.pid for worker in iterator._workers]
+        del iterator
 
 
 def main():

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from refusals import load_core, run
 
-PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "forking", "shared"]
+PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "restarted", "forking", "shared"]
 # Its workers are fresh interpreters: of each kind only the first call.
 SLOW = "spawned"
 # Kinds that only one program is there for.
@@ -84,6 +84,7 @@ CLEAR = [
     r"DataLoader worker 0 \(pid N\) has worked on one batch for .*",
 ]
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
+RESTARTED = "WARNING DataLoader worker "
 
 
 class Failure(NamedTuple):
@@ -113,7 +114,7 @@ def made(program, where):
 
 def effects_of(kind, program, where):
     """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or continue."""
-    handed_over = program == "doomed" and where == "main" and kind in HANDING_OVER
+    handed_over = program in ("doomed", "restarted") and where == "main" and kind in HANDING_OVER
     return [e for e in EFFECTS if (e != "EINTR" or kind in INTERRUPTED) and not (e == "errno" and handed_over)]
 
 
@@ -149,7 +150,8 @@ def tried(failure):
         wrong.append(f"left behind: {report['left']}")
     if report["bytes"]:
         wrong.append(f"{report['bytes']} bytes of shared memory are left")
-    wrong += [f"logged: {line}" for line in report["log"] if not line.startswith(HANDED_OVER)]
+    expected = (HANDED_OVER, RESTARTED) if failure.program == "restarted" else HANDED_OVER
+    wrong += [f"logged: {line}" for line in report["log"] if not line.startswith(expected)]
     errors = [text.removeprefix("iter: ") for text in report["value"]]
     for text in errors:
         if not is_clear(text):

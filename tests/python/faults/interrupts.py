@@ -1,12 +1,14 @@
 """Ctrl-C at random moments: `make interrupts ARGS='--count 1000 --seed S'`.
 
 SIGINT goes to the main process alone, to its whole group as from a terminal, or twice; while it waits in next(), in
-the user's own code, while it starts or shuts down, with workers that are quick, slow, or stuck and deaf to SIGTERM.
+the user's own code, while it starts or shuts down, with workers that are quick, slow, stuck and deaf to SIGTERM, or
+that die again and again and are replaced.
 Required: the process ends, prints at most one traceback for each signal, and leaves no worker.
 """
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -30,7 +32,7 @@ class Trial(NamedTuple):
     workers: int
     persistent: bool
     pinned: bool
-    # "quick", "slow" or "stuck".
+    # "quick", "slow", "stuck" or "mortal".
     items: str
     # "main", "group" or "twice".
     how: str
@@ -45,7 +47,7 @@ class Trial(NamedTuple):
             workers=rng.randint(1, 3),
             persistent=rng.random() < 0.5,
             pinned=rng.random() < 0.3,
-            items=rng.choice(["quick", "quick", "slow", "stuck"]),
+            items=rng.choice(["quick", "quick", "slow", "stuck", "mortal", "mortal"]),
             how=rng.choice(["main", "group", "twice"]),
             moment=rng.random(),
             apart=rng.choice([0, 0.001, 0.02, 0.3]) * rng.random(),
@@ -53,6 +55,8 @@ class Trial(NamedTuple):
 
 
 class Items(Dataset):
+    made = 0  # by this process
+
     def __init__(self, kind):
         self.kind = kind
 
@@ -62,6 +66,10 @@ class Items(Dataset):
     def __getitem__(self, i):
         if self.kind == "slow":
             time.sleep(0.005)
+        elif self.kind == "mortal":
+            self.made += 1
+            if self.made % 5 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stuck" and i >= 6:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             end = time.monotonic() + 60
@@ -83,12 +91,15 @@ class Program:
         trial = self.trial
         if trial.pinned:
             mains.pin_for_good()
+        # A line for each restart.
+        logging.getLogger("rustloader").setLevel(logging.ERROR)
         self.loader = DataLoader(
             Items(trial.items),
             batch_size=None,
             num_workers=trial.workers,
             persistent_workers=trial.persistent,
             pin_memory=trial.pinned,
+            max_restarts=1000 if trial.items == "mortal" else None,
         )
         mains.tell("begin")
         getattr(self, trial.place)()

@@ -1,12 +1,13 @@
 """A SIGKILL to a random worker or to main at a random moment: `make kill ARGS='--epochs 500 --seed S'`.
 
 Required in each epoch: the batches that came are the right ones, in order, and do not change later; the death
-of a worker is named by its pid and followed by an epoch that works; after main's own death no worker is left a second
-later, and no file.
+of a worker is named by its pid and followed by an epoch that works, or is survived by one with restarts; after main's
+own death no worker is left a second later, and no file.
 """
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ class Trial(NamedTuple):
     size: int
     delay: float
     kept: bool
+    restarts: bool
     victim: str
     moment: float
 
@@ -49,6 +51,7 @@ class Trial(NamedTuple):
             size=rng.choice([1, 100, 6000, 100_000]),
             delay=rng.choice([0, 0, 0.0005, 0.002]),
             kept=yes(),
+            restarts=yes(),
             victim="main" if yes(0.3) else "worker",
             moment=rng.random(),
         )
@@ -61,6 +64,8 @@ class Program:
         from support import DataLoader
 
         self.trial = trial
+        # A line for each restart.
+        logging.getLogger("rustloader").setLevel(logging.ERROR)
         self.dataset = Numbered(120, trial.size, trial.pickled, trial.delay)
         self.loader = DataLoader(
             self.dataset,
@@ -71,6 +76,7 @@ class Program:
             persistent_workers=trial.persistent,
             in_order=trial.in_order,
             pin_memory=trial.pinned,
+            max_restarts=1 if trial.restarts else None,
         )
 
     def run(self):
@@ -170,6 +176,8 @@ def drive(main, trial, figures, limit):
         wrong.append("processes are left")
     if not main.said("end"):
         wrong.append("it did not come to its end")
+    if trial.restarts and main.said("death"):
+        wrong.append("the epoch did not survive")
     for text, notes, seen in main.said("death"):
         figures["deaths raised"] += 1
         if not text.startswith(f"DataLoader worker (pid {victim}) is killed by signal: Killed. "):

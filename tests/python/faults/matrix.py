@@ -1,7 +1,8 @@
 """A worker ends, in every way and at every place, under every kind of loader: `make faults`.
 
 Required: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
-soon, whichever thread asks; the same error again; a next epoch that works; nothing left of it all.
+soon, whichever thread asks; the same error again; a next epoch that works; nothing left of it all. With restarts: all
+batches, and no error.
 """
 
 import argparse
@@ -33,6 +34,8 @@ LIMIT = {"fork": 40, "forkserver": 60, "spawn": 200}
 # Seconds from a death, or from the last batch before it, to the error. A fork server may take one for the status.
 SEEN = {"fork": 1.0, "forkserver": 3.0, "spawn": 1.0}
 # What torch's handlers in a worker write, and the C++ library.
+# What the log says of a restart.
+RESTARTED = "started again"
 SPOKEN = re.compile(r"ERROR: Unexpected [^\n]*|terminate called without an active exception|[\s\0]+")
 
 
@@ -43,18 +46,19 @@ class Case(NamedTuple):
     persistent: bool = False
     in_order: bool = True
     pinned: bool = False
+    restarts: bool = False
     # What becomes of the exit status: "" as usual, "ignored" SIGCHLD is ignored, "reaped" other code waited for it.
     status: str = ""
 
     def __str__(self):
-        flags = [name for name in ("persistent", "in_order", "pinned") if getattr(self, name)]
+        flags = [name for name in ("persistent", "in_order", "pinned", "restarts") if getattr(self, name)]
         return " ".join(filter(None, [self.way, self.place, self.method, *flags, self.status]))
 
 
 def all_cases():
     """The full product, without what cannot be."""
     yes_no = (False, True)
-    product = itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no)
+    product = itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no, yes_no)
     return [case for case in itertools.starmap(Case, product) if case.place != "between" or case.persistent]
 
 
@@ -95,7 +99,8 @@ def run(case):
     elif report["status"] != 0:
         wrong.append(f"it ends with status {report['status']}")
     wrong += [f"left behind: {report[what]}" for what in ("left", "processes") if report.get(what)]
-    wrong += [f"logged: {line}" for line in report.get("log", ())]
+    # A restart has a line.
+    wrong += [f"logged: {line}" for line in report.get("log", ()) if not (case.restarts and RESTARTED in line)]
     said = report["output"]
     # multiprocessing reports a SystemExit raised in its own clean-up, or while unpickling.
     if not (case.way == "sys.exit(0)" and case.place in ("shutdown", "birth")) and SPOKEN.sub("", said):
@@ -143,6 +148,7 @@ class Play:
             persistent_workers=case.persistent,
             in_order=case.in_order,
             pin_memory=case.pinned,
+            max_restarts=1 if case.restarts else None,
         )
 
     def through(self):
@@ -163,6 +169,8 @@ class Play:
         seen = None
         if case.place == "shutdown":
             iterator._shutdown_workers()
+        elif case.restarts:
+            self.survive(iterator, got, pids)
         else:
             error, seen = self.death(iterator, got)
             self.check(error, got, pids)
@@ -204,6 +212,22 @@ class Play:
                 except RuntimeError as again:
                     assert str(again) == str(first) and again.__notes__ == first.__notes__
         return first, now - max(last, self.died()[0])
+
+    def survive(self, iterator, got, pids):
+        """Takes all batches; the victim alone has been replaced."""
+        import rustloader
+
+        if self.case.place == "between":
+            iterator = iter(self.loader)
+        got += map(scenes.number, iterator)
+        assert (got if self.case.in_order else sorted(got)) == list(range(self.n)), got
+        faults = rustloader.stats(self.loader).faults
+        assert faults.restarts == 1 and str(self.died()[1]) in faults.deaths[0], faults
+        pids += [worker.pid for worker in iterator._workers]
+        if self.case.persistent:
+            assert len(set(pids)) == 3, "more than one worker was replaced"
+            iterator._shutdown_workers()
+            self.loader._iterator = None
 
     def died(self):
         """When the victim ended, and its pid."""

@@ -1,16 +1,16 @@
 """Endurance: loaders of random kinds with faults mixed in, for as long as you like: `make soak ARGS='--minutes 20'`.
 
 One main process makes one loader after the other. Each batch is compared by its hash with that of torch's loader, up to
-a fault and behind it. Some batches are kept over many epochs and checked again. A line a minute shows what the
-process holds; the exit status is 1 if a batch was wrong, a fault had another end than it should, or the figures have
-grown.
+a fault and behind it; with restarts, a stall's limit or bad samples that are left out, up to the end. Some batches are
+kept over many epochs and checked again. A line a minute shows what the process holds; the exit status is 1 if a batch
+was wrong, a fault had another end than it should, or the figures have grown.
 """
 
 import argparse
 import collections
 import contextlib
-import hashlib
 import itertools
+import logging
 import os
 import random
 import signal
@@ -19,147 +19,19 @@ import tempfile
 import threading
 import time
 import warnings
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from sample_data import worker_id
 from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
-from torch.utils.data import Dataset, IterableDataset
+
+from .soak_data import KINDS, Fault, Spec, hash_of, loader_of, without_bad
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
-KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "many")
 # What happens in an epoch. Half of them run undisturbed.
-FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread")
+FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread", "stuck", "bad")
 MORTAL = ("segv", "exit", "kill")  # those that end a worker
+RESTARTS = 10
 LIMIT = 120.0  # seconds in which an epoch has to end
 KEPT = 30  # batches that are kept, the oldest one leaves
-
-
-class Spec(NamedTuple):
-    """A dataset and how it is batched: what torch's loader gives for it is known once."""
-
-    kind: str
-    stream: bool
-    length: int
-    batch_size: int | None
-    workers: int  # only streams depend on it
-
-
-class Fault(NamedTuple):
-    """What a worker does at a sample, once."""
-
-    name: str
-    index: int
-    marker: str
-
-
-class Expected(Exception):
-    """The error of the dataset."""
-
-
-def sample(kind, i):
-    """Sample i, in each of its bytes."""
-    match kind:
-        case "numbers":
-            return i
-        case "floats":
-            return torch.full((8,), float(i))
-        case "tree":
-            return {"x": torch.full((16, 16), i), "name": f"sample {i}", "more": (float(i), [i, np.int64(i)])}
-        case "image":
-            return torch.full((3, 96, 96), i % 251, dtype=torch.uint8), i
-        case "array":
-            return np.full((64, 64), i, np.float32)
-        case "pickled":
-            return {"set": {i}, "tensor": torch.full((5000,), float(i))}
-        case "ragged":
-            return torch.arange(1 + (i * 7919) % 200_000)
-        case "many":
-            return [torch.full((10,), i) for _ in range(40)]
-    raise ValueError(kind)
-
-
-def act(fault, i):
-    """The fault, if it is to happen here and has not yet."""
-    if fault is None or i != fault.index:
-        return None
-    try:
-        os.close(os.open(fault.marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return None
-    match fault.name:
-        case "error":
-            raise Expected(f"sample {i}")
-        case "unpicklable":
-            return lambda: i
-        case "segv":
-            signal.raise_signal(signal.SIGSEGV)
-        case "exit":
-            os._exit(3)
-        case "late":
-            time.sleep(1.5)
-    return None
-
-
-class Samples(Dataset):
-    def __init__(self, spec, fault=None):
-        self.spec, self.fault = spec, fault
-
-    def __len__(self):
-        return self.spec.length
-
-    def __getitem__(self, i):
-        return act(self.fault, i) or sample(self.spec.kind, i)
-
-
-class Streams(IterableDataset):
-    def __init__(self, spec, fault=None):
-        self.spec, self.fault = spec, fault
-
-    def __iter__(self):
-        workers = max(1, self.spec.workers)
-        for i in range(worker_id() or 0, self.spec.length, workers):
-            yield act(self.fault, i) or sample(self.spec.kind, i)
-
-
-def as_it_is(batch):
-    return batch
-
-
-def loader_of(cls, spec, fault=None, **kw):
-    ragged = spec.kind in ("ragged", "pickled")
-    return cls(
-        (Streams if spec.stream else Samples)(spec, fault),
-        batch_size=spec.batch_size,
-        collate_fn=as_it_is if ragged or spec.batch_size is None else None,
-        **kw,
-    )
-
-
-def hash_of(batch):
-    """Types, dtypes, shapes and bytes of a batch."""
-    found = hashlib.blake2b(digest_size=16)
-
-    def add(value):
-        found.update(type(value).__name__.encode())
-        if isinstance(value, torch.Tensor):
-            value = value.numpy()
-        if isinstance(value, np.ndarray):
-            found.update(f"{value.dtype}{value.shape}".encode())
-            found.update(np.ascontiguousarray(value).data)
-        elif isinstance(value, dict):
-            for item in itertools.chain.from_iterable(value.items()):
-                add(item)
-        elif isinstance(value, list | tuple):
-            found.update(f"{len(value)}".encode())
-            for item in value:
-                add(item)
-        else:
-            found.update(repr(value).encode())
-
-    add(batch)
-    return found.digest()
 
 
 class Soak:
@@ -175,8 +47,7 @@ class Soak:
         if spec not in self.known:
             if len(self.known) > 200:
                 self.known.clear()
-            loader = loader_of(TorchDataLoader, spec, num_workers=spec.workers if spec.stream else 0)
-            self.known[spec] = [hash_of(batch) for batch in loader]
+            self.known[spec] = [hash_of(batch) for batch in without_bad(TorchDataLoader, spec)]
         return self.known[spec]
 
     def any_spec(self):
@@ -200,6 +71,8 @@ class Soak:
         """One loader with or without a fault; one to three epochs of it."""
         spec, rng = self.any_spec(), self.rng
         fault = self.any_fault(spec)
+        if fault is not None and fault.name == "bad":
+            spec = spec._replace(bad=fault.index)
         expected = self.expected(spec)
         options = {
             "num_workers": spec.workers,
@@ -212,8 +85,7 @@ class Soak:
             "reorder_window": rng.choice([None, None, 1, 3, 32, "64kB"]),
             "worker_threads": None if spec.stream else rng.choice([None, None, 3]),
         }
-        if fault is not None and fault.name == "late":
-            options["timeout"] = 0.3 if options["multiprocessing_context"] == "fork" else 0
+        options |= self.survival(fault, options)
         about = f"{spec} {fault} {options}"
         with contextlib.ExitStack() as stack:
             stack.callback(self.forget, fault)
@@ -225,6 +97,17 @@ class Soak:
             for number in range(rng.randint(1, 3)):
                 now, before = (fault, None) if number == 0 else (None, fault)
                 self.one(loader, spec, now, before, expected, options, about)
+
+    def survival(self, fault, options):
+        """The options that let an epoch survive its fault, or end it."""
+        match fault and fault.name:
+            case "late":
+                return {"timeout": 0.3 if options["multiprocessing_context"] == "fork" else 0}
+            case "stuck":
+                return {"stall_timeout": 1, "max_restarts": RESTARTS}
+            case "bad":
+                return {"on_error": "skip", "max_restarts": self.rng.choice([None, RESTARTS])}
+        return {"max_restarts": self.rng.choice([None, RESTARTS])}
 
     @staticmethod
     def forget(fault):
@@ -270,7 +153,7 @@ class Soak:
             if not options["pin_memory"] and self.rng.random() < 0.02:
                 self.keep(batch, got[-1])
         del iterator
-        return self.judge(name, expected, got, errors, options["in_order"])
+        return self.judge(name, expected, got, errors, options)
 
     def disturb(self, name, iterator):
         """What the main process does to itself or to a worker."""
@@ -293,8 +176,10 @@ class Soak:
                     self.wrong.append("a forked child saw other batches than were kept")
         return None
 
-    def judge(self, name, expected, got, errors, in_order):
-        texts = [str(error) for error in errors]
+    def judge(self, name, expected, got, errors, options):
+        texts, in_order = [str(error) for error in errors], options["in_order"]
+        if name in MORTAL and options["max_restarts"]:
+            name = "restart"
         if in_order:
             # One batch may be missing, in whose place an error came.
             rest = iter(expected)
@@ -304,7 +189,7 @@ class Soak:
             return "batches that torch's loader does not give"
         missing = len(expected) - len(got)
         match name:
-            case None | "stop" | "fork" | "thread":
+            case None | "stop" | "fork" | "thread" | "restart" | "stuck" | "bad":
                 fine = not errors and missing == 0
             case "break":
                 fine = not errors
@@ -396,6 +281,7 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart, and each bad sample
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         soak, lines, start = Soak(args.seed, folder), [], time.monotonic()

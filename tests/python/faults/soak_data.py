@@ -1,0 +1,163 @@
+"""Data of the endurance run: samples of all kinds, faults that happen at one of them, hashes of batches."""
+
+import hashlib
+import itertools
+import os
+import signal
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sample_data import first_time, worker_id
+from torch.utils.data import Dataset, IterableDataset
+
+KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "many")
+
+
+class Spec(NamedTuple):
+    """A dataset and how it is batched: what torch's loader gives for it is known once."""
+
+    kind: str
+    stream: bool
+    length: int
+    batch_size: int | None
+    workers: int  # only streams depend on it
+    bad: int | None = None  # the sample that is left out
+
+
+class Fault(NamedTuple):
+    """What a worker does at a sample: "bad" each time, all else once."""
+
+    name: str
+    index: int
+    marker: str
+
+
+class Expected(Exception):
+    """The error of the dataset."""
+
+
+def sample(kind, i):
+    """Sample i, in each of its bytes."""
+    match kind:
+        case "numbers":
+            return i
+        case "floats":
+            return torch.full((8,), float(i))
+        case "tree":
+            return {"x": torch.full((16, 16), i), "name": f"sample {i}", "more": (float(i), [i, np.int64(i)])}
+        case "image":
+            return torch.full((3, 96, 96), i % 251, dtype=torch.uint8), i
+        case "array":
+            return np.full((64, 64), i, np.float32)
+        case "pickled":
+            return {"set": {i}, "tensor": torch.full((5000,), float(i))}
+        case "ragged":
+            return torch.arange(1 + (i * 7919) % 200_000)
+        case "many":
+            return [torch.full((10,), i) for _ in range(40)]
+    raise ValueError(kind)
+
+
+def act(fault, i):
+    """The fault, if it is to happen here and has not yet."""
+    if fault is None or i != fault.index:
+        return None
+    if fault.name == "bad":
+        raise Expected(f"sample {i}")
+    if not first_time(fault.marker):
+        return None
+    match fault.name:
+        case "error":
+            raise Expected(f"sample {i}")
+        case "unpicklable":
+            return lambda: i
+        case "segv":
+            signal.raise_signal(signal.SIGSEGV)
+        case "exit":
+            os._exit(3)
+        case "late":
+            time.sleep(1.5)
+        case "stuck":
+            time.sleep(600)
+    return None
+
+
+class Samples(Dataset):
+    def __init__(self, spec, fault=None):
+        self.spec, self.fault = spec, fault
+
+    def __len__(self):
+        return self.spec.length
+
+    def __getitem__(self, i):
+        return act(self.fault, i) or sample(self.spec.kind, i)
+
+
+class Streams(IterableDataset):
+    """The iterator survives an error."""
+
+    def __init__(self, spec, fault=None):
+        self.spec, self.fault = spec, fault
+
+    def __iter__(self):
+        workers = max(1, self.spec.workers)
+        numbers = range(worker_id() or 0, self.spec.length, workers)
+        # What torch's loader is given has no bad sample.
+        left_out = self.spec.bad if self.fault is None else None
+        return map(self.at, (i for i in numbers if i != left_out))
+
+    def at(self, i):
+        return act(self.fault, i) or sample(self.spec.kind, i)
+
+
+def as_it_is(batch):
+    return batch
+
+
+def loader_of(cls, spec, fault=None, **kw):
+    ragged = spec.kind in ("ragged", "pickled")
+    return cls(
+        (Streams if spec.stream else Samples)(spec, fault),
+        collate_fn=as_it_is if ragged or spec.batch_size is None else None,
+        **({"batch_size": spec.batch_size} | kw),
+    )
+
+
+def without_bad(cls, spec):
+    """A loader whose batches are those of `on_error="skip"`."""
+    workers = {"num_workers": spec.workers if spec.stream else 0}
+    if spec.stream or spec.bad is None:
+        return loader_of(cls, spec, **workers)
+    size = spec.batch_size or 1
+    batches = [range(at, min(at + size, spec.length)) for at in range(0, spec.length, size)]
+    kept = [[i for i in batch if i != spec.bad] for batch in batches]
+    if spec.batch_size is None:
+        return loader_of(cls, spec, sampler=[i for batch in kept for i in batch])
+    return loader_of(cls, spec, batch_size=1, batch_sampler=list(filter(None, kept)))
+
+
+def hash_of(batch):
+    """Types, dtypes, shapes and bytes of a batch."""
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(value):
+        found.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            value = value.numpy()
+        if isinstance(value, np.ndarray):
+            found.update(f"{value.dtype}{value.shape}".encode())
+            found.update(np.ascontiguousarray(value).data)
+        elif isinstance(value, dict):
+            for item in itertools.chain.from_iterable(value.items()):
+                add(item)
+        elif isinstance(value, list | tuple):
+            found.update(f"{len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    add(batch)
+    return found.digest()
