@@ -18,6 +18,7 @@ from torch.utils.data import _DatasetKind
 
 from rustloader._core import Port
 from rustloader.config import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader.fetch.guard import unguarded
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.workers import by_value, serialize
@@ -212,7 +213,7 @@ class Snapshots:
         """The iterator and the dataset, as far as each has a state of its own."""
         if not self._is_iterable:
             return None, dataset
-        iterator = getattr(fetcher, "dataset_iter", None)
+        iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
     def _with_states(self, fetcher: Any, iterator_state: Any, dataset_state: Any) -> dict[str, Any]:
@@ -238,15 +239,15 @@ class Publisher:
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        first_ordinal: Number of the first epoch's first batch.
+        offset: What a task's number lacks to the number of its batch, in the first epoch.
         where: The place that errors name.
+        answers: Answers of the worker's earlier processes in this epoch.
     """
 
-    def __init__(self, port: Port, snapshots: Snapshots, first_ordinal: int, where: str) -> None:
+    def __init__(self, port: Port, snapshots: Snapshots, offset: int, where: str, answers: int = 0) -> None:
         self._port, self._snapshots, self._where = port, snapshots, where
-        # What a task's number lacks to the number of its batch.
-        self._offset = first_ordinal
-        self._answers = 0
+        self._offset = offset
+        self._answers = answers
         # Whether this epoch's error was sent. There is one at most.
         self._failed = False
         # Whether batches are fetched again between the first snapshot and the first answer.
@@ -257,11 +258,12 @@ class Publisher:
         self._offset, self._answers, self._failed = -first_task, 0, False
 
     def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any, has_replay: bool = False) -> None:
-        """Sends the snapshot of the epoch's start, or the error that the worker has in its place."""
+        """Sends the snapshot of the epoch's start, or the error that the worker has in its place. A process that goes
+        on in the middle of an epoch sends neither: the main process has the snapshot that it starts from."""
         self._has_replay = has_replay
         if error is None:
-            self._send(self._snapshots.first, fetcher, dataset)
-        else:
+            self._send(self._snapshots.first, fetcher, dataset, is_wanted=not self._answers)
+        elif not self._answers:
             self._fail(error)
 
     def after(self, task: int, fetcher: Any, dataset: Any) -> None:
@@ -280,12 +282,13 @@ class Publisher:
         if not self._failed and (self._answers or not self._has_replay):
             self._send(self._snapshots.make, fetcher, dataset)
 
-    def _send(self, make: Any, fetcher: Any, dataset: Any) -> None:
+    def _send(self, make: Any, fetcher: Any, dataset: Any, is_wanted: bool = True) -> None:
         try:
             payload = make(fetcher, dataset)
         except Exception:
             self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"))
-        else:
+            return
+        if is_wanted:
             self._port.send_snapshot(self._answers, payload, False)
 
     def _fail(self, error: ExceptionWrapper) -> None:
