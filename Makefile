@@ -22,7 +22,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-resuming compare-breakdown compare-peers compare-gpu \
+	compare-memory compare-growth compare-scheduling compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
 	reliability-figures ecosystem wheel dist docs clean
 
 help: ## Show this text
@@ -171,6 +171,9 @@ compare-scheduling: build ## Compare uneven batches, slow storage, large sampler
 
 compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
 	$(BIN)/python benches/resuming.py $(ARGS)
+
+compare-restarts: build ## Measure what deaths, stuck workers and the options against them cost (ARGS='--rows faults')
+	$(BIN)/python benches/restarts.py $(ARGS)
 
 compare-breakdown: build ## Measure where the time of a batch goes
 	$(BIN)/python benches/breakdown.py $(ARGS)
