@@ -13,7 +13,7 @@ import types
 import pytest
 from pinning_support import pinning
 from resume_support import Workers
-from sample_data import Numbers, Slow, untouched, worker_id
+from sample_data import Dying, Numbers, Slow, untouched, worker_id
 from support import STARTED, DataLoader, finish, gone, run_script, start_script, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
@@ -392,6 +392,93 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     time.sleep(limit + 1)
     os.killpg(script.pid, signal.SIGCONT)
     assert finish(script) == (0, "[0]\n", "")
+
+
+# Restarts
+
+
+class StuckOnce(Numbers):
+    """Gets stuck at some samples, at each of them once."""
+
+    def __init__(self, folder, at, function=sleep, n=8):
+        super().__init__(n)
+        self.folder, self.at, self.function = folder, at, function
+
+    def __getitem__(self, i):
+        get_stuck_once(self.folder, i, self.at, self.function)
+        return super().__getitem__(i)
+
+
+def get_stuck_once(folder, i, at, function=sleep):
+    if i in at and not (folder / str(i)).exists():
+        (folder / str(i)).touch()
+        function()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(multiprocessing_context="forkserver"),
+        dict(dispatch="shared_queue"),
+        dict(persistent_workers=True),
+        dict(num_workers=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", [sleep, keep_the_gil, stop])
+def test_a_stuck_worker_is_replaced_and_no_batch_is_lost(told, tmp_path, way, options):
+    options = dict(num_workers=2, batch_size=None, stall_timeout=LIMIT, max_restarts=2) | options
+    loader = DataLoader(StuckOnce(tmp_path, (2, 5), way), **options)
+    with within(STARTED):
+        assert values(loader) == [*range(8)]
+    faults = rustloader.stats(loader).faults
+    assert (faults.restarts, faults.stalls, faults.out_of_memory) == (2, 2, 0)
+    assert len(told) == 2 and len(faults.deaths) == 2
+    assert all("stall_timeout" in line for line in faults.deaths)
+    if options.get("persistent_workers"):
+        assert values(loader) == [*range(8)] and len(told) == 2
+
+
+def test_a_stuck_worker_is_replaced_with_the_pin_thread(told, tmp_path):
+    with pinning():
+        options = dict(num_workers=2, batch_size=None, pin_memory=True, stall_timeout=LIMIT, max_restarts=1)
+        assert values(DataLoader(StuckOnce(tmp_path, (3,)), **options)) == [*range(8)]
+    assert len(told) == 1
+
+
+class StuckOnceStream(IterableDataset):
+    """Its samples together take longer than the limit."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        for i in range(12):
+            time.sleep(0.3)
+            get_stuck_once(self.folder, i, (9,))
+            yield i
+
+
+def test_the_replay_after_a_restart_takes_longer_than_the_limit(told, tmp_path):
+    options = dict(num_workers=1, batch_size=None, stall_timeout=PATIENT, max_restarts=1)
+    assert values(DataLoader(StuckOnceStream(tmp_path), **options)) == [*range(12)]
+    assert len(told) == 1
+
+
+def test_beyond_max_restarts_the_stall_is_an_error(told, tmp_path):
+    dataset = Stuck(tmp_path / "began", sleep, n=2, at=1)
+    iterator = iter(DataLoader(dataset, num_workers=1, batch_size=None, stall_timeout=0.5, max_restarts=1))
+    assert int(next(iterator)) == 0
+    error = stalled_error(iterator)
+    assert (error.restarts, error.index, len(told)) == (1, 1, 2)
+
+
+def test_a_crash_is_no_stall(told):
+    options = dict(num_workers=1, batch_size=None, stall_timeout=60, max_restarts=1)
+    with pytest.raises(rustloader.WorkerDiedError) as caught:
+        list(DataLoader(Dying(2, 1, signal.SIGKILL), **options))
+    assert type(caught.value) is rustloader.WorkerDiedError and told == []
 
 
 # The error, the log, the option
