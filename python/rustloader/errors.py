@@ -47,7 +47,7 @@ class WorkerStalledError(WorkerDiedError):
     """
 
 
-class ErrorLimitExceeded(RuntimeError):  # noqa: N818
+class ErrorLimitExceeded(RuntimeError):
     """Raised by ``next()`` when more samples of an epoch have failed than ``max_errors`` allows.
 
     Each later ``next()`` raises it again. The workers have ended.

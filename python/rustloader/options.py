@@ -358,9 +358,9 @@ class Options:
         keyword=True,
     )
     on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
-        'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes another '
-        "one, and a function gets its index and the exception, and returns a sample or raises (default: None, which "
-        'means "raise").',
+        'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes '
+        "another one. A function gets the index and the exception, and returns a sample or raises (default: None, "
+        'which means "raise").',
         "what an exception of a sample does: raise, skip or replace",
         unset=(None, "raise"),
         check=_check_on_error,

@@ -1,4 +1,4 @@
-"""Epochs that survive: the drivers of `make restarts` and `make soak` for a few rounds each, and a real memory limit."""
+"""Epochs that survive: a few rounds of `make restarts` and of `make soak`, and a real memory limit."""
 
 import re
 import tempfile
