@@ -16,6 +16,8 @@ use rustloader::shm::block::CONSUMER;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
+/// The number of a batch that stands for an error.
+const ERROR: u64 = u64::MAX;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What a fake pin thread does with each batch, by the number in its payload.
@@ -37,6 +39,10 @@ impl Prepare for Fake {
         (self.act)(number)?;
         self.prepared.fetch_add(1, SeqCst);
         Ok(number)
+    }
+
+    fn is_error(number: &u64) -> bool {
+        *number == ERROR
     }
 }
 
@@ -196,7 +202,7 @@ proptest! {
             std::thread::sleep(Duration::from_micros(pause));
             Ok(())
         });
-        let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, Body::run).unwrap();
+        let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, false, Body::run).unwrap();
         let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
         let take = |got: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
             PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
@@ -289,7 +295,7 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
     let (prepare, prepared) = fake(nothing());
-    let link = pin::start(prepare, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+    let link = pin::start(prepare, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     let most = 2 + 4 + 4;
     until(|| link.events.len() == most && prepared.load(SeqCst) == most + 1);
@@ -309,7 +315,8 @@ fn what_the_thread_has_held_is_gone_when_its_end_is_told() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     for _ in 0..200 {
         let handle = Arc::new(Handle::new(arena.clone()).unwrap());
-        let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+        let link =
+            pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
         handle.stop_pinning();
         until(|| handle.pinning().unwrap().join(LIMIT));
         // The handle's own, and the link's.
@@ -322,7 +329,7 @@ fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
-    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     until(|| link.events.is_full());
     end(&handle);
