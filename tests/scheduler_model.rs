@@ -1,5 +1,6 @@
 //! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
-//! with final deaths added. Random orders of completion, errors, exhaustions, deaths, resets and timeouts.
+//! with deaths added: final ones, and workers that are replaced, of which torch's algorithm notices nothing. Random orders of
+//! completion, errors, exhaustions, deaths, replacements, resets and timeouts.
 //!
 //! Settings that torch does not have are combined freely: a shared queue, and windows of batches and bytes. They have no
 //! reference: no task may be lost or delivered twice, the order, all bounds and the dispatch policy must hold, and a window
@@ -162,6 +163,8 @@ struct Config {
     /// right one, and only the invariants are checked.
     eager: bool,
     deaths: bool,
+    /// Workers that die may be replaced.
+    restarts: bool,
     /// Settings that need not be torch's; then only the invariants are checked.
     free: Option<Free>,
     choices: Vec<u8>,
@@ -188,7 +191,7 @@ impl Config {
             settings.delivery = free.delivery;
         }
         let timeout = self.timeout.then_some(TIMEOUT);
-        Settings { persistent: self.persistent, timeout, ..settings }
+        Settings { persistent: self.persistent, timeout, restarts: self.restarts, ..settings }
     }
 
     /// Whether the reference has an answer.
@@ -217,6 +220,33 @@ struct Process {
     gone: bool,
     /// The task that it has taken from the shared queue.
     held: Option<u64>,
+    /// The tasks of this epoch that are bound to the worker and unanswered, oldest first.
+    bound: Vec<u64>,
+    /// Those that the present process has not been sent.
+    unsent: VecDeque<u64>,
+    /// The process has died and may be replaced: now, or at this time.
+    vacant: bool,
+    due: Option<Duration>,
+    /// It has not begun this epoch.
+    stale: bool,
+}
+
+impl Process {
+    /// Begins an epoch, with a dataset of `length` batches.
+    fn begin(&mut self, length: usize) {
+        (self.left, self.exhausted, self.stale) = (length, false, false);
+    }
+
+    /// The tasks that it has taken and not answered are its worker's.
+    fn die(&mut self, epoch: u64) -> Option<u64> {
+        let held = self.held.take();
+        self.gone = true;
+        self.ring.clear();
+        self.unsent.clear();
+        self.bound.extend(held.filter(|task| *task >= epoch));
+        self.bound.sort_unstable();
+        held
+    }
 }
 
 struct World<'a> {
@@ -271,7 +301,11 @@ impl World<'_> {
                         .on_event(self.now, Event::WorkerDied { worker, held: Vec::new() })
                         .unwrap();
                 }
-                Action::Resume(worker) => self.processes[worker.index()].ring.push_back(Message::Resume),
+                Action::Resume(worker) => {
+                    let process = &mut self.processes[worker.index()];
+                    assert!(!process.vacant, "there is no process to read it");
+                    process.ring.push_back(Message::Resume);
+                }
                 Action::Withdraw(task) => {
                     assert!(task.0 < self.scheduler.first_task().0, "it is of an abandoned epoch");
                     if let Some(index) = self.queue.iter().position(|waits| *waits == task.0) {
@@ -328,6 +362,7 @@ impl World<'_> {
                 process.held = self.queue.pop_front();
             }
             if let Some(task) = process.held.take() {
+                process.bound.retain(|bound| *bound != task);
                 self.clock = self.clock.map(|_| self.now);
                 let event = self.result(worker, task);
                 self.event(event);
@@ -337,17 +372,19 @@ impl World<'_> {
                 let event = match message {
                     Message::Task(_) if process.exhausted => continue,
                     Message::Resume => {
-                        process.exhausted = false;
-                        process.left = self.config.lengths[index];
+                        process.begin(self.config.lengths[index]);
                         Event::Resumed(worker)
                     }
                     Message::Task(task) if process.left == 0 => {
                         process.exhausted = true;
+                        process.bound.clear();
+                        process.unsent.clear();
                         self.arrivals.push_back(Arrival::Exhausted { worker: index });
                         Event::Exhausted { worker, task: TaskId(task) }
                     }
                     Message::Task(task) => {
                         process.left -= 1;
+                        process.bound.retain(|bound| *bound != task);
                         self.result(worker, task)
                     }
                 };
@@ -361,16 +398,89 @@ impl World<'_> {
 
     fn kill(&mut self) {
         let index = self.choice() as usize % self.config.workers;
-        if !self.processes[index].gone {
-            self.processes[index].gone = true;
-            let held = self.processes[index].held.take();
-            self.dead.push((index, held.filter(|task| *task >= self.epoch)));
-            self.arrivals.push_back(Arrival::Death { worker: index });
-            self.event(Event::WorkerDied {
-                worker: WorkerId(index as u32),
-                held: held.map(TaskId).into_iter().collect(),
-            });
+        if self.processes[index].gone {
+            return;
         }
+        let held = self.processes[index].die(self.epoch);
+        self.processes[index].vacant = self.config.restarts;
+        self.processes[index].due = None;
+        if !self.config.restarts {
+            self.note_death(index);
+        }
+        let held = held.map(TaskId).into_iter().collect();
+        self.event(Event::WorkerDied { worker: WorkerId(index as u32), held });
+    }
+
+    /// A death is final.
+    fn note_death(&mut self, index: usize) {
+        self.dead.push((index, self.processes[index].bound.first().copied()));
+        self.arrivals.push_back(Arrival::Death { worker: index });
+    }
+
+    /// What Python makes of a vacancy: it replaces the worker, at once or later, or gives it up.
+    fn settle_vacancy(&mut self, death: Death) {
+        let Death { worker, lost } = death;
+        let process = &self.processes[worker.index()];
+        assert!(process.vacant && process.due.is_none(), "{death:?}");
+        assert_eq!(lost.map(|task| task.0), process.bound.first().copied());
+        match self.choice() {
+            0..=15 => {
+                self.processes[worker.index()].vacant = false;
+                self.note_death(worker.index());
+                self.event(Event::GivenUp(worker));
+            }
+            16..=80 => {
+                let until = self.now + Duration::from_millis(50);
+                self.processes[worker.index()].due = Some(until);
+                self.event(Event::Postponed { worker, until });
+            }
+            // The start failed, or was interrupted: the question comes again.
+            81..=90 => {}
+            _ => {
+                let process = &mut self.processes[worker.index()];
+                (process.gone, process.vacant) = (false, false);
+                process.unsent = process.bound.iter().copied().collect();
+                if process.stale {
+                    process.begin(self.config.lengths[worker.index()]);
+                }
+                self.event(Event::WorkerReplaced(worker));
+            }
+        }
+    }
+
+    /// Sends one task again, unless a signal comes before it, or its worker dies.
+    fn resend(&mut self) {
+        let (worker, task, tag) = self.scheduler.unsent().expect("it has been asked for");
+        assert_eq!(task.0, *tag);
+        let process = &self.processes[worker.index()];
+        assert_eq!(process.unsent.front(), Some(tag));
+        assert!(!process.gone && !process.vacant);
+        match self.choice() {
+            0..=9 if self.config.deaths => self.kill(),
+            10..=19 => {}
+            20..=39 => self.a_worker_takes(),
+            _ => {
+                let process = &mut self.processes[worker.index()];
+                process.ring.push_back(Message::Task(task.0));
+                process.unsent.pop_front();
+                self.scheduler.resent();
+            }
+        }
+    }
+
+    /// Whether a vacancy is due whose tasks the epoch needs.
+    fn is_vacancy_due(&self) -> bool {
+        let needed =
+            |process: &&Process| process.vacant && process.due.is_none() && !process.bound.is_empty();
+        self.scheduler.death().is_none() && self.processes.iter().any(|process| needed(&process))
+    }
+
+    fn pass_time(&mut self, time: Duration) {
+        self.now += time;
+        for process in &mut self.processes {
+            process.due = process.due.filter(|due| *due > self.now);
+        }
+        self.event(Event::Time);
     }
 
     /// Tasks that are outstanding or ready. A staged one is neither.
@@ -422,15 +532,33 @@ impl World<'_> {
                 assert_eq!(task.0, tag, "numbers go on through the epochs");
                 assert!(self.scheduler.undelivered().iter().any(|(number, _)| *number == task));
                 self.ended.push(0);
-                let Placement::Worker(worker) = placement else {
-                    assert_eq!(self.settings.dispatch, Dispatch::SharedQueue);
-                    return self.queue.push_back(task.0);
+                let worker = match placement {
+                    Placement::Queue => {
+                        assert_eq!(self.settings.dispatch, Dispatch::SharedQueue);
+                        return self.queue.push_back(task.0);
+                    }
+                    Placement::Worker(worker) => worker,
+                    Placement::Later => {
+                        let all = self.scheduler.undelivered();
+                        all.iter()
+                            .find(|(number, _)| *number == task)
+                            .and_then(|(_, worker)| *worker)
+                            .unwrap()
+                    }
                 };
                 if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
                     assert_eq!(worker.index(), self.sent.len() % self.config.workers);
                 }
                 self.sent.push((task.0, worker.index()));
-                self.processes[worker.index()].ring.push_back(Message::Task(task.0));
+                let process = &mut self.processes[worker.index()];
+                process.bound.push(task.0);
+                let waits = process.vacant || !process.unsent.is_empty();
+                assert_eq!(placement == Placement::Later, waits);
+                match waits {
+                    true if process.vacant => {}
+                    true => process.unsent.push_back(task.0),
+                    false => process.ring.push_back(Message::Task(task.0)),
+                }
             }
             Err(back) => {
                 assert!(!takes && !self.settings.fills(), "there is room for it");
@@ -462,9 +590,13 @@ impl World<'_> {
             assert_eq!(self.held(), self.scheduler.outstanding() + self.ready.len());
         }
         let asks = *step == Decision::Submit;
+        let replaces = matches!(step, Decision::Vacant(_) | Decision::Resend);
+        assert!(matches!(step, Decision::Vacant(_)) || !self.is_vacancy_due(), "{step:?}");
+        let is_unsent = self.processes.iter().any(|process| !process.unsent.is_empty());
+        assert!(replaces || !is_unsent || self.scheduler.death().is_some(), "{step:?}");
         let is_blocked = self.sampler_ended || self.sampler_failed || !self.has_taker();
         match self.settings.fills() {
-            true if *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
+            true if replaces || *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
             true => assert_eq!(asks, self.has_room() && !is_blocked, "{step:?}"),
             false => assert!(!asks || self.has_room(), "it goes nowhere"),
         }
@@ -472,19 +604,25 @@ impl World<'_> {
 
     /// One step of waiting: a worker acts, dies, or time passes. None: continue; Some: what `next` must answer.
     fn waited(&mut self, deadline: Option<Duration>) -> bool {
-        assert_eq!(deadline, self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT));
+        let timeout = self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT);
+        let dues = || self.processes.iter().filter(|process| process.vacant);
+        assert!(deadline == timeout || dues().any(|process| process.due == deadline && deadline.is_some()));
+        assert!(timeout.is_none_or(|timeout| deadline <= Some(timeout)));
+        let needed = |process: &&Process| !process.bound.is_empty() && self.scheduler.death().is_none();
+        let first = dues().filter(needed).filter_map(|process| process.due).min();
+        assert!(first.is_none_or(|due| deadline.is_some_and(|deadline| deadline <= due)));
         match self.choice() {
             0..=9 if self.config.deaths => self.kill(),
             10..=40 => {
-                self.now += Duration::from_millis(30);
-                self.event(Event::Time);
-                return deadline.is_some_and(|deadline| self.now >= deadline);
+                self.pass_time(Duration::from_millis(30));
+                let is_due = self.processes.iter().any(|process| process.vacant && process.due.is_none());
+                return !is_due && timeout.is_some_and(|timeout| self.now >= timeout);
             }
             _ => {
                 if !self.a_worker_acts() {
                     // Who waits must be right to wait.
-                    assert!(self.processes.iter().any(|process| process.gone), "nothing ends this wait");
-                    panic!("nothing ends this wait, though deaths are known: {:?}", self.config);
+                    let due = dues_of(&self.processes).expect("nothing ends this wait");
+                    self.pass_time(due.saturating_sub(self.now));
                 }
             }
         }
@@ -522,6 +660,16 @@ impl World<'_> {
                 }
                 Decision::TimedOut => {
                     self.clock = None;
+                    continue;
+                }
+                Decision::Vacant(death) => {
+                    self.clock = None;
+                    self.settle_vacancy(death);
+                    continue;
+                }
+                Decision::Resend => {
+                    self.clock = None;
+                    self.resend();
                     continue;
                 }
                 Decision::Deliver { task, worker, tag, result }
@@ -568,17 +716,26 @@ impl World<'_> {
     fn reset(&mut self) -> bool {
         self.epoch = self.ended.len() as u64;
         (self.ready, self.staged) = (Vec::new(), None);
+        for process in &mut self.processes {
+            (process.stale, process.bound) = (true, Vec::new());
+            process.unsent.clear();
+        }
         self.event(Event::EpochReset);
         self.clock = None;
         while self.scheduler.resuming() {
             self.a_worker_takes();
             assert_eq!(self.scheduler.submit(0), Err(0));
             if self.choice() < 10 && self.scheduler.death().is_none() {
+                self.processes.iter_mut().for_each(|process| process.stale = true);
                 self.event(Event::EpochReset);
                 self.clock = None;
             }
             match self.scheduler.next(true) {
                 Decision::Wait(deadline) => _ = self.waited(deadline),
+                Decision::Vacant(death) => {
+                    self.clock = None;
+                    self.settle_vacancy(death);
+                }
                 Decision::Dead(Death { lost: None, .. }) => return false,
                 other => panic!("{other:?} while resuming"),
             }
@@ -586,6 +743,11 @@ impl World<'_> {
         self.begin_epoch();
         true
     }
+}
+
+/// When the next postponed vacancy is due.
+fn dues_of(processes: &[Process]) -> Option<Duration> {
+    processes.iter().filter(|process| process.vacant).filter_map(|process| process.due).min()
 }
 
 fn run(config: &Config) {
@@ -620,6 +782,9 @@ fn run(config: &Config) {
             for _ in 0..world.choice() % 4 {
                 world.a_worker_takes();
                 world.a_worker_acts();
+            }
+            if config.restarts && world.choice() < 20 {
+                world.kill();
             }
         }
         let outcome = world.next();
@@ -690,9 +855,9 @@ fn config() -> impl Strategy<Value = Config> {
     let delivery = prop_oneof![Just(DeliveryOrder::InOrder), Just(DeliveryOrder::AsCompleted)];
     let free = (dispatch, delivery, window);
     let free = free.prop_map(|(dispatch, delivery, window)| Free { dispatch, delivery, window });
-    let shape = (1_usize..7, 1_usize..4, any::<[bool; 6]>(), 0_usize..40, proptest::option::of(free));
+    let shape = (1_usize..7, 1_usize..4, any::<[bool; 7]>(), 0_usize..40, proptest::option::of(free));
     shape.prop_flat_map(|(workers, prefetch, flags, indices, free)| {
-        let [in_order, persistent, timeout, iterable, eager, deaths] = flags;
+        let [in_order, persistent, timeout, iterable, eager, deaths, restarts] = flags;
         let is_shared = free.as_ref().is_some_and(|free| free.dispatch == Dispatch::SharedQueue);
         let iterable = iterable && !is_shared;
         let longest = if iterable { 12_usize } else { 0 };
@@ -708,6 +873,7 @@ fn config() -> impl Strategy<Value = Config> {
             lengths: if iterable { lengths } else { vec![usize::MAX; workers] },
             eager,
             deaths,
+            restarts,
             choices,
         })
     })
