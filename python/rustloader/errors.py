@@ -39,8 +39,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerStalledError(WorkerDiedError):
-    """Raised like ``WorkerDiedError`` when a worker was killed because it was in one batch for longer than
-    ``stall_timeout``.
+    """Raised like ``WorkerDiedError`` when a worker was in one batch for longer than ``stall_timeout``.
 
     Examples:
         >>> isinstance(rustloader.WorkerStalledError("it was stuck"), rustloader.WorkerDiedError)
@@ -49,12 +48,14 @@ class WorkerStalledError(WorkerDiedError):
 
 
 class ErrorLimitExceeded(RuntimeError):  # noqa: N818
-    """Raised by ``next()``, and again by each later ``next()``, when more samples of an epoch have failed than
-    ``max_errors`` allows.
+    """Raised by ``next()`` when more samples of an epoch have failed than ``max_errors`` allows.
+
+    Each later ``next()`` raises it again. The workers have ended.
 
     Args:
         text: The message. It names the first failed samples.
-        failures: The failed samples of the epoch, in the order in which their batches were delivered.
+        failures: The failed samples of the epoch as ``rustloader.Failure``, at most the first 1,000, in the order in
+            which their batches were delivered.
 
     Examples:
         >>> rustloader.ErrorLimitExceeded("3 samples have failed").failures

@@ -34,6 +34,10 @@ OTHER = {
     "reorder_window": ("512MiB", "512MiB"),
     "seed_by": ("sample", "sample"),
     "worker_threads": (4, "4"),
+    "max_restarts": (3, "3"),
+    "stall_timeout": (2.5, "2.5"),
+    "on_error": ("skip", "skip"),
+    "max_errors": (0.25, "0.25"),
     "stateful": (True, "1"),
 }
 
@@ -151,6 +155,20 @@ WRONG = [
     ("reorder_window", "9" * 400 + "B", ValueError),
     ("seed_by", "epoch", ValueError),
     ("worker_threads", 0, ValueError),
+    ("max_restarts", -1, ValueError),
+    ("max_restarts", 1.0, TypeError),
+    ("max_restarts", True, TypeError),
+    ("stall_timeout", 0, ValueError),
+    ("stall_timeout", float("inf"), ValueError),
+    ("stall_timeout", float("nan"), ValueError),
+    ("stall_timeout", "1", TypeError),
+    ("on_error", "ignore", ValueError),
+    ("on_error", 1, TypeError),
+    ("max_errors", -1, ValueError),
+    ("max_errors", 1.5, ValueError),
+    ("max_errors", float("nan"), ValueError),
+    ("max_errors", True, TypeError),
+    ("max_errors", "1", TypeError),
     ("stateful", 1, TypeError),
 ]
 
@@ -162,7 +180,7 @@ def test_it_checks_its_values(name, value, error):
     if name in options.keywords():
         with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
             rustloader.DataLoader(range(2), **{name: value})
-        loader = rustloader.DataLoader(range(2), **{name: OTHER[name][0]})
+        loader = rustloader.DataLoader(range(2), num_workers=1, **{name: OTHER[name][0]})
         setattr(loader, name, value)
         with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
             options.in_force(loader, name)
@@ -184,6 +202,24 @@ def test_names_of_options_that_a_program_uses_itself_are_no_options(kind, worker
 
     with rustloader.installed():
         assert [x.tolist() for x in Mine(range(4), batch_size=2, num_workers=workers)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("name, value", [("max_restarts", 1), ("stall_timeout", 1.5)])
+def test_without_workers_nothing_can_be_started_again(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value} needs workers: .*set num_workers to 1 or more"):
+        rustloader.DataLoader(range(2), **{name: value})
+    with rustloader.installed(**{name: value}):
+        assert len(list(rustloader.DataLoader(range(2)))) == 2
+    assert len(list(rustloader.DataLoader(range(2), max_restarts=0))) == 2
+
+
+def test_a_function_may_decide_about_errors():
+    def decide(index, error):
+        return index
+
+    assert rustloader.Options(on_error=decide).on_error is decide
+    assert rustloader.DataLoader(range(2), on_error=decide).on_error is decide
+    assert [rustloader.Options(max_errors=value).max_errors for value in (0, 7, 0.0, 1.0)] == [0, 7, 0.0, 1.0]
 
 
 def test_a_window_beyond_the_machine_is_no_limit():
@@ -217,7 +253,7 @@ def test_a_loader_takes_the_options_that_torch_does_not_have():
     plain = rustloader.DataLoader(range(2))
     assert vars(plain).keys() == vars(TorchDataLoader(range(2))).keys()
     values = {name: OTHER[name][0] for name in own}
-    loader = rustloader.DataLoader(range(2), **values)
+    loader = rustloader.DataLoader(range(2), num_workers=1, **values)
     for name, value in values.items():
         assert getattr(plain, name) is None and getattr(loader, name) == value == options.in_force(loader, name)
         assert options.in_force(TorchDataLoader(range(2)), name) == options.option_of(name).default

@@ -1,0 +1,94 @@
+"""What programs see of failing samples: batches, statistics, workers that leave."""
+
+import json
+
+import pytest
+from failing_samples import BAD, SIZE, Broken, index_batches, left, minus, numbers
+from support import SOON, DataLoader, LoaderIter, gone, rustloader, wait_until, worker_pids
+
+from rustloader.fetch.failures import Failure, Reported, failure_of
+from rustloader.metrics.faults import KEPT_DEATHS, KEPT_FAILURES, Faults
+from rustloader.metrics.parts import FaultStats
+
+pytestmark = pytest.mark.ours
+
+
+def test_what_programs_take_from_the_iterator_is_a_batch():
+    class Mine(LoaderIter):
+        def __next__(self):
+            data = self._next_data()
+            assert not isinstance(data, Reported)
+            return data
+
+    loader = DataLoader(Broken(), batch_size=4, num_workers=1, on_error="skip")
+    assert numbers(Mine(loader)) == left(index_batches())
+
+
+def test_the_workers_leave_with_the_iterator():
+    loader = DataLoader(Broken(), batch_size=4, num_workers=2, on_error="skip")
+    iterator = iter(loader)
+    next(iterator)
+    pids = worker_pids(iterator)
+    del iterator
+    assert all(wait_until(lambda pid=pid: gone(pid), SOON) for pid in pids)
+
+
+def test_statistics_show_the_failures():
+    loader = DataLoader(Broken(), batch_size=4, num_workers=1, on_error="skip")
+    iterator = iter(loader)
+    next(iterator)
+    assert rustloader.stats(iterator).faults.failures == (Failure(1, "ValueError: bad 1", "skipped", 0),)
+    list(iterator)
+    stats = rustloader.stats(loader)
+    assert stats.faults == rustloader.stats(iterator).faults and stats.faults.skipped == len(BAD)
+    assert "faults        9 samples skipped" in str(stats) and "sample 1: ValueError: bad 1" in stats._repr_html_()
+    assert stats.verdict().reason.endswith("; 9 samples skipped")
+    assert json.loads(json.dumps(stats.as_dict()))["faults"]["failures"][1]["index"] == 4
+    flat = stats.as_dict(flat=True)
+    assert flat["faults_skipped"] == 9.0 and not any("failures" in name for name in flat)
+    replaced = DataLoader(Broken(), batch_size=4, num_workers=1, on_error=minus)
+    assert len(list(replaced)) == len(index_batches(SIZE))
+    assert "9 samples replaced" in str(rustloader.stats(replaced))
+
+
+class Untold(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def test_a_failure_in_words():
+    assert failure_of(3, KeyError("x"), "skipped", 1) == Failure(3, "KeyError: 'x'", "skipped", 1)
+    assert failure_of("name", ValueError(), "skipped", None) == Failure("name", "ValueError", "skipped")
+    assert failure_of((1, 2), ValueError("two\nlines"), "replaced", 0).index == "(1, 2)"
+    assert failure_of((1, 2), ValueError("two\nlines"), "replaced", 0).error_text == "ValueError: two\nlines"
+    assert len(failure_of([0] * 1000, ValueError("x" * 5000), "skipped", 0).error_text) == 1000
+    assert len(failure_of([0] * 1000, ValueError(), "skipped", 0).index) < 100
+    assert "Untold" in failure_of(None, Untold(), "skipped", 0).error_text
+
+
+def test_restarts_are_counted_beside_the_failures():
+    loaders = Faults()
+    first, second = Faults(loaders), Faults(loaders)
+    first.note_restart("worker 1 died", stalled=True)
+    second.note_restart("worker 0 died", out_of_memory=True)
+    second.note_failure(Failure(1, "ValueError", "skipped", 0))
+    second.note_failure(Failure(2, "ValueError", "replaced", 0))
+    assert first.figures() == FaultStats(restarts=1, stalls=1, deaths=("worker 1 died",))
+    found = loaders.figures()
+    assert (found.restarts, found.stalls, found.out_of_memory) == (2, 1, 1)
+    assert (found.skipped, found.replaced, found.unlisted_failures) == (1, 1, 0)
+    assert found.deaths == ("worker 1 died", "worker 0 died") and [it.index for it in found.failures] == [1, 2]
+    text = str(rustloader.Stats(faults=found))
+    assert "  faults        2 restarts (1 stuck, 1 out of memory), 1 sample skipped, 1 sample replaced" in text
+    assert "faults" not in str(rustloader.Stats())
+
+
+def test_texts_are_kept_up_to_a_number():
+    faults = Faults()
+    for i in range(KEPT_FAILURES + 5):
+        faults.note_failure(Failure(i, "ValueError", "skipped" if i % 2 else "replaced"))
+        faults.note_restart(str(i))
+    found = faults.figures()
+    assert len(found.failures) == KEPT_FAILURES and found.unlisted_failures == 5
+    assert len(found.deaths) == KEPT_DEATHS and found.restarts == KEPT_FAILURES + 5
+    assert (found.failures[-1].index, found.deaths[-1]) == (KEPT_FAILURES - 1, str(KEPT_DEATHS - 1))

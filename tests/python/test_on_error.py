@@ -1,0 +1,284 @@
+"""`on_error`: failing samples are left out or replaced, whatever makes the batches."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from failing_samples import (
+    BAD,
+    SIZE,
+    Broken,
+    Drawing,
+    InBatches,
+    Shown,
+    Stream,
+    failed,
+    index_batches,
+    left,
+    minus,
+    numbers,
+    turned,
+)
+from pinning_support import pinning
+from sample_data import as_list
+from support import DataLoader, TorchDataLoader, rustloader
+from torch.utils.data import Subset
+from torch.utils.data._utils import fetch
+
+from rustloader._core import seed_words
+from rustloader.stateful_dataloader import StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
+]
+
+METHODS = ["fork", "forkserver", "spawn"]
+# Each with settings that a loader of Broken keeps its values and its order under.
+SETTINGS = {
+    "no workers": dict(num_workers=0),
+    "one worker": dict(num_workers=1),
+    "two workers": dict(num_workers=2),
+    "more workers than batches": dict(num_workers=7),
+    "threads": dict(num_workers=2, worker_threads=3),
+    "threads and seeds": dict(num_workers=2, worker_threads=3, seed_by="sample"),
+    "seeds of batches": dict(num_workers=2, seed_by="batch"),
+    "seeds of samples": dict(num_workers=2, seed_by="sample"),
+    "seeds without workers": dict(num_workers=0, seed_by="sample"),
+    "shared queue": dict(num_workers=2, dispatch="shared_queue"),
+    "window": dict(num_workers=2, reorder_window=8),
+    "persistent": dict(num_workers=2, persistent_workers=True),
+    "persistent, shared queue": dict(num_workers=2, persistent_workers=True, dispatch="shared_queue"),
+    "prefetch": dict(num_workers=1, prefetch_factor=5),
+    **{method: dict(num_workers=2, multiprocessing_context=method, persistent_workers=True) for method in METHODS},
+}
+DATASETS = {
+    "samples": Broken,
+    "batches": InBatches,
+    "subset": lambda: Subset(Broken(2 * SIZE), range(SIZE)),
+    "subset of batches": lambda: Subset(InBatches(2 * SIZE), range(SIZE)),
+}
+POLICIES = {"skip": ("skip", left, "skipped"), "function": (minus, turned, "replaced")}
+
+
+# All settings with samples made one by one; the datasets that make batches with some of them.
+CASES = [(name, "samples") for name in SETTINGS] + [
+    (name, dataset)
+    for name in ("no workers", "two workers", "seeds of samples", "seeds without workers", "threads", "persistent")
+    for dataset in DATASETS
+    if dataset != "samples"
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name, dataset", CASES)
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+def test_batches_are_those_without_the_failing_samples(kind, name, dataset, policy):
+    on_error, expected, action = POLICIES[policy]
+    loader = kind(DATASETS[dataset](), batch_size=4, on_error=on_error, **SETTINGS[name])
+    for _ in range(2):
+        assert numbers(loader) == expected(index_batches())
+    assert failed(rustloader.stats(loader)) == [(i, action) for i in BAD] * 2
+
+
+@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
+@pytest.mark.parametrize("dataset", [Broken, InBatches])
+def test_out_of_order_all_samples_come_once(dataset, dispatch):
+    loader = DataLoader(dataset(), batch_size=4, num_workers=3, in_order=False, dispatch=dispatch, on_error="skip")
+    for _ in range(3):
+        assert sorted(numbers(loader)) == left(index_batches())
+    assert sorted(failed(rustloader.stats(loader))) == sorted([(i, "skipped") for i in BAD] * 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kw", [dict(drop_last=True), dict(batch_size=1), dict(batch_size=100)], ids=str)
+def test_batches_of_any_size(kw, workers):
+    settings = dict(batch_size=4) | kw
+    loader = DataLoader(Broken(), num_workers=workers, on_error="skip", **settings)
+    assert numbers(loader) == left(index_batches(**settings))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_index_batches_of_a_sampler(workers):
+    batches = [[3, 1], [4], [], [5, 5, 2], [7, 6], [0]]
+    loader = DataLoader(
+        Broken(), batch_sampler=batches, num_workers=workers, on_error="skip", collate_fn=lambda samples: len(samples)
+    )
+    # An index batch without indices is none whose samples have failed.
+    assert list(loader) == [1, 0, 1, 1]
+    assert [i for i, _ in failed(rustloader.stats(loader))] == [1, 4, 5, 5, 7, 6]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+def test_without_batches_a_failed_sample_is_passed_over(kind, workers):
+    loader = kind(Broken(), batch_size=None, num_workers=workers, on_error="skip")
+    assert [int(sample[0]) for sample in loader] == [i for i in range(SIZE) if i not in BAD]
+    loader = kind(Broken(), batch_size=None, num_workers=workers, on_error=minus)
+    assert [int(sample[0]) for sample in loader] == [-i if i in BAD else i for i in range(SIZE)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+def test_batches_that_are_all_empty(kind, workers):
+    loader = kind(
+        Broken(8, range(8)), batch_size=2, num_workers=workers, on_error="skip", persistent_workers=bool(workers)
+    )
+    for _ in range(2):
+        iterator = iter(loader)
+        assert list(iterator) == []
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert [i for i, _ in failed(rustloader.stats(loader))] == [*range(8)] * 2
+
+
+def test_thousands_of_empty_batches_are_passed_over():
+    loader = DataLoader(Broken(3001, range(3000)), num_workers=1, on_error="skip")
+    assert numbers(loader) == [[3000]]
+    faults = rustloader.stats(loader).faults
+    assert (faults.skipped, len(faults.failures), faults.unlisted_failures) == (3000, 1000, 2000)
+
+
+def chunks(items, size=4):
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["skip", "replace", "function"])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+def test_iterable_datasets_go_on_with_the_next_sample(kind, policy, workers):
+    on_error, good = policy, [i for i in range(SIZE) if i not in BAD]
+    if policy == "function":
+        on_error, good = minus, [-i if i in BAD else i for i in range(SIZE)]
+    action = "replaced" if policy == "function" else "skipped"
+    for kw in (dict(), dict(persistent_workers=True), dict(seed_by="sample"), dict(drop_last=True)):
+        if not workers and "persistent_workers" in kw:
+            continue
+        loader = kind(Stream(), batch_size=4, num_workers=workers, on_error=on_error, **kw)
+        batches = [batch for batch in chunks(good) if len(batch) == 4 or "drop_last" not in kw]
+        for _ in range(2):
+            # Two workers take turns, and each has all samples.
+            assert numbers(loader) == [batch for batch in batches for _ in range(max(workers, 1))]
+        found = failed(rustloader.stats(loader))
+        assert found == [(None, action)] * (len(BAD) * 2 * max(workers, 1))
+    loader = kind(Stream(), batch_size=None, num_workers=workers, on_error=on_error)
+    assert [*loader] == [i for i in good for _ in range(max(workers, 1))]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failures_behind_the_last_batch_of_an_iterable_dataset_count(workers):
+    loader = DataLoader(Stream(6, [4, 5]), batch_size=2, num_workers=workers, on_error="skip", drop_last=True)
+    assert numbers(loader) == [[0, 1], [2, 3]]
+    assert [it.error_text for it in rustloader.stats(loader).faults.failures] == [
+        "ValueError: bad 4",
+        "ValueError: bad 5",
+    ]
+
+
+def replaced(batches, base_seed, epoch, length=SIZE, bad=BAD):
+    """The function of docs/options.md, and the failures on the way."""
+    found, failures = [], []
+    for batch in batches:
+        made = []
+        for i in batch:
+            attempt, instead = 0, i
+            while instead in bad:
+                failures.append(instead)
+                instead = seed_words(base_seed, attempt, i, 2**64 - 1, epoch)[0] % length
+                attempt += 1
+            made.append(instead)
+        found.append(made)
+    return found, failures
+
+
+@pytest.mark.parametrize("seed_by", [None, "batch", "sample"])
+@pytest.mark.parametrize("dataset", [Drawing, InBatches, functools.partial(Subset, Drawing(50, BAD), range(SIZE))])
+def test_replacements_do_not_depend_on_the_workers(dataset, seed_by):
+    dataset = dataset()
+    runs = []
+    for kw in (
+        dict(num_workers=0),
+        dict(num_workers=1),
+        dict(num_workers=2, persistent_workers=True),
+        dict(num_workers=2, dispatch="shared_queue"),
+        dict(num_workers=2, worker_threads=3),
+    ):
+        torch.manual_seed(3)
+        loader = DataLoader(dataset, batch_size=4, on_error="replace", seed_by=seed_by, **kw)
+        runs.append([torch.cat([*loader]) for _ in range(2)])
+    base_seed = rebuilt_base_seed(3)
+    failures = []
+    for number in range(1 if seed_by is None else 2):
+        expected, instead = replaced(index_batches(), base_seed, number)
+        failures += [(i, "replaced") for i in instead]
+        assert all(run[number][:, 0].tolist() == [*itertools.chain(*expected)] for run in runs)
+    assert not torch.equal(runs[0][0], runs[0][1])
+    if seed_by == "sample" and not isinstance(dataset, InBatches):
+        # Threads share generators.
+        assert all(torch.equal(a, b) for run in runs[1:4] for a, b in zip(runs[0], run, strict=True))
+    assert failed(rustloader.stats(loader))[: len(failures)] == failures
+
+
+def rebuilt_base_seed(seed):
+    """What an iterator draws first."""
+    torch.manual_seed(seed)
+    return torch.empty((), dtype=torch.int64).random_().item()
+
+
+def test_under_torchs_seeds_persistent_workers_count_their_epochs():
+    torch.manual_seed(3)
+    loader = DataLoader(Broken(), batch_size=4, num_workers=2, on_error="replace", persistent_workers=True)
+    for number in range(3):
+        assert numbers(loader) == replaced(index_batches(), rebuilt_base_seed(3), number)[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_batches_a_failed_sample_is_replaced(workers):
+    torch.manual_seed(3)
+    loader = DataLoader(Broken(), batch_size=None, num_workers=workers, on_error="replace")
+    assert [int(sample[0]) for sample in loader] == replaced([range(SIZE)], rebuilt_base_seed(3), 0)[0][0]
+
+
+@pytest.mark.parametrize("pinned", [dict(on_error="skip"), dict(on_error=minus)], ids=str)
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_pinned(workers, kind, pinned):
+    with pinning() as host:
+        loader = kind(Broken(), batch_size=4, num_workers=workers, pin_memory=True, **pinned)
+        batches = list(loader)
+        assert all(host.owns(batch) for batch in batches)
+        assert numbers(batches) == (left if pinned["on_error"] == "skip" else turned)(index_batches())
+        del batches
+    assert [i for i, _ in failed(rustloader.stats(loader))] == list(BAD)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_install_sets_it_for_torchs_class(workers):
+    with rustloader.installed(on_error="skip", max_errors=len(BAD)):
+        loader = TorchDataLoader(Broken(), batch_size=4, num_workers=workers)
+        assert numbers(loader) == left(index_batches())
+        # A loader's own function comes first.
+        assert numbers(DataLoader(Broken(), batch_size=4, num_workers=workers, on_error=minus)) == turned(
+            index_batches()
+        )
+        assert numbers(DataLoader(Broken(), batch_size=4)) == left(index_batches())
+    assert failed(rustloader.stats(loader)) == [(i, "skipped") for i in BAD]
+
+
+@pytest.mark.parametrize("kw", [dict(), dict(on_error="raise"), dict(on_error="raise", max_errors=3)], ids=str)
+def test_nothing_stands_between_torch_and_the_dataset_without_the_option(kw):
+    for workers in (0, 1):
+        assert (
+            list(DataLoader(Shown(6), batch_size=3, num_workers=workers, collate_fn=as_list, **kw)) == [[True] * 3] * 2
+        )
+    guarded = DataLoader(Shown(6), batch_size=3, num_workers=1, collate_fn=as_list, on_error="skip")
+    assert list(guarded) == [[False] * 3] * 2
+    iterator = iter(DataLoader(Shown(6), **kw))
+    assert (
+        type(iterator._dataset_fetcher) is fetch._MapDatasetFetcher and type(iterator._dataset_fetcher.dataset) is Shown
+    )
+    iterator = iter(DataLoader(Shown(6), num_workers=1, **kw))
+    assert iterator._failures is None and iterator._make_job().on_error == "raise"
+    with pytest.raises(ValueError, match="bad 1"):
+        list(DataLoader(Broken(), batch_size=4, num_workers=1, **kw))

@@ -1,0 +1,283 @@
+"""`on_error`: what is no sample's failure, functions and replacements that fail, datasets of all kinds."""
+
+import contextlib
+import pickle
+import signal
+
+import pytest
+import torch
+from failing_samples import Broken, Endless, InBatches, Stream, failed, index_batches, numbers
+from sample_data import Numbers, as_list
+from support import OLD_TORCH, DataLoader, rustloader
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data._utils import fetch
+
+from rustloader.fetch import guard as guards
+from rustloader.fetch.tables import TableFetcher
+from rustloader.stateful_dataloader import StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Exception in thread rustloader-sample:pytest.PytestUnhandledThreadExceptionWarning"
+    ),
+]
+
+WORKERS = pytest.mark.parametrize("workers", [0, 1])
+KINDS = pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+
+
+def bad_collate(samples):
+    if 8 in numbers([torch.stack(samples)])[0]:
+        raise KeyError("collate")
+    return as_list(samples)
+
+
+def bad_init(worker_id):
+    raise KeyError("init")
+
+
+class BadIter(IterableDataset):
+    def __iter__(self):
+        raise KeyError("iter")
+
+
+@WORKERS
+def test_other_errors_are_raised_as_torch_does(workers):
+    iterator = iter(DataLoader(Broken(12), batch_size=4, num_workers=workers, on_error="skip", collate_fn=bad_collate))
+    assert [int(sample[0]) for sample in next(iterator)] == [0, 2, 3]
+    with pytest.raises(KeyError, match="collate"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    with pytest.raises(KeyError, match="iter"):
+        next(iter(DataLoader(BadIter(), num_workers=workers, on_error="skip")))
+    if workers:
+        loader = DataLoader(Broken(12), num_workers=1, on_error="skip", worker_init_fn=bad_init)
+        with pytest.raises(KeyError, match="init"):
+            next(iter(loader))
+        assert rustloader.stats(loader).faults.skipped == 0
+
+
+def test_failures_of_a_batch_that_is_raised_do_not_count():
+    loader = DataLoader(Broken(4, [3]), batch_size=4, num_workers=1, on_error="skip", collate_fn=lambda samples: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(loader)
+    assert rustloader.stats(loader).faults.skipped == 0
+
+
+class Leaves(Numbers):
+    def __getitem__(self, i):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_sample_that_ends_the_process_is_no_failure(threads):
+    with pytest.raises(SystemExit):
+        list(DataLoader(Leaves(2), on_error="skip"))
+    with pytest.raises((rustloader.WorkerDiedError, SystemExit)):
+        list(DataLoader(Leaves(2), num_workers=1, worker_threads=threads, on_error="skip", batch_size=2))
+
+
+class Timeout(Exception):
+    pass
+
+
+class Interrupted(Numbers):
+    """A signal arrives once, at sample 1."""
+
+    done = False
+
+    def __getitem__(self, i):
+        if i == 1 and not self.done:
+            self.done = True
+            signal.raise_signal(signal.SIGUSR1)
+            for _ in range(3):  # the handler runs here at the latest
+                pass
+        return super().__getitem__(i)
+
+
+class InterruptedBatches(Interrupted):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+class InterruptedStream(IterableDataset):
+    def __init__(self, n):
+        self.inner = Interrupted(n)
+
+    def __iter__(self):
+        return map(self.inner.__getitem__, range(self.inner.n))
+
+
+@KINDS
+@pytest.mark.parametrize("dataset", [Interrupted, InterruptedBatches, InterruptedStream])
+def test_what_a_signal_handler_raises_without_workers_is_no_failure(dataset, kind):
+    def handler(number, frame):
+        raise Timeout
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        loader = kind(dataset(6), batch_size=2, on_error="skip")
+        iterator = iter(loader)
+        with pytest.raises(Timeout):
+            next(iterator)
+        rest = [batch.tolist() for batch in iterator]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if dataset is InterruptedStream:
+        assert rest[-1] == [4, 5]
+    else:
+        # torch's iterator loses the batch.
+        assert rest == [[0, 1], [2, 3], [4, 5]][kind is DataLoader :]
+    assert rustloader.stats(loader).faults.skipped == 0
+
+
+def raises(index, error):
+    raise RuntimeError(f"no substitute for {index}") from error
+
+
+def stops(index, error):
+    raise StopIteration
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Broken, Stream])
+def test_an_error_of_the_function_is_raised_in_the_place_of_the_batch(dataset, workers):
+    iterator = iter(DataLoader(dataset(12), batch_size=4, num_workers=workers, on_error=raises))
+    for place, batch in enumerate([1, 4, None] if dataset is Broken else [1]):
+        if batch is None:
+            assert numbers([next(iterator)]) == [index_batches()[place]]
+        else:
+            with pytest.raises(RuntimeError, match=f"no substitute for {batch if dataset is Broken else None}"):
+                next(iterator)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(DataLoader(dataset(12), batch_size=4, num_workers=workers, on_error=stops))
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Broken, InBatches])
+def test_a_sample_without_a_replacement_raises_its_own_error(dataset, workers):
+    loader = DataLoader(dataset(20, range(20)), batch_size=4, num_workers=workers, on_error="replace")
+    iterator = iter(loader)
+    for i in (0, 4):
+        with pytest.raises(ValueError, match=f"bad {i}$" if not workers else f"bad {i}\n"):
+            next(iterator)
+
+
+def test_ten_replacements_are_tried():
+    asked = []
+
+    class Asked(Broken):
+        def __getitem__(self, i):
+            asked.append(i)
+            return super().__getitem__(i)
+
+    with pytest.raises(ValueError, match="bad 3"):
+        next(iter(DataLoader(Asked(20, range(20)), batch_size=1, sampler=[3], on_error="replace")))
+    assert len(asked) == 11 and asked[0] == 3 and len(set(asked)) > 5 and {*asked} <= {*range(20)}
+
+
+class Words(Broken):
+    def __getitem__(self, word):
+        if word == "b":
+            raise ValueError("bad word")
+        return word
+
+
+@WORKERS
+def test_indices_that_are_no_integers(workers):
+    settings = dict(sampler=["a", "b", "c"], num_workers=workers, collate_fn=as_list)
+    with pytest.raises(
+        TypeError, match=r"""on_error="replace" needs indices that are integers .* index 'b' of a Words"""
+    ):
+        list(DataLoader(Words(), on_error="replace", **settings))
+    loader = DataLoader(Words(), on_error="skip", **settings)
+    assert list(loader) == [["a"], ["c"]] and failed(rustloader.stats(loader)) == [("b", "skipped")]
+
+
+class Unsized(Broken):
+    __len__ = None
+
+
+def test_a_dataset_without_a_length_has_no_replacements():
+    loader = DataLoader(Unsized(), sampler=range(4), num_workers=1, on_error="replace")
+    with pytest.raises(TypeError, match="a dataset with a length"):
+        list(loader)
+
+
+@WORKERS
+@pytest.mark.parametrize("samples", [0, 6])
+def test_an_iterator_that_fails_without_end_is_given_up(samples, workers):
+    loader = DataLoader(Endless(samples), batch_size=4, num_workers=workers, on_error="skip")
+    iterator = iter(loader)
+    for _ in range(samples // 4):
+        next(iterator)
+    with pytest.raises(ValueError, match=f"bad {samples + guards.IN_A_ROW}"):
+        next(iterator)
+    iterator = iter(DataLoader(Endless(), batch_size=300, num_workers=workers, on_error=lambda index, error: 0))
+    with pytest.raises(ValueError, match="bad 1000"):
+        for _ in range(4):
+            assert next(iterator).tolist() == [0] * 300
+
+
+@WORKERS
+def test_an_iterator_that_fails_now_and_then_is_not(workers):
+    bad = [i for i in range(3000) if i % 999]
+    assert numbers(DataLoader(Stream(3000, bad), num_workers=workers, on_error="skip")) == [[0], [999], [1998], [2997]]
+
+
+class OneCall(Broken):
+    """Makes a whole batch, which cannot be taken apart."""
+
+    def __getitems__(self, indices):
+        if self.bad.intersection(indices):
+            raise ValueError("bad batch")
+        return {"all": torch.tensor(indices)}
+
+
+def test_batches_that_are_made_in_one_call():
+    collate = dict(batch_size=4, num_workers=1, collate_fn=as_list)
+    loader = DataLoader(OneCall(), on_error="skip", **collate)
+    with pytest.raises(TypeError, match="__getitems__ of OneCall must return a list of samples, got dict"):
+        next(iter(loader))
+    assert list(DataLoader(OneCall(8, []), on_error="skip", **collate)) == [["all"]] * 2
+
+
+@WORKERS
+def test_tables_keep_their_gather(workers):
+    table = TensorDataset(torch.arange(12.0), torch.arange(12))
+    for dataset in (table, Subset(table, range(12))):
+        loader = DataLoader(
+            dataset, batch_sampler=[[0, 1], [2, 77, 3], [99], [4]], num_workers=workers, on_error="skip"
+        )
+        assert [b.tolist() for _, b in loader] == [[0, 1], [2, 3], [4]]
+        assert [i for i, _ in failed(rustloader.stats(loader))] == [77, 99]
+        iterator = iter(DataLoader(dataset, on_error="skip"))
+        assert (
+            isinstance(iterator._dataset_fetcher.inner, TableFetcher) and iterator._dataset_fetcher.dataset is dataset
+        )
+
+
+@pytest.mark.warns
+def test_a_fetcher_that_was_replaced_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", lambda self, index: self.dataset[index[0]])
+    for workers in (0, 1):
+        loader = DataLoader(Broken(), batch_size=4, num_workers=workers, on_error="skip")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad 4"):
+                list(loader)
+        said = [it.getMessage() for it in caplog.records if it.name == "rustloader"]
+        assert said == ["a DataLoader: on_error has no effect: torch's fetcher was replaced"] * (workers + 1)
+
+
+def torchs_hint():
+    """torch's warning, which older versions do not have."""
+    return contextlib.nullcontext() if OLD_TORCH else pytest.warns(UserWarning, match="Got pickle error")
+
+
+def test_a_function_that_cannot_be_pickled():
+    loader = DataLoader(Broken(), num_workers=1, on_error=lambda index, error: 0, multiprocessing_context="spawn")
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"), torchs_hint():
+        iter(loader)

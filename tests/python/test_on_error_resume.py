@@ -1,0 +1,162 @@
+"""`on_error` with StatefulDataLoader: a resumed run delivers what the undisturbed run delivers."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from failing_samples import Broken, Drawing, InBatches, SavedStream, Stream, failed, minus, numbers
+from support import rustloader
+
+from rustloader import ErrorLimitExceeded
+from rustloader.stateful_dataloader import StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.filterwarnings("ignore:.*epoch of 0 batches"),
+]
+
+# Batches of 4: the second, the third and the last one are empty.
+BAD = (1, *range(4, 12), 14, 20, 21, 22)
+
+
+class Counting(Broken):
+    """Sample i is (i, how many samples this dataset has made); its state is that number."""
+
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        sample = super().__getitem__(i)
+        return torch.tensor([sample[0], float(self.made)])
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+def in_batches(batches):
+    return [torch.as_tensor(batch).tolist() for batch in batches]
+
+
+def make(dataset, bad=BAD, **kw):
+    torch.manual_seed(3)
+    settings = dict(batch_size=4, on_error="skip") | kw
+    return StatefulDataLoader(dataset(bad=bad), **settings)
+
+
+SETTINGS = {
+    "samples": (Drawing, dict(seed_by="sample", shuffle=True)),
+    "in order": (Broken, dict()),
+    "replaced": (Drawing, dict(on_error="replace", seed_by="sample", shuffle=True)),
+    "replaced under torch's seeds": (Broken, dict(on_error="replace", shuffle=True)),
+    "function": (Broken, dict(on_error=minus)),
+    "batches": (InBatches, dict(seed_by="batch", shuffle=True)),
+    "without batches": (Broken, dict(batch_size=None)),
+    "dataset with a state": (Counting, dict()),
+    "dataset with a state, few snapshots": (Counting, dict(snapshot_every_n_steps=3)),
+    "stream": (Stream, dict()),
+    "stream without batches": (Stream, dict(batch_size=None)),
+    "stream with a state": (SavedStream, dict()),
+    "stream with a state, few snapshots": (SavedStream, dict(snapshot_every_n_steps=2)),
+    "stream, function": (SavedStream, dict(on_error=minus, seed_by="batch")),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_epoch_goes_on_as_it_would_have(name, workers):
+    dataset, kw = SETTINGS[name]
+    kw = kw | dict(num_workers=workers)
+    whole = in_batches(make(dataset, **kw))
+    assert len(whole) > 1
+    for cut in range(len(whole) + 1):
+        loader = make(dataset, **kw)
+        iterator = iter(loader)
+        assert in_batches(itertools.islice(iterator, cut)) == whole[:cut]
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        resumed = make(dataset, **kw)
+        resumed.load_state_dict(state)
+        assert in_batches(resumed) == whole[cut:], cut
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["samples", "replaced", "dataset with a state", "stream with a state"])
+def test_a_state_of_some_batches_ago(name, workers):
+    dataset, kw = SETTINGS[name]
+    kw = kw | dict(num_workers=workers, snapshot_every_n_steps=1)
+    whole = in_batches(make(dataset, **kw))
+    loader = make(dataset, **kw)
+    iterator = iter(loader)
+    assert len(list(itertools.islice(iterator, 2))) == 2
+    for back in (0, 1, 2):
+        resumed = make(dataset, **kw)
+        resumed.load_state_dict(loader.state_dict(back=back))
+        assert in_batches(resumed) == whole[2 - back :], back
+
+
+@pytest.mark.parametrize("kw", [dict(), dict(num_workers=2), dict(num_workers=2, persistent_workers=True)], ids=str)
+@pytest.mark.parametrize("seed_by", [None, "sample"])
+def test_replacements_of_later_epochs(seed_by, kw):
+    dataset = Broken if seed_by is None else Drawing
+    kw = kw | dict(on_error="replace", seed_by=seed_by, bad=(1, 5, 20))
+    loader = make(dataset, **kw)
+    epochs = [in_batches(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    for number, cut in itertools.product(range(3), (0, 2, 6)):
+        loader = make(dataset, **kw)
+        for _ in range(number):
+            list(loader)
+        iterator = iter(loader)
+        for _ in range(cut):
+            next(iterator)
+        resumed = make(dataset, **kw)
+        resumed.load_state_dict(loader.state_dict())
+        assert in_batches(resumed) == epochs[number][cut:]
+        if seed_by is not None or "persistent_workers" in kw:
+            # Otherwise a new iterator draws a new base seed.
+            assert [in_batches(resumed) for _ in range(number + 1, 3)] == epochs[number + 1 :]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_shared_queue_and_any_order(persistent):
+    kw = dict(num_workers=3, dispatch="shared_queue", in_order=False, persistent_workers=persistent)
+    whole = sorted(in_batches(make(Broken)))
+    loader = make(Broken, **kw)
+    for _ in range(2):
+        iterator = iter(loader)
+        before = in_batches(itertools.islice(iterator, 2))
+        resumed = make(Broken, **kw)
+        resumed.load_state_dict(loader.state_dict())
+        assert sorted(before + in_batches(resumed)) == whole
+        assert sorted(before + in_batches(iterator)) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["in order", "stream with a state", "dataset with a state"])
+def test_a_resumed_epoch_counts_its_own_failures(name, workers):
+    dataset, kw = SETTINGS[name]
+    loader = make(dataset, num_workers=workers, **kw)
+    iterator = iter(loader)
+    first = next(iterator)
+    resumed = make(dataset, num_workers=workers, **kw)
+    resumed.load_state_dict(loader.state_dict())
+    list(iterator)
+    list(resumed)
+    before, whole = failed(rustloader.stats(resumed)), failed(rustloader.stats(loader))
+    assert whole[-len(before) :] == before and len(before) == len(whole) - (1 if dataset is not SavedStream else 9)
+    assert numbers([first]) == [[0, 2, 3]] if dataset is not SavedStream else [[0, 2, 3, 12]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_after_the_limit(workers):
+    loader = make(Broken, num_workers=workers, max_errors=3)
+    iterator = iter(loader)
+    assert numbers([next(iterator)]) == [[0, 2, 3]]
+    with pytest.raises(ErrorLimitExceeded):
+        next(iterator)
+    resumed = make(Broken, num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert numbers(resumed)[-1] == [16, 17, 18, 19]
