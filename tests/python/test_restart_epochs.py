@@ -1,5 +1,6 @@
 """Whole epochs with ``max_restarts``: workers die, and the batches are those of a run without deaths."""
 
+import os
 import signal
 
 import pytest
@@ -8,6 +9,7 @@ from restart_support import Deaths, Mortal, MortalStream, StatefulStream, as_set
 from support import TORCH_MODE, same, state_of, wait_until, worker_pids
 
 if not TORCH_MODE:
+    import rustloader
     from rustloader import StatefulDataLoader
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
@@ -100,6 +102,32 @@ def test_a_state_after_a_restart_resumes_exactly(tmp_path, kind, cut):
     resumed.load_state_dict(state)
     found += list(resumed)
     assert found == expected
+
+
+@pytest.mark.parametrize("kw", [{}, {"dispatch": "shared_queue"}, {"persistent_workers": True}])
+def test_a_sample_that_kills_each_worker_is_passed_over_under_on_error(tmp_path, kw):
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {7: 3})), on_error="skip", **kw)
+    found, expected = epochs(loader), epochs(loader_of(Mortal(N), **kw))
+    assert found == [[[sample for sample in batch if sample[0] != 7] for batch in epoch] for epoch in expected]
+    assert len(os.listdir(tmp_path)) == 3
+    faults = rustloader.stats(loader).faults
+    assert (faults.restarts, faults.skipped, len(faults.deaths)) == (3, 1, 3)
+    assert faults.failures[0].index == 7 and "3 workers have died at this sample" in faults.failures[0].error_text
+    assert faults.deaths[0].endswith("was killed by signal: Killed, at batch 3 of index [6, 7]")
+
+
+@pytest.mark.parametrize("fatal", [{(0, 5): 2, (1, 2): 1}, {"start": 1}])
+def test_an_iterable_dataset_without_a_state_repeats_its_order_with_torchs_seeds(tmp_path, fatal):
+    """Its first samples are drawn again, with the same random numbers."""
+    deaths = Deaths(tmp_path, fatal)
+    compared(
+        tmp_path,
+        lambda deaths: MortalStream([9, 5], deaths),
+        deaths,
+        1,
+        seed_by="worker",
+        worker_init_fn=lambda worker: deaths.pass_by("start"),
+    )
 
 
 def test_pinned_batches(host, tmp_path):

@@ -10,9 +10,13 @@ from support import TORCH_MODE, in_thread
 
 if not TORCH_MODE:
     import torch
+    from torch.utils.data import _utils
 
-    from rustloader.workers import process, restarts
+    import rustloader
+    from rustloader.workers import deaths, main, process, restarts
+    from rustloader.workers.group import WorkerGroup
     from rustloader.workers.restarts import Restarts
+    from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = pytest.mark.ours
 
@@ -31,8 +35,8 @@ def death(worker=0, generation=0, answers=0, task=None, place=None, first_task=0
     )
 
 
-def decisions(decider, *deaths, **kw):
-    return [decider.on_death(each, **kw) for each in deaths]
+def decisions(decider, *found, **kw):
+    return [decider.on_death(each, **kw) for each in found]
 
 
 def test_an_epoch_survives_as_many_deaths_as_allowed_of_all_workers_together():
@@ -222,3 +226,68 @@ def test_nothing_is_logged_by_a_decision(caplog):
     with caplog.at_level(logging.DEBUG):
         Restarts(1).on_death(death())
     assert not caplog.records
+
+
+def killed(**kw):
+    values = {"exitcode": -9, "signal": "Killed", **kw}
+    return SimpleNamespace(**(vars(death(1, task=4)) | values))
+
+
+def test_the_error_of_a_death_has_its_class_text_and_notes():
+    error = deaths.error_of(killed(), None, 2, ["Others died."])()
+    assert type(error) is rustloader.WorkerDiedError and error.restarts == 2
+    assert str(error) == "DataLoader worker (pid 100) is killed by signal: Killed. "
+    assert error.__notes__ == ["Worker 1 was to fetch the batch of index [4].", "Others died."]
+    error = deaths.error_of(killed(), None, out_of_memory=True)()
+    assert str(error).endswith("is killed by signal: Killed. Its memory cgroup was out of memory.")
+    error = deaths.error_of(killed(stalled=True), None, 1)()
+    assert type(error) is rustloader.WorkerStalledError and error.restarts == 1
+    assert str(error).endswith("is killed by signal: Killed. ")
+
+
+def test_the_cause_of_a_death_in_words():
+    assert deaths.cause(killed(), None) == "was killed by signal: Killed"
+    assert deaths.cause(killed(), None, True) == "was killed by signal: Killed (its memory cgroup was out of memory)"
+    assert deaths.cause(killed(exitcode=3), None) == "exited unexpectedly with exit code 3"
+    assert deaths.cause(killed(exitcode=0), None) == "exited unexpectedly"
+    assert deaths.cause(killed(exitcode=None), None) == "exited unexpectedly"
+    assert deaths.cause(killed(stalled=True), None).startswith("was in one batch for longer than stall_timeout")
+
+
+def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
+    group = WorkerGroup(None, [], None)
+    answers = iter([True, False])
+    group._oom_kills = SimpleNamespace(grew=lambda: next(answers))
+    assert group.was_out_of_memory(killed(), -9) and group.was_out_of_memory(killed(), -9)
+    assert not group.was_out_of_memory(killed(generation=1), -11), "no OOM kill"
+    assert not group.was_out_of_memory(killed(generation=2, stalled=True), -9), "its own kill"
+    assert not group.was_out_of_memory(killed(generation=3), -9)
+    assert next(answers, "all asked") == "all asked"
+
+
+@pytest.mark.parametrize(
+    ("own", "changed"),
+    [
+        ({}, False),
+        ({"generation": 1}, False),  # it has answered nothing
+        ({"generation": 1, "answers": 3}, True),
+        ({"generation": 1, "first_task": 8}, True),
+        ({"generation": 1, "answers": 3, "dataset_kind": 1}, False),  # it makes its batches again
+        ({"generation": 1, "answers": 3, "dataset_kind": 1, "start": {"place": 2}}, True),
+        ({"generation": 1, "answers": 3, "seeding": Ellipsis}, False),
+    ],
+)
+def test_seeds_of_a_replacement(own, changed):
+    start = WorkerStart(dataset_state=own.pop("start", None), replay=1)
+    job = SimpleNamespace(**{"base_seed": 5, "generation": 0, "first_task": 0, "answers": 0} | vars_of(own))
+    torchs = 7, _utils.worker._generate_state(5, 2)
+    found = main._seeds_of(job, 2, start)
+    assert (found != torchs) == changed
+    if changed:
+        assert found[0] != torchs[0] and list(found[1]) != list(torchs[1]) and 0 <= found[0] < 1 << 63
+        job.generation += 1
+        assert main._seeds_of(job, 2, start)[0] not in (found[0], main._seeds_of(job, 1, start)[0])
+
+
+def vars_of(own):
+    return {"dataset_kind": 0, "seeding": None} | own
