@@ -614,6 +614,16 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_of_a_replay_renews_the_time_of_the_task() {
+        let port = port(64 << 20);
+        let since = || port.status().task_since_ns.load(Ordering::Relaxed);
+        assert_eq!(since(), 0);
+        let before = sys::clock::monotonic_ns();
+        port.progress();
+        assert!((before..=sys::clock::monotonic_ns()).contains(&since()));
+    }
+
+    #[test]
     fn a_child_asks_for_no_lock_that_another_thread_may_hold() {
         let port = port(64 << 20);
         let (block, memory) = port.allocate(40_000).unwrap();

@@ -7,9 +7,9 @@ use crate::id::WorkerId;
 use crate::scheduler::{Death, Dispatch, Settings};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Needs, StatusPage};
+use crate::shm::queue::Claimer;
 use crate::sync::Ordering::Relaxed;
 use crate::wire::TaskKind;
-use crate::worker::port::{Port, Received};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -125,7 +125,10 @@ fn without_a_limit_nothing_is_overdue() {
 fn a_start_takes_its_time_but_a_batch_of_its_replay_does_not() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Starting, 0, ms(0));
-    assert!(rig.found(ms(0), ms(60_000)).is_none());
+    assert!(rig.found(ms(0), ms(30_000)).is_none());
+    // In the first start no task was taken before.
+    rig.page(0).task_since_ns.store(0, Relaxed);
+    assert!(rig.found(ms(30_000), ms(60_000)).is_none());
     let renew = |rig: &Rig, at| {
         rig.page(0).task_since_ns.store((rig.zero + at).as_nanos() as u64, Relaxed);
     };
@@ -340,25 +343,11 @@ fn of_a_shared_queue_the_holder_is_overdue() {
     let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(2, 1, true) };
     let mut rig = Rig::over(settings);
     rig.engine.submit(100, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
-    let doorbell = rig.engine.handle.doorbell.as_fd().try_clone_to_owned().unwrap();
-    let port = Port::open(rig.engine.handle.arena.clone(), 1, doorbell).unwrap();
-    assert!(matches!(port.receive().unwrap(), Received::Task(_)));
+    let mut worker = Claimer::new(rig.engine.arena().queue().unwrap(), 1);
+    assert!(worker.claim().unwrap().is_some());
     rig.show(0, WorkerState::Idle, 0, ms(0));
     rig.show(1, WorkerState::Fetch, 0, ms(0));
     let (at, stall) = rig.found(ms(0), ms(60_000)).unwrap();
     assert_eq!((at, stall.worker, stall.task), (ms(10_000), 1, Some(TaskId(0))));
     assert!(rig.found(at, ms(60_000)).is_none(), "the other one has nothing to do");
-}
-
-#[test]
-fn a_port_renews_the_time_of_its_task() {
-    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
-    let doorbell = sys::event::EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
-    let port = Port::open(arena.clone(), 0, doorbell).unwrap();
-    let page = &arena.control(0).status;
-    assert_eq!(page.task_since_ns.load(Relaxed), 0);
-    let before = sys::clock::monotonic_ns();
-    port.progress();
-    let since = page.task_since_ns.load(Relaxed);
-    assert!((before..=sys::clock::monotonic_ns()).contains(&since));
 }
