@@ -281,7 +281,7 @@ fn a_tied_result_that_was_not_opened_is_made_again_with_all_that_followed_it() {
         while !matches!(rig.step(), Step::Vacant(_)) {
             std::thread::sleep(Duration::from_millis(20));
         }
-        assert_eq!(rig.vacancy(), (0, Some(1), 1, 0));
+        assert_eq!(rig.vacancy(), (0, Some(2), 1, 0), "the task that it had taken last");
         assert_eq!(rig.engine.handle().snapshot(0, 9).unwrap(), None);
         rig.replace(0);
         assert_eq!(rig.send_again(), [1, 2, 3]);

@@ -396,3 +396,74 @@ fn the_thread_knows_itself_and_does_not_wait_for_its_own_end() {
     assert_eq!(seen.load(SeqCst), 1);
     assert!(!rig.engine.handle().pinning().unwrap().is_current());
 }
+
+/// The pin thread passes over a tied result of a worker that has died, and what that published after it.
+#[test]
+fn a_tied_result_of_a_dead_worker_is_made_again_by_its_next_process() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
+    let mut engine = Engine::<u64, u64>::over(arena.clone(), settings).unwrap();
+    let mut port = open(&arena, engine.handle()).remove(0);
+    let spawn = || Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut process = spawn();
+    engine.started(0, process.id() as i32).unwrap();
+    let (prepare, prepared) = fake(nothing());
+    engine.start_pinning(prepare, Body::run).unwrap();
+    (0..3u64).for_each(|task| _ = engine.submit(task, TaskKind::Plain, &task.to_le_bytes()).unwrap());
+    let take = |port: &Port, task| {
+        let taken = |port: &Port| match port.receive() {
+            Ok(Received::Task(entry)) => Some(entry.task),
+            _ => None,
+        };
+        until(|| taken(port).is_some_and(|taken| taken == task));
+    };
+    let tied = |port: &Port, task, number: u64| {
+        let (block, _) = port.allocate(20_000).unwrap();
+        let leaf = (Leaf { block, len: 20_000 }, Keep::No);
+        port.send(task, ResultKind::Tied, &[leaf], &number.to_le_bytes(), Timings::default()).unwrap();
+    };
+    let step = |engine: &mut Engine<u64, u64>| loop {
+        match engine.step().unwrap() {
+            Step::Submit => {}
+            Step::Resend => {
+                let index = *engine.unsent().unwrap();
+                engine.resend(TaskKind::Plain, &index.to_le_bytes()).unwrap();
+            }
+            Step::Wait(deadline) => {
+                engine.wait(deadline).unwrap();
+                engine.after_wait().unwrap();
+            }
+            other => return other,
+        }
+    };
+    // The first one counts, because its worker lives, also if it is an error.
+    take(&port, 0);
+    tied(&port, 0, ERROR);
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(ERROR), .. }));
+    process.kill().unwrap();
+    process.wait().unwrap();
+    take(&port, 1);
+    tied(&port, 1, 1);
+    take(&port, 2);
+    publish(&port, 2, 2);
+    assert!(matches!(step(&mut engine), Step::Vacant(death) if death.lost.map(|task| task.0) == Some(1)));
+    assert_eq!((prepared.load(SeqCst), held(&arena)), (1, 0));
+    engine.vacate(0).unwrap();
+    process = spawn();
+    engine.started(0, process.id() as i32).unwrap();
+    port = open(&arena, engine.handle()).remove(0);
+    assert!(matches!(engine.step().unwrap(), Step::Resend));
+    for task in [1u64, 2] {
+        assert_eq!(engine.unsent(), Some(&task));
+        engine.resend(TaskKind::Plain, &task.to_le_bytes()).unwrap();
+    }
+    take(&port, 1);
+    tied(&port, 1, 1);
+    take(&port, 2);
+    publish(&port, 2, 2);
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 1, ready: Some(1), .. }));
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 2, ready: Some(2), .. }));
+    end(engine.handle());
+    process.kill().unwrap();
+    process.wait().unwrap();
+}
