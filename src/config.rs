@@ -105,6 +105,8 @@ pub const YIELD_FOR: Duration = Duration::from_micros(20);
 pub const DEATH_CHECK: Duration = Duration::from_millis(100);
 /// How often a shutdown checks for the end of a worker without a pidfd.
 pub const EXIT_CHECK: Duration = Duration::from_millis(2);
+/// How long a worker whose tied result cannot be opened may take to end: its sockets close before its process is gone.
+pub const TIED_EXIT: Duration = Duration::from_millis(50);
 /// Work of a `next` above which the next call times its sampler: a thousand times the cost of a clock read.
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
 /// Descriptors up to which ppoll is used: it is faster for few, and needs no extra descriptor.

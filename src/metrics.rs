@@ -341,6 +341,14 @@ impl Meter {
         rest.usage = Usage::default();
     }
 
+    /// Keeps the totals of a worker that has died, before its next process uses its status page.
+    pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
+        let Some(mut rest) = self.rest() else { return };
+        let mut workers = vec![WorkerTotals::default(); worker as usize];
+        workers.push(WorkerTotals::of(&arena.control(worker).status, (pid, false), 0));
+        rest.add_workers(&workers);
+    }
+
     /// Adds the totals of an ended iterator; only the counters if a forked child cannot lock the rest.
     pub fn absorb(&self, ended: &Totals) {
         for (word, more) in self.counts.iter().zip(ended.counts) {

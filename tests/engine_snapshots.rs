@@ -48,6 +48,10 @@ impl Prepare for Counting {
         self.0.fetch_add(1, Ordering::SeqCst);
         Message::open(arena, incoming, Vec::new()).map(drop).map_err(|error| error.to_string())
     }
+
+    fn is_error(_: &Self::Ready) -> bool {
+        false
+    }
 }
 
 /// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.

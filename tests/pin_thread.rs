@@ -16,6 +16,8 @@ use rustloader::shm::block::CONSUMER;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
+/// The number of a batch that stands for an error.
+const ERROR: u64 = u64::MAX;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What a fake pin thread does with each batch, by the number in its payload.
@@ -37,6 +39,10 @@ impl Prepare for Fake {
         (self.act)(number)?;
         self.prepared.fetch_add(1, SeqCst);
         Ok(number)
+    }
+
+    fn is_error(number: &u64) -> bool {
+        *number == ERROR
     }
 }
 
@@ -196,7 +202,7 @@ proptest! {
             std::thread::sleep(Duration::from_micros(pause));
             Ok(())
         });
-        let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, Body::run).unwrap();
+        let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, false, Body::run).unwrap();
         let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
         let take = |got: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
             PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
@@ -289,7 +295,7 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
     let (prepare, prepared) = fake(nothing());
-    let link = pin::start(prepare, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+    let link = pin::start(prepare, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     let most = 2 + 4 + 4;
     until(|| link.events.len() == most && prepared.load(SeqCst) == most + 1);
@@ -309,7 +315,8 @@ fn what_the_thread_has_held_is_gone_when_its_end_is_told() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     for _ in 0..200 {
         let handle = Arc::new(Handle::new(arena.clone()).unwrap());
-        let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+        let link =
+            pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
         handle.stop_pinning();
         until(|| handle.pinning().unwrap().join(LIMIT));
         // The handle's own, and the link's.
@@ -322,7 +329,7 @@ fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
-    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, Body::run).unwrap();
+    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     until(|| link.events.is_full());
     end(&handle);
@@ -388,4 +395,75 @@ fn the_thread_knows_itself_and_does_not_wait_for_its_own_end() {
     assert_eq!(rig.next(false), Ok(0));
     assert_eq!(seen.load(SeqCst), 1);
     assert!(!rig.engine.handle().pinning().unwrap().is_current());
+}
+
+/// The pin thread passes over a tied result of a worker that has died, and what that published after it.
+#[test]
+fn a_tied_result_of_a_dead_worker_is_made_again_by_its_next_process() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
+    let mut engine = Engine::<u64, u64>::over(arena.clone(), settings).unwrap();
+    let mut port = open(&arena, engine.handle()).remove(0);
+    let spawn = || Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut process = spawn();
+    engine.started(0, process.id() as i32).unwrap();
+    let (prepare, prepared) = fake(nothing());
+    engine.start_pinning(prepare, Body::run).unwrap();
+    (0..3u64).for_each(|task| _ = engine.submit(task, TaskKind::Plain, &task.to_le_bytes()).unwrap());
+    let take = |port: &Port, task| {
+        let taken = |port: &Port| match port.receive() {
+            Ok(Received::Task(entry)) => Some(entry.task),
+            _ => None,
+        };
+        until(|| taken(port).is_some_and(|taken| taken == task));
+    };
+    let tied = |port: &Port, task, number: u64| {
+        let (block, _) = port.allocate(20_000).unwrap();
+        let leaf = (Leaf { block, len: 20_000 }, Keep::No);
+        port.send(task, ResultKind::Tied, &[leaf], &number.to_le_bytes(), Timings::default()).unwrap();
+    };
+    let step = |engine: &mut Engine<u64, u64>| loop {
+        match engine.step().unwrap() {
+            Step::Submit => {}
+            Step::Resend => {
+                let index = *engine.unsent().unwrap();
+                engine.resend(TaskKind::Plain, &index.to_le_bytes()).unwrap();
+            }
+            Step::Wait(deadline) => {
+                engine.wait(deadline).unwrap();
+                engine.after_wait().unwrap();
+            }
+            other => return other,
+        }
+    };
+    // The first one counts, because its worker lives, also if it is an error.
+    take(&port, 0);
+    tied(&port, 0, ERROR);
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(ERROR), .. }));
+    process.kill().unwrap();
+    process.wait().unwrap();
+    take(&port, 1);
+    tied(&port, 1, 1);
+    take(&port, 2);
+    publish(&port, 2, 2);
+    assert!(matches!(step(&mut engine), Step::Vacant(death) if death.lost.map(|task| task.0) == Some(1)));
+    assert_eq!((prepared.load(SeqCst), held(&arena)), (1, 0));
+    engine.vacate(0).unwrap();
+    process = spawn();
+    engine.started(0, process.id() as i32).unwrap();
+    port = open(&arena, engine.handle()).remove(0);
+    assert!(matches!(engine.step().unwrap(), Step::Resend));
+    for task in [1u64, 2] {
+        assert_eq!(engine.unsent(), Some(&task));
+        engine.resend(TaskKind::Plain, &task.to_le_bytes()).unwrap();
+    }
+    take(&port, 1);
+    tied(&port, 1, 1);
+    take(&port, 2);
+    publish(&port, 2, 2);
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 1, ready: Some(1), .. }));
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 2, ready: Some(2), .. }));
+    end(engine.handle());
+    process.kill().unwrap();
+    process.wait().unwrap();
 }

@@ -121,4 +121,8 @@ impl Prepare for PinnedDecoder {
         shrink(&mut self.buffer);
         Ok(ready)
     }
+
+    fn is_error(ready: &Ready) -> bool {
+        matches!(ready, Ready::Error(_))
+    }
 }

@@ -253,6 +253,11 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied.as_mut().map(|tied| (tied.incoming, tied.ready.take()))
     }
 
+    /// The worker of the tied result.
+    pub fn tied_worker(&self) -> Option<u32> {
+        self.tied.as_ref().map(|tied| tied.incoming.worker)
+    }
+
     /// Takes the tied result, if it is of this worker, or of any for `None`.
     pub fn untie(&mut self, worker: Option<u32>) -> Option<Arrival<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))

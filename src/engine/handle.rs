@@ -98,6 +98,26 @@ impl Handle {
         }
     }
 
+    /// The token of a worker's present process.
+    pub(super) fn token_of(&self, worker: u32) -> u64 {
+        token(worker, self.generation(worker))
+    }
+
+    /// Whether a worker's process has ended, or does so within `limit`.
+    pub(super) fn exits(&self, worker: u32, limit: Duration) -> bool {
+        let Some(process) = self.process(worker) else { return true };
+        let deadline = sys::clock::monotonic() + limit;
+        loop {
+            if process.has_exited() {
+                return true;
+            }
+            if sys::clock::monotonic() >= deadline {
+                return false;
+            }
+            std::thread::sleep(EXIT_CHECK);
+        }
+    }
+
     /// Number of processes that have been started as this worker.
     pub(super) fn generation(&self, worker: u32) -> u32 {
         self.slot(worker).map_or(0, |slot| slot.generation)

@@ -2,7 +2,7 @@
 
 use crossbeam_channel::TryRecvError;
 
-use super::completions::{Arrival, Completions, Incoming};
+use super::completions::{self, Arrival, Completions, Incoming};
 use super::{Engine, delivery, pin};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
@@ -111,7 +111,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Reports the end of a worker's process, after the results that it had published.
+    /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied result
+    /// that is not opened does not count, nor what was published after it: the next process makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(Intake::Thread(link)) = &self.intake {
             if link.drain.try_send(worker).is_ok() {
@@ -121,13 +122,25 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.take_events()?;
             return self.died(worker);
         }
+        let mut is_lost = false;
         if let Some(tied) = self.delivery.untie(Some(worker)) {
-            self.completed(tied.incoming, tied.ready)?;
+            is_lost = self.restarts;
+            match tied {
+                tied if !is_lost => self.completed(tied.incoming, tied.ready)?,
+                Arrival { incoming, ready: None } => completions::discard(&self.handle.arena, &incoming),
+                // An interrupted attempt to open it has released its message.
+                Arrival { ready: Some(_), .. } => {}
+            }
         }
         while let Some(Intake::Rings(completions)) = &mut self.intake
             && let Some(incoming) = completions.pop(worker)?
         {
-            self.completed(incoming, None)?;
+            is_lost |= self.restarts && incoming.entry.kind == ResultKind::Tied;
+            if is_lost {
+                completions::discard(&self.handle.arena, &incoming);
+            } else {
+                self.completed(incoming, None)?;
+            }
         }
         self.died(worker)
     }

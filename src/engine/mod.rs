@@ -191,7 +191,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Err(Error::usage("a second pin thread"));
         };
         let results = if self.snapshots { 2 * self.max_tasks() } else { self.max_tasks() };
-        let link = pin::start(prepare, &self.handle, completions, results, around)?;
+        let link = pin::start(prepare, &self.handle, completions, results, self.restarts, around)?;
         // Before any failure: the thread owns the rings now.
         let link = match self.intake.insert(Intake::Thread(link)) {
             Intake::Thread(link) => link,

@@ -12,6 +12,7 @@
 //! engine forgets the link, and callers check [`Handle::is_ours`] first.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -23,12 +24,13 @@ use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use super::DOORBELL;
 use super::completions::{self, Completions, Incoming};
 use super::handle::Handle;
-use crate::config::{BLIND_SLICE, PIN_STACK, WAIT_SLICE};
+use crate::config::{BLIND_SLICE, PIN_STACK, TIED_EXIT, WAIT_SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
 use crate::sys;
+use crate::wire::ResultKind;
 
 /// Prepares batches on the pin thread.
 pub trait Prepare: Send + 'static {
@@ -41,6 +43,9 @@ pub trait Prepare: Send + 'static {
         arena: &Arc<Arena>,
         incoming: &Incoming,
     ) -> std::result::Result<Self::Ready, String>;
+
+    /// Whether it is the error in a batch's place.
+    fn is_error(ready: &Self::Ready) -> bool;
 }
 
 /// An event that the thread sends.
@@ -138,6 +143,9 @@ pub struct Body<P: Prepare> {
     control: Arc<PinControl>,
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
+    /// Workers that have died with a tied result, which does not count, nor what they published after it. `None` if workers
+    /// are not replaced.
+    lost: Option<BTreeSet<u32>>,
 }
 
 /// Starts a thread that runs `around`, which calls [`Body::run`]. Returns [`Error::Os`] without a thread or descriptor.
@@ -146,6 +154,7 @@ pub fn start<P: Prepare>(
     handle: &Arc<Handle>,
     completions: Completions,
     results: usize,
+    restarts: bool,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
 ) -> Result<Link<P::Ready>> {
     let control = handle.control_of_pinning()?;
@@ -163,6 +172,7 @@ pub fn start<P: Prepare>(
         control: control.clone(),
         events,
         drain: to_drain,
+        lost: restarts.then(BTreeSet::new),
     };
     let (end, failed) = (control.end.clone(), control.end.clone());
     let thread = move || {
@@ -265,6 +275,9 @@ impl<P: Prepare> Body<P> {
                         Err(error) => return Ok(Err(error)),
                     }
                 }
+                if let Some(lost) = &mut self.lost {
+                    lost.remove(&worker);
+                }
                 self.hand_on(PinEvent::Drained(worker));
             } else {
                 match self.completions.next(&self.arena) {
@@ -280,7 +293,7 @@ impl<P: Prepare> Body<P> {
     }
 
     fn result(&mut self, incoming: Incoming) -> std::result::Result<(), String> {
-        if self.stopped() {
+        if self.stopped() || self.is_lost(&incoming, Duration::ZERO) {
             completions::discard(&self.arena, &incoming);
             return Ok(());
         }
@@ -291,8 +304,22 @@ impl<P: Prepare> Body<P> {
             self.handle.meter.add_time(Count::Pinning, sys::clock::monotonic() - begin);
             self.handle.meter.add(Count::Pinned, 1);
         }
+        if ready.as_ref().is_some_and(P::is_error) && self.is_lost(&incoming, TIED_EXIT) {
+            return Ok(());
+        }
         self.hand_on(PinEvent::Result(incoming, ready));
         Ok(())
+    }
+
+    /// Whether a result does not count, because its worker may be replaced and has died before it, or an earlier one, was
+    /// opened. Waits up to `limit` for the end of a worker that may have begun.
+    fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
+        let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
+        let Some(lost) = &mut self.lost else { return false };
+        if is_tied && self.handle.exits(worker, limit) {
+            lost.insert(worker);
+        }
+        lost.contains(&worker)
     }
 
     /// Sleeps on the doorbell for at most one slice.

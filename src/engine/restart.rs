@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::process::Process;
 use super::{DeathReport, Engine};
+use crate::config::TIED_EXIT;
 use crate::error::{Error, Result};
 use crate::id::WorkerId;
 use crate::scheduler::{Death, Event};
@@ -89,8 +90,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if !self.scheduler.is_vacant(WorkerId(worker)) {
             return Err(Error::usage(format!("worker {worker} is not vacant")));
         }
-        if self.handle.process(worker).is_some() {
+        if let Some(process) = self.handle.process(worker) {
             self.handle.vacate(worker)?;
+            self.handle.meter.keep_worker(&self.handle.arena, worker, process.pid as u32);
         }
         let (arena, region) = (self.arena().clone(), self.allocator.region());
         let withdrawn = |entry| {
@@ -102,6 +104,23 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)?;
         self.stalls.forget(worker);
         Ok(())
+    }
+
+    /// Whether the tied result could not be opened because its worker ends, and may be replaced: then it is made again. Call it
+    /// before [`Engine::opened`] with an error.
+    pub fn lost_tied(&mut self) -> Result<bool> {
+        let worker = self.delivery.tied_worker().filter(|_| self.restarts);
+        let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {
+            return Ok(false);
+        };
+        if let Some(watched) = self.unwatched.iter().position(|unwatched| *unwatched == worker) {
+            self.unwatched.swap_remove(watched);
+        } else {
+            self.poll.remove(self.handle.token_of(worker))?;
+        }
+        let result = self.ended(worker);
+        self.sticky(result)?;
+        Ok(true)
     }
 
     /// Lets [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.

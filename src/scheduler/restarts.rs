@@ -105,8 +105,7 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         self.restarts.fill(worker)?;
-        let entry = self.workers.at(worker.0);
-        (entry.vacant, entry.unsent) = (false, NIL);
+        self.workers.at(worker.0).vacant = false;
         self.on_final_death(worker);
         Ok(())
     }

@@ -66,6 +66,9 @@ impl<'py> Call<'_, 'py> {
             },
             Err(error) => Err(error),
         };
+        if opened.is_err() && self.state.engine.lost_tied()? {
+            return Ok(());
+        }
         self.state.engine.opened(match opened {
             Ok(batch) => Ready::Batch(DetachedObject::new(batch)),
             Err(error) => Ready::Raised(error),
