@@ -134,8 +134,8 @@ class Engine:
         ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
         A window limits the batches that are under way or ready, or their bytes; without one, as torch. With
         ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``restarts``
-        a worker's death is answered with ``VACANT`` and can be made good. A call that waits kills a worker that is in one
-        batch for more than ``stall_seconds``; 0: never."""
+        a worker's death is answered with ``VACANT`` and can be made good. A call that waits kills a worker that is in
+        one batch for more than ``stall_seconds``; 0: never."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
         """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
