@@ -1,0 +1,215 @@
+"""Restarts that fail or are interrupted, ends while a worker is vacant, threads, warnings."""
+
+import contextlib
+import errno
+import logging
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from restart_support import Deaths, Mortal, epochs, kill, loader_of
+from support import (
+    STARTED,
+    TORCH_MODE,
+    DataLoader,
+    in_thread,
+    state_of,
+    values,
+    within,
+    worker_pids,
+)
+
+if not TORCH_MODE:
+    from rustloader import LoaderTimeoutError, WorkerDiedError
+    from rustloader.iterator import vacancies
+    from rustloader.limited_log import LimitedLog
+    from rustloader.workers import process, restarts
+
+pytestmark = [pytest.mark.ours, pytest.mark.warns]
+
+N = 24
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """The lines of the log, of which none is left out."""
+    monkeypatch.setattr(vacancies, "_log", LimitedLog(vacancies.logger))
+    caplog.set_level(logging.INFO, "rustloader")
+    return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+# Starts that fail
+
+
+def refusing(times, error):
+    """Lets the next starts of processes fail."""
+    real, left = process.start, [times]
+
+    def start(worker, name):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        real(worker, name)
+
+    return mock.patch.object(process, "start", start)
+
+
+def test_a_refused_start_is_tried_again(tmp_path, lines):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
+    with refusing(2, OSError(errno.EAGAIN, "none left")):
+        found = list(iterator)
+    assert len(found) == N // 2 and len(lines("was started again")) == 1
+
+
+def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
+    next(iterator)
+    with refusing(100, OSError(errno.ENOMEM, "no memory")), pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    assert caught.value.index == [2, 3]
+    assert "worker 1 could not be started: [Errno 12] no memory" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
+    """Ctrl-C, and what a handler of another signal raises."""
+    kw = {"max_restarts": 4}
+    expected = epochs(loader_of(Mortal(N), **kw))[0]
+    torch.manual_seed(3)
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), **kw))
+    found = [next(iterator)]
+    real, started = process.start, []
+
+    def start(worker, name):
+        if moment == "after":
+            real(worker, name)
+            started.append(worker.pid)
+        raise kind
+
+    with mock.patch.object(process, "start", start), pytest.raises(kind):
+        next(iterator)
+    assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
+    found += list(iterator)
+    assert found == expected
+
+
+def test_an_interrupt_just_after_a_restart_loses_nothing():
+    """The new process is killed, because the engine may not know it yet: another death."""
+    iterator = iter(loader_of(Mortal(N), max_restarts=4))
+    group, found = iterator._group, [next(iterator)]
+    real = group.engine
+
+    class Registering:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def started(self, worker, pid):
+            real.started(worker, pid)
+            raise KeyboardInterrupt
+
+    kill(worker_pids(iterator)[1])
+    group.engine = Registering()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in range(N):
+            found.append(next(iterator))
+    group.engine = real
+    found += list(iterator)
+    assert [[sample[0] for sample in batch] for batch in found] == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+
+
+# Ends
+
+
+@pytest.mark.parametrize("end", ["shut down", "deleted", "goes on"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent, end):
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=99, timeout=0.3, persistent_workers=persistent)
+    iterator = iter(loader)
+    next(iterator)
+    with refusing(100, OSError(errno.EAGAIN, "none left")), pytest.raises(LoaderTimeoutError):
+        for _ in range(N):
+            next(iterator)
+    with within(20):
+        if end == "shut down":
+            iterator._shutdown_workers()
+        elif end == "goes on":
+            found = []
+            while len(found) < N // 2 - 1:
+                with contextlib.suppress(LoaderTimeoutError):
+                    found.append(next(iterator)[0][0])
+            assert found == list(range(2, N, 2))
+        del iterator, loader
+
+
+def test_threads_share_an_iterator(tmp_path):
+    deaths = Deaths(tmp_path, {3: 1, 8: 1, 13: 1, 19: 1})
+    iterator, found = iter(loader_of(Mortal(N, deaths))), []
+
+    def take():
+        for batch in iterator:
+            found.append([sample[0] for sample in batch])
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(STARTED)
+    assert sorted(found) == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+
+
+def test_a_restart_in_another_thread(tmp_path):
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
+    assert len(in_thread(list, iterator)) == N // 2
+
+
+# Warnings
+
+
+def test_a_fork_beside_threads_is_warned_of_once(tmp_path, lines):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        list(loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 10: 1}))))
+    finally:
+        stop.set()
+        thread.join()
+    (line,) = lines("by a fork")
+    assert 'multiprocessing_context="forkserver"' in line and "other thread" in line
+
+
+def test_a_clean_start_is_not_warned_of(tmp_path, lines):
+    with mock.patch.object(restarts, "hazard_of_fork", lambda: "runs 1 other thread"):
+        deaths = Deaths(tmp_path, {3: 1})
+        assert len(list(loader_of(Mortal(N, deaths), multiprocessing_context="forkserver"))) == N // 2
+    assert lines("was started again") and not lines("by a fork")
+
+
+def test_a_loader_on_torchs_iterator_says_that_the_options_are_lost(lines):
+    class Context:
+        Process = torch.multiprocessing.get_context("fork").Process
+
+        def __getattr__(self, name):
+            return getattr(torch.multiprocessing.get_context("fork"), name)
+
+    class Foreign(torch.multiprocessing.get_context("fork").Process):
+        def is_alive(self):
+            return super().is_alive()
+
+    context = torch.multiprocessing.get_context("fork")
+    with mock.patch.object(type(context), "Process", Foreign):
+        loader = DataLoader(
+            range(4),
+            num_workers=1,
+            multiprocessing_context=context,
+            max_restarts=2,
+            on_error="skip",
+        )
+        for _ in range(2):
+            assert len(values(loader)) == 4
+        list(DataLoader(range(4), num_workers=1, multiprocessing_context=context))
+    assert lines("no effect") == [
+        "max_restarts, on_error of a DataLoader have no effect: it runs on torch's own iterator"
+    ]
