@@ -94,9 +94,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # What an exception of a sample does, and the count of failed samples; None counts nothing.
     _on_error: Any = "raise"
     _failures: failures.FailureCount | None = None
-    # Number of the present epoch of this iterator, and of the one that begins next.
-    _epoch = 0
-    _next_epoch = 0
     # Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
     _raised = 0
     # The worker that gets the first task of the epoch.
@@ -181,7 +178,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             threads=self._threads,
             on_error=self._on_error,
             max_errors=None if self._failures is None else self._failures.allowed,
-            epoch=self._epoch,
+            epoch=0 if self._failures is None else self._failures.epoch,
             poison=None if self._restarts is None else {},
         )
 
@@ -209,7 +206,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         """What the workers of a persistent loader are told when an epoch begins."""
         if self._seeding is not None:
             return {"epoch": self._seeding.epoch}
-        return {} if self._failures is None else {"epoch": self._epoch}
+        return {} if self._failures is None else {"epoch": self._failures.epoch}
 
     def _abandon_torchs(self) -> None:
         """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
@@ -288,7 +285,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._last = None
         if self._failures is not None:
             self._failures.begin_epoch()
-        self._epoch = self._next_epoch
         told: dict[str, Any] = {}
         if not first_iter:
             if self._seeding is not None:
@@ -312,7 +308,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._died_or_late(code, value)
         if self._seeding is not None:
             fetching.note_begun(loader, self._seeding)
-        self._next_epoch = self._epoch + 1
+        if self._failures is not None:
+            self._failures.next_epoch += 1
         self._workers_status = [True] * self._num_workers
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:

@@ -33,6 +33,8 @@ class FailureCount:
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
         error: Makes the error that ended the epoch, or None.
+        epoch: Number of the present epoch of the iterator.
+        next_epoch: Number of the one that begins next. An epoch that failed to begin gives its number to the next.
     """
 
     def __init__(self, faults: Faults, limit: float | None, samples: int | None, batch_size: int) -> None:
@@ -41,11 +43,13 @@ class FailureCount:
         self.allowed: int | None = None
         if limit is not None and not (self._is_share and samples is None):
             self.allowed = _share(limit, samples) if self._is_share and samples is not None else int(limit)
+        self.next_epoch = 0
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Begins to count anew."""
         self.error: Callable[[], ErrorLimitExceeded] | None = None
+        self.epoch = self.next_epoch
         self._count = 0
         self._first: list[Failure] = []
 

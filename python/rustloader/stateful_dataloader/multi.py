@@ -43,8 +43,6 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         # A map-style dataset without a state needs its position alone.
         self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
-        # Counted by the loader, so that a resumed epoch has its number.
-        self._epoch = self._next_epoch = plan.epoch
         super().__init__(loader)
 
     @property
@@ -67,6 +65,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _make_job(self) -> Job:
         job = super()._make_job()
+        plan = self._plan
+        job.epoch = self.origin.epoch if plan is None else plan.epoch
         if self._wants_snapshots:
             job.snapshots = SnapshotPolicy(self._every, self.origin.low)
         return job
@@ -127,7 +127,9 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         plan = self._next_plan()
-        self._next_epoch = plan.epoch
+        if self._failures is not None:
+            # Counted by the loader, so that a resumed epoch has its number.
+            self._failures.next_epoch = plan.epoch
         self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
         super()._reset(loader, first_iter)
         self._has_begun, self._plan = True, None
