@@ -60,3 +60,7 @@ class LimitedLog:
             self._left_out, self._level = 0, logging.NOTSET
             text = "%d more messages about faults were left out: the log gets %d of them in %.0f s"
             self._logger.log(level, text, count, LOG_LINES, LOG_SECONDS)
+
+
+# Restarts, stuck workers and failed samples.
+faults = LimitedLog(logging.getLogger("rustloader"))

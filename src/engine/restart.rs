@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::id::WorkerId;
 use crate::scheduler::{Death, Event};
 use crate::shm::block::CONSUMER;
+use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys::pidfd::ExitStatus;
 use crate::wire::{TaskEntry, TaskKind};
@@ -52,7 +53,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             pid: process.as_ref().map_or(0, |process| process.pid),
             status,
             task: page.task.load(Ordering::Relaxed),
-            place: page.place.load(Ordering::Relaxed).checked_sub(1),
+            // Once the samples are made, none of them is to blame.
+            place: (page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
+                .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
+                .flatten(),
             generation: self.handle.generation(worker).saturating_sub(1),
             stalled: self.stalls.overdue.was_killed(worker, status),
         }

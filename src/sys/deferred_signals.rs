@@ -25,15 +25,30 @@ struct Deferral {
     old_takes_info: AtomicBool,
 }
 
-static DEFERRALS: [Deferral; 2] = [Deferral::new(libc::SIGINT), Deferral::new(libc::SIGTERM)];
+/// Number of signals that can be deferred.
+const COUNT: usize = 10;
+
+/// The signals that programs handle. A fault of the program itself, such as SIGSEGV, cannot wait.
+static DEFERRALS: [Deferral; COUNT] = [
+    Deferral::new(libc::SIGINT),
+    Deferral::new(libc::SIGTERM),
+    Deferral::new(libc::SIGHUP),
+    Deferral::new(libc::SIGQUIT),
+    Deferral::new(libc::SIGALRM),
+    Deferral::new(libc::SIGVTALRM),
+    Deferral::new(libc::SIGPROF),
+    Deferral::new(libc::SIGUSR1),
+    Deferral::new(libc::SIGUSR2),
+    Deferral::new(libc::SIGCHLD),
+];
 
 /// The signals that one caller defers until [`Deferred::release`].
 #[derive(Debug)]
 #[must_use]
-pub struct Deferred([bool; 2]);
+pub struct Deferred([bool; COUNT]);
 
-/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is neither SIGINT nor SIGTERM, or
-/// whose handler the system does not replace.
+/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is not in the table above, or whose
+/// handler the system does not replace.
 pub fn defer(signals: &[i32]) -> Deferred {
     Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
@@ -179,7 +194,7 @@ mod tests {
     #[test]
     fn a_deferred_signal_comes_once_and_afterwards() {
         let (signal, both) = (libc::SIGTERM, [libc::SIGINT, libc::SIGTERM]);
-        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; 2], "no handler, nothing to defer");
+        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; COUNT], "no handler, nothing to defer");
         let defaults = both.map(|signal| deferral_of(signal).unwrap().action().unwrap());
         for (signal, mut action) in both.into_iter().zip(defaults) {
             action.sa_sigaction = note as *const () as usize;

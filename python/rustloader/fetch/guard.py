@@ -156,6 +156,7 @@ class Guard:
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
         """Makes a sample, or decides what takes its place. Raises if the batch has to fail."""
+        # Also for a sample that is passed over: what takes its place may kill, too.
         if self.at_sample is not None:
             self.at_sample(place)
         text = self._poison.get(place)

@@ -236,7 +236,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
-            group.start(self._context, self._dataset, self._first_job())
+            group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 pinner = pinning.Pinner(self._pin_memory_device)

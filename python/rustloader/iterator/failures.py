@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from rustloader import options
 from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
+from rustloader.limited_log import faults as fault_log
 from rustloader.metrics.faults import KEPT_FAILURES, Faults
 
 # Failures that the error's text names.
@@ -64,7 +65,10 @@ class FailureCount:
             What makes the error that ends the epoch, if there are too many.
         """
         while failures:
-            self._faults.note_failure(failures[0])
+            failed = failures[0]
+            self._faults.note_failure(failed)
+            name = "a sample" if failed.index is None else f"sample {failed.index}"
+            fault_log.warning("a DataLoader: %s has failed and was %s: %s", name, failed.action, failed.error_text)
             if self._limit is not None and len(self._first) < KEPT_FAILURES:
                 self._first.append(failures[0])
             self._count += 1

@@ -8,14 +8,14 @@ from typing import Any
 
 from rustloader._core import Death, Engine
 from rustloader.errors import WorkerDiedError
-from rustloader.limited_log import LimitedLog
+from rustloader.limited_log import faults as fault_log
 from rustloader.metrics import ledger
 from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
+from rustloader.workers.group import deferred_signals
 from rustloader.workers.restarts import FORK_WARNING, Restarts, hazard_of_fork
 
 logger = logging.getLogger("rustloader")
-_log = LimitedLog(logger)
 
 _NEW_STREAMS = (
     "a DataLoader: a worker that is started again goes on with other random numbers; with seed_by='batch' or 'sample' "
@@ -32,15 +32,17 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
         make_job: Makes the job of the new process.
     """
     restarts: Restarts = iterator._restarts
-    engine: Engine = iterator._engine()
-    # Another thread in `next` gets the same answer.
-    with restarts.lock:
+    # Before signals are blocked: what the helpers start inherits their mask.
+    process.start_helpers(iterator._context)
+    # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
+    with deferred_signals() as unblock, restarts.lock:
         if restarts.is_settled(death):
             return
+        engine: Engine = iterator._engine()
         seconds = _decide(iterator, restarts, engine, death)
         if seconds == 0.0:
             try:
-                _replace(iterator, restarts, death, make_job(death))
+                _replace(iterator, restarts, death, make_job(death), unblock)
                 return
             except OSError as error:
                 if not process.is_refused(error):
@@ -86,20 +88,20 @@ def _decide(iterator: Any, restarts: Restarts, engine: Engine, death: Death) -> 
     return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), under_way, out_of_memory)
 
 
-def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job) -> None:
+def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job, unblock: list[int]) -> None:
     """Starts the process, and says so."""
     worker_id, counters = death.worker_id, ledger.of(iterator)
     _warn_of_fork(iterator)
     watched = counters.workers()
     if watched is not None:
         watched.keep(worker_id)
-    pid = iterator._group.replace(worker_id, iterator._context, iterator._dataset, job)
+    pid = iterator._group.replace(worker_id, iterator._context, iterator._dataset, job, unblock)
     restarts.on_restart(death)
     if watched is not None:
         watched.replace(worker_id, pid)
     line = restarts.line_of(worker_id)
     counters.faults.note_restart(line, death.stalled, iterator._group.was_out_of_memory(death, None))
-    _log.warning(
+    fault_log.warning(
         "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch",
         line,
         pid,

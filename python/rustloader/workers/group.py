@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import _utils
@@ -20,6 +20,31 @@ from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Payload
 from rustloader.workers.memory_events import OomKills
+
+# The signals that `sys/deferred_signals.rs` defers.
+_DEFERRED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Lets the handlers of signals wait while workers start; gives the signals that a new process unblocks.
+
+    A worker must not be interrupted before it can catch the error, at-fork hooks lose what a handler raises, and one
+    that raises just after a fork would leave a process that is not known yet.
+    """
+    with DeferredSignals([it for it in _DEFERRED if callable(signal.getsignal(it))]) as blocked:
+        yield blocked
 
 
 class WorkerGroup:
@@ -41,19 +66,29 @@ class WorkerGroup:
         self._out_of_memory: dict[int, tuple[int, bool]] = {}
         _live.add(self)
 
-    def start(self, context: Any, dataset: Any, job: Job) -> None:
-        """Starts all workers. After an error some may run; the caller must end them."""
-        self._oom_kills = OomKills()
-        self._start(range(job.num_workers), context, dataset, job)
+    def start(self, context: Any, dataset: Any, job: Job, counts_oom_kills: bool = False) -> None:
+        """Starts all workers. After an error some may run; the caller must end them.
 
-    def replace(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
+        Args:
+            context: The multiprocessing context.
+            dataset: The dataset.
+            job: What the workers share.
+            counts_oom_kills: Whether ``was_out_of_memory`` is to know. This reads files of the memory cgroups.
+        """
+        if counts_oom_kills:
+            self._oom_kills = OomKills()
+        process.start_helpers(context)
+        with deferred_signals() as unblock:
+            self._start(range(job.num_workers), context, dataset, job, unblock)
+
+    def replace(self, worker_id: int, context: Any, dataset: Any, job: Job, unblock: list[int]) -> int:
         """Starts a process in place of a dead one, and returns its pid. After an error the worker is still vacant, or
-        its new process has been killed."""
+        its new process has been killed. The caller defers signals; ``unblock`` is what ``deferred_signals`` gave it."""
         self.engine.vacate(worker_id)
         # Programs can reach this list and may have emptied it.
         if worker_id < len(self.processes):
             quietly(process.note_end, self.processes[worker_id], True)
-        (pid,) = self._start([worker_id], context, dataset, job)
+        (pid,) = self._start([worker_id], context, dataset, job, unblock)
         return pid
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
@@ -65,19 +100,16 @@ class WorkerGroup:
             self._out_of_memory[death.worker_id] = death.generation, answer
         return answer
 
-    def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job) -> list[int]:
-        process.start_helpers(context)
+    def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job, unblock: list[int]) -> list[int]:
+        """Starts processes, while signals are deferred."""
         survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
         job.sigterm_seconds = SIGTERM.get() if survives_sigterm else None
-        # A worker must not be interrupted before it can catch the error, and at-fork hooks lose what a handler raises.
-        deferred = [signal.SIGINT, signal.SIGTERM] if survives_sigterm else [signal.SIGINT]
-        with DeferredSignals(deferred) as blocked:
-            job.unblock = blocked
-            begin_forks()
-            try:
-                return [self._start_one(worker_id, context, dataset, job) for worker_id in worker_ids]
-            finally:
-                end_forks()
+        job.unblock = unblock
+        begin_forks()
+        try:
+            return [self._start_one(worker_id, context, dataset, job) for worker_id in worker_ids]
+        finally:
+            end_forks()
 
     def _start_one(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
         payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id)

@@ -145,10 +145,11 @@ class Restarts:
         self._at[at] += 1
         if self._at[at] < POISON_AFTER:
             return True
-        if death.place is None or not self._passes_over:
+        places = self.poison.setdefault(death.worker_id, {}).setdefault(death.first_task + task, {})
+        # What is in the place of a sample that was passed over may kill, too.
+        if death.place is None or death.place in places or not self._passes_over:
             self._poisoned.add(death.worker_id)
             return False
-        places = self.poison.setdefault(death.worker_id, {}).setdefault(death.first_task + task, {})
         places[death.place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"
         return True
 

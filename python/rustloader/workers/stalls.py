@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rustloader.config import INDEX_SHOWN, STALL_ITEM, STALL_START
-from rustloader.limited_log import LimitedLog
+from rustloader.limited_log import faults as fault_log
 
 logger = logging.getLogger("rustloader")
-# Of workers that were killed. Where a disk hangs, each restart ends in the next stall.
-_kills = LimitedLog(logger)
 
 
 def index_text(index: Any) -> str:
@@ -65,7 +63,7 @@ def warn(
         hint = f"{STALL_ITEM.name} sets the limit"
     if exceeds is not None:
         limit, was_killed = exceeds
-        log = _kills.warning
+        log = fault_log.warning
         if was_killed:
             hint = f"It was killed: stall_timeout is {limit:g} s"
         else:

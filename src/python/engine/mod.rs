@@ -21,6 +21,7 @@ use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
+use super::gate::closed;
 use super::port::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
@@ -141,7 +142,12 @@ impl PyEngine {
     }
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
-        Ok(self.enter(py)?.state().engine.started(worker, pid)?)
+        let mut access = self.enter(py)?;
+        // A process that the end does not know would outlive it.
+        if self.handle.closing() {
+            return Err(closed(py, &self.handle));
+        }
+        Ok(access.state().engine.started(worker, pid)?)
     }
 
     fn vacate(&self, py: Python<'_>, worker: u32) -> PyResult<()> {
