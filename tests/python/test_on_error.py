@@ -240,7 +240,7 @@ def test_without_batches_a_failed_sample_is_replaced(workers):
     assert [int(sample[0]) for sample in loader] == replaced([range(SIZE)], rebuilt_base_seed(3), 0)[0][0]
 
 
-@pytest.mark.parametrize("pinned", [dict(on_error="skip"), dict(on_error=minus)], ids=str)
+@pytest.mark.parametrize("pinned", [dict(on_error="skip"), dict(on_error=minus)], ids=["skip", "function"])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_pinned(workers, kind, pinned):
