@@ -70,11 +70,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn is_starting(&self) -> bool {
         let goes_on = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
-        let is_awaited = |worker| {
-            let worker_id = WorkerId(worker);
-            let has_died = self.scheduler.is_dead(worker_id) || self.scheduler.is_vacant(worker_id);
-            !state.snapshots.has_started(worker) && !has_died
-        };
+        let has_died = |worker| self.scheduler.is_dead(worker) || self.scheduler.is_vacant(worker);
+        let is_awaited = |worker| !state.snapshots.has_started(worker) && !has_died(WorkerId(worker));
         goes_on && (0..self.arena().geometry().workers).any(is_awaited)
     }
 

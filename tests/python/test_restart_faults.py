@@ -31,7 +31,7 @@ N = 24
 @pytest.fixture
 def lines(caplog, monkeypatch):
     """The lines of the log, of which none is left out."""
-    monkeypatch.setattr(vacancies, "_log", LimitedLog(vacancies.logger))
+    monkeypatch.setattr(vacancies, "fault_log", LimitedLog(vacancies.logger))
     caplog.set_level(logging.INFO, "rustloader")
     return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
 

@@ -36,7 +36,7 @@ def told(monkeypatch):
     """The warnings about workers that were killed."""
     lines = []
     log = types.SimpleNamespace(warning=lambda text, *args: lines.append(text % args))
-    monkeypatch.setattr(stalls, "_kills", log)
+    monkeypatch.setattr(stalls, "fault_log", log)
     return lines
 
 
@@ -491,7 +491,7 @@ def test_a_log_that_raises_does_not_save_the_worker(monkeypatch, tmp_path):
     def raises(*_):
         raise Interrupted
 
-    monkeypatch.setattr(stalls, "_kills", types.SimpleNamespace(warning=raises))
+    monkeypatch.setattr(stalls, "fault_log", types.SimpleNamespace(warning=raises))
     iterator = iter(DataLoader(Stuck(tmp_path / "began", sleep, 2, 0), num_workers=1, stall_timeout=0.5))
     with within(STARTED), pytest.raises(Interrupted):
         next(iterator)

@@ -145,11 +145,13 @@ class Restarts:
         self._at[at] += 1
         if self._at[at] < POISON_AFTER:
             return True
-        places = self.poison.setdefault(death.worker_id, {}).setdefault(death.first_task + task, {})
-        # What is in the place of a sample that was passed over may kill, too.
-        if death.place is None or death.place in places or not self._passes_over:
+        number = death.first_task + task
+        # What takes the place of a sample that was passed over may kill, too.
+        is_again = death.place in self.poison.get(death.worker_id, {}).get(number, {})
+        if death.place is None or is_again or not self._passes_over:
             self._poisoned.add(death.worker_id)
             return False
+        places = self.poison.setdefault(death.worker_id, {}).setdefault(number, {})
         places[death.place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"
         return True
 
