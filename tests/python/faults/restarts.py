@@ -14,11 +14,13 @@ import gc
 import logging
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,11 @@ from .trials import drawn, quiet
 LIMIT = 120
 STALL = 0.7
 METHODS = ["fork"] * 25 + ["forkserver"]
-RESTARTED = ("started again", "has worked on one batch", "starts its random numbers anew", "was left out", "fork")
+# What the log may say of a restart, a fork beside a thread, a stall and a bad sample, and of those left out.
+EXPLAINED = re.compile(
+    "was started again as pid|starts a dead worker again by a fork|It was killed: stall_timeout is|"
+    "sample.* has failed and was skipped|more messages about faults were left out"
+)
 
 
 class Trial(NamedTuple):
@@ -119,7 +125,7 @@ class Play:
 
     def __init__(self, trial, folder, figures):
         self.trial, self.folder, self.figures = trial, folder, figures
-        self.kept, self.wrong = [], []
+        self.kept, self.wrong, self.states = [], [], []
         bad = range(3, trial.n, max(1, trial.n // trial.bad)) if trial.bad else ()
         self.bad = frozenset(list(bad)[: trial.bad])
 
@@ -201,6 +207,9 @@ class Play:
         self.figures["restarts"] += faults.restarts
         self.figures["stalls"] += faults.stalls
         end_of(loader)
+        # Not earlier: that seeds the generators.
+        for state in self.states:
+            self.resume(*state)
 
     def epoch(self, loader, epoch, killer, hows):
         rng = torch.Generator().manual_seed(self.trial.seed + epoch)
@@ -228,7 +237,7 @@ class Play:
         if iterator._workers is not workers or len(workers) != self.trial.workers:
             self.wrong.append("the iterator has another list of workers")
         if state is not None:
-            self.resume(state, epoch, got[: at + 1])
+            self.states.append((state, epoch, got[: at + 1]))
 
     def resume(self, state, epoch, before):
         """A loader that nothing disturbs goes on from the state."""
@@ -263,10 +272,10 @@ class Log(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.WARNING)
-        self.lines, self.restarts = [], 0
+        self.lines = []
 
     def emit(self, record):
-        if not any(words in record.getMessage() for words in RESTARTED):
+        if not EXPLAINED.search(record.getMessage()):
             self.lines.append(f"logged: {record.getMessage()}")
 
 
@@ -325,6 +334,8 @@ def run_all(args, log):
 def main():
     args = arguments()
     quiet()
+    # A state may be taken after the last batch.
+    warnings.filterwarnings("ignore", "an epoch of 0 batches")
     import rustloader  # noqa: F401
 
     multiprocessing.set_forkserver_preload(["torch", "numpy", "rustloader"])
