@@ -77,6 +77,12 @@ def sleep_in_c(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
+def stuck_in_c() -> None:
+    """An item that never ends and keeps the GIL. A signal, such as that for its stack, does not end it."""
+    reader, _ = os.pipe()
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
+
+
 def loader_of(dataset: Numbers, workers: int, **kw: Any) -> rustloader.DataLoader:
     return rustloader.DataLoader(dataset, num_workers=workers, **kw)
 
@@ -212,7 +218,7 @@ def replaced_after_a_kill() -> float:
 
 def replaced_after_a_stall() -> float:
     """From the beginning of an item that is stuck in C, with the GIL, to the batch that a new worker makes."""
-    dataset = OnceSlow(2, functools.partial(sleep_in_c, 30.0))
+    dataset = OnceSlow(2, stuck_in_c)
     iterator, pids = started(dataset, 2, taken=2, max_restarts=1, stall_timeout=1)
     batch = next(iterator)
     took = time.monotonic() - float(dataset.begun)

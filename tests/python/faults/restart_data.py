@@ -13,12 +13,18 @@ from torch.utils.data import Dataset, IterableDataset
 
 from . import killer
 
-# Seconds that a stuck sample takes, if it is not killed.
+# Seconds that a sample takes that is stuck asleep, if it is not killed.
 STUCK = 60
 
 
 class Bad(Exception):
     """The error of a bad sample."""
+
+
+def stuck_in_c():
+    """Never returns, and keeps the GIL; a signal, such as that for the stack, does not end it."""
+    reader, _ = os.pipe()
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
 class Data:
@@ -53,7 +59,7 @@ class Data:
 
     def sample(self, i):
         if i == self.stuck and self.folder is not None and first_time(os.path.join(self.folder, "stuck")):
-            (ctypes.PyDLL(None) if self.held else time).sleep(STUCK)
+            stuck_in_c() if self.held else time.sleep(STUCK)
         time.sleep(self.delay)
         if i in self.bad:
             raise Bad(f"sample {i} is bad")
