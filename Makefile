@@ -172,7 +172,7 @@ compare-scheduling: build ## Compare uneven batches, slow storage, large sampler
 compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
 	$(BIN)/python benches/resuming.py $(ARGS)
 
-compare-restarts: build ## Measure what deaths, stuck workers and the options against them cost (ARGS='--rows faults')
+compare-restarts: build ## Measure what the options against faults cost (ARGS='--rows tokens')
 	$(BIN)/python benches/restarts.py $(ARGS)
 
 compare-breakdown: build ## Measure where the time of a batch goes

@@ -1,29 +1,20 @@
-"""What deaths, stuck workers and the options against them cost: `make compare-restarts`.
+"""What the options against faults cost: `make compare-restarts`. `make reliability-figures` measures the faults.
 
-death   a worker kills itself; from there to the batch that it was at, made by the worker that replaces it; fork,
-        2 workers, median of the deaths
-stuck   a worker is stuck in C and holds the GIL, with `stall_timeout=1`; from there to its batch
-equal   the batches of an epoch in which workers are killed, against one without; `seed_by="sample"`
+equal   the batches of an epoch in which workers are killed 100 times, against one without; `seed_by="sample"`
 NAME    a row of `make compare`, in batches per second with all options and without, in alternating order, 2 workers;
         no worker dies and no sample fails. All rows by default
 """
 
 import argparse
-import ctypes
 import json
 import logging
 import mmap
 import os
 import signal
-import statistics
-import struct
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import report
 import rows
@@ -38,61 +29,40 @@ OPTIONS = {"max_restarts": 1000, "stall_timeout": 60, "on_error": "skip", "max_e
 BATCH = 4
 
 
-class Faulty(torch.utils.data.Dataset):
-    """Samples with random numbers. The first sample of every batch in `at` ends its worker, or stops it, once."""
+class Mortal(torch.utils.data.Dataset):
+    """Samples with random numbers. The first sample of every batch in `at` kills its worker, once."""
 
-    def __init__(self, length: int, at: range, fault: Callable[[], None]):
-        self.length, self.at, self.fault = length, at, fault
-        # For each batch when its fault came, in ns. All processes share it.
-        self.times = mmap.mmap(-1, 8 * (length // BATCH))
+    def __init__(self, length: int, at: range):
+        self.length, self.at = length, at
+        # A byte for each batch. All processes share it.
+        self.died = mmap.mmap(-1, length // BATCH)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         batch, place = divmod(index, BATCH)
-        if place == 0 and batch in self.at and not self.time_of(batch):
-            struct.pack_into("q", self.times, 8 * batch, time.monotonic_ns())
-            self.fault()
+        if place == 0 and batch in self.at and not self.died[batch]:
+            self.died[batch] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
         return torch.rand(8)
 
-    def time_of(self, batch: int) -> int:
-        found: int = struct.unpack_from("q", self.times, 8 * batch)[0]
-        return found
 
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    # PyDLL holds the GIL during the call.
-    ctypes.PyDLL(None).sleep(1000)
-
-
-def batches_of(dataset: Faulty, **options: Any) -> list[tuple[int, torch.Tensor]]:
-    """Each batch with the time at which it came, in ns."""
+def batches_of(dataset: Mortal) -> list[torch.Tensor]:
     torch.manual_seed(5)
-    loader = rustloader.DataLoader(dataset, BATCH, num_workers=2, max_restarts=1000, seed_by="sample", **options)
-    return [(time.monotonic_ns(), batch) for batch in loader]
+    return list(rustloader.DataLoader(dataset, BATCH, num_workers=2, max_restarts=1000, seed_by="sample"))
 
 
-def delay(number: int, fault: Callable[[], None], **options: Any) -> float:
-    """The median time from a fault to the batch of its worker, in milliseconds."""
-    dataset = Faulty(BATCH * 20 * number, range(10, 20 * number, 20), fault)
-    came = batches_of(dataset, **options)
-    return statistics.median((came[batch][0] - dataset.time_of(batch)) / 1e6 for batch in dataset.at)
-
-
-def unequal(number: int) -> int:
-    """How many batches of an epoch with that many deaths differ from those of an epoch without."""
-    length = BATCH * 10 * number
-    killed = Faulty(length, range(5, 10 * number, 10), die)
-    found = [batch for _, batch in batches_of(killed)]
-    wanted = [batch for _, batch in batches_of(Faulty(length, range(0), die))]
-    if any(not killed.time_of(batch) for batch in killed.at) or len(found) != len(wanted):
-        raise Failure(f"{len(found)} batches in place of {len(wanted)}, or a worker was not killed")
-    return sum(not torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+def equal(deaths: int) -> "Result":
+    """Compares the batches of an epoch with that many deaths with those of an epoch without."""
+    length = BATCH * 10 * deaths
+    killed = Mortal(length, range(5, 10 * deaths, 10))
+    found, wanted = batches_of(killed), batches_of(Mortal(length, range(0)))
+    if sum(killed.died) != deaths or len(found) != len(wanted):
+        raise Failure(f"{len(found)} batches in place of {len(wanted)}, after {sum(killed.died)} deaths")
+    differ = sum(not torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    what = f'batches that differ after {deaths} deaths, `seed_by="sample"`'
+    return Result("equal", what, "0", f"{differ} of {len(found)}", differ == 0)
 
 
 @dataclass
@@ -104,23 +74,6 @@ class Result:
     goal: str
     found: str
     held: bool
-
-
-def faults(deaths: int) -> list[Result]:
-    death, stuck, differ = delay(deaths, die), delay(3, hang, stall_timeout=1), unequal(100)
-    return [
-        Result(
-            "death", "a death to the batch of the worker in its place", "at most 60 ms", f"{death:.0f} ms", death <= 60
-        ),
-        Result(
-            "stuck",
-            "a worker stuck in C to its batch, `stall_timeout=1`",
-            "at most 1.3 s",
-            f"{stuck / 1e3:.2f} s",
-            stuck <= 1300,
-        ),
-        Result("equal", 'batches that differ after 100 deaths, `seed_by="sample"`', "0", str(differ), differ == 0),
-    ]
 
 
 def throughput(row: rows.Row, rounds: int) -> Result:
@@ -151,12 +104,9 @@ def table_of(results: list[Result]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["faults", *(row.name for row in rows.ROWS)]
-    parser.add_argument(
-        "--rows", default=",".join(names), metavar="NAME,...", help="faults, or rows of `make compare`; default: all"
-    )
+    names = ["equal", *(row.name for row in rows.ROWS)]
+    parser.add_argument("--rows", default=",".join(names), metavar="NAME,...", help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="of each row (default: %(default)s)")
-    parser.add_argument("--deaths", type=int, default=20, help="for the row `death` (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/reliability.md")
     options = parser.parse_args()
@@ -167,7 +117,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    results = faults(options.deaths) if "faults" in wanted else []
+    results = [equal(100)] if "equal" in wanted else []
     for result in results:
         print(f"{result.row}: {result.found}; goal: {result.goal}", flush=True)
     for row in rows.ROWS:
@@ -177,7 +127,7 @@ def main() -> int:
     if options.save:
         options.save.write_text(json.dumps([vars(result) for result in results], indent=1) + "\n")
     if options.docs:
-        report.write(Path(__file__).parents[1] / "docs/reliability.md", table_of(results), "<!-- restarts -->")
+        report.write(Path(__file__).parents[1] / "docs/reliability.md", table_of(results), "<!-- options -->")
     return 0 if all(result.held for result in results) else 1
 
 
