@@ -18,6 +18,9 @@ from pinning_support import pinning
 from refusals import RUNNER
 from support import SERVER, STARTED_PIDS, TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
 
+if not TORCH_MODE:
+    from rustloader import limited_log
+
 # A pool of intra-op threads would start at some test or other, and stay.
 torch.set_num_threads(1)
 # Under forkserver a worker then starts in a fraction of the second that the import takes.
@@ -182,10 +185,13 @@ def no_silent_handover(request):
 
     class Collect(logging.Handler):
         def emit(self, record):
-            # `on_error` says so of each sample, and the limited log of what it left out.
+            # `on_error` says so of each sample.
             if "has failed and was" not in record.msg and "messages about faults" not in record.msg:
                 lines.append(record.getMessage())
 
+    if not TORCH_MODE:
+        # The process's limited log begins anew.
+        limited_log.faults.__init__(logging.getLogger("rustloader"))
     handler = Collect(logging.WARNING)
     logging.getLogger("rustloader").addHandler(handler)
     yield

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from cgroups import memory_cgroup, removed
 from support import wait_until
-from test_cgroups import memory_cgroup, removed
 
 from rustloader.workers.memory_events import OomKills
 

@@ -219,7 +219,7 @@ def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, 
         def next(self, answer, next_index):
             self.engine.next(answer, next_index)
             if answer[0] == DEAD:
-                known = {name: getattr(answer[1], name) for name in ("worker_id", "pid", "index")}
+                known = {name: getattr(answer[1], name) for name in ("worker_id", "pid", "index", "stalled")}
                 answer[1] = types.SimpleNamespace(**known, exitcode=None, signal=None)
 
     monkeypatch.setattr(LoaderIter, "_engine", lambda self: Older(self._core))

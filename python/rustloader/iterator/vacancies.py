@@ -58,10 +58,10 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
 def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a final death."""
     restarts: Restarts | None = iterator._restarts
-    count, notes = (
-        (0, []) if restarts is None else (restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id))
-    )
     worker = _process_of(iterator, death)
+    if restarts is None:
+        return deaths.error_of(death, worker)
+    count, notes = restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id)
     return deaths.error_of(death, worker, count, notes, _was_out_of_memory(iterator, death, worker))
 
 

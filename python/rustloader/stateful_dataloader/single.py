@@ -29,6 +29,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
     """Iterates without workers, as torch's iterator does."""
 
     finished = False
+    _frames_to_caller = 6
     # Answers when the index batch of `_drawn` was drawn.
     _drawn_at = -1
     # A batch whose failures are being counted.
