@@ -177,7 +177,7 @@ class Stateful(Buffer):
 
 
 def large(sides: list[str], rounds: int) -> Result:
-    size, batches, workers = 16, 600, 2
+    size, batches, workers = 16, 1200, 2
     # torchdata is slower by far, so it gets a shorter epoch.
     lengths = {side: batches if side == "rustloader" else 100 for side in sides}
 

@@ -29,7 +29,7 @@ STATUS_AFTER = 1.0
 # one after each batch from the start, plus this share of the time since the epoch began, so that large states cost no
 # more than this share of the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
-SNAPSHOT_SHARE = 0.01
+SNAPSHOT_SHARE = 0.005
 # Batches of a worker after which the state of an iterable dataset that has not changed is reported.
 FROZEN_AFTER = 64
 # Seconds until a worker that died again without a batch in between is started again, the first time; each further death

@@ -158,8 +158,8 @@ def begun(dataset, every=1):
     return maker, lambda: maker.after(0, fetcher, dataset) is not None
 
 
-def test_the_limits_are_20_ms_and_1_percent():
-    assert (SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE) == (0.02, 0.01)
+def test_the_limits_are_20_ms_and_half_a_percent():
+    assert (SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE) == (0.02, 0.005)
 
 
 def test_the_first_ones_use_up_the_allowance(clocks):

@@ -45,7 +45,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     Args:
         snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next, 0 for one at
             the start only (default: 1). Datasets without ``state_dict`` have none. Workers leave snapshots out that
-            would take more than 1 % of their time; batches after the last one are made again on resuming.
+            would take more than 0.5 % of their time; batches after the last one are made again on resuming.
         forward_set_epoch: Whether persistent workers are told the epoch that the program passes to the dataset's
             ``set_epoch`` (default: True).
 
