@@ -96,7 +96,7 @@ class Samples(Dataset):
 
 
 class Streams(IterableDataset):
-    """The iterator survives an error."""
+    """The iterator survives a bad sample, and ends at any other error: torch's batches would begin elsewhere."""
 
     def __init__(self, spec, fault=None):
         self.spec, self.fault = spec, fault
@@ -106,7 +106,8 @@ class Streams(IterableDataset):
         numbers = range(worker_id() or 0, self.spec.length, workers)
         # What torch's loader is given has no bad sample.
         left_out = self.spec.bad if self.fault is None else None
-        return map(self.at, (i for i in numbers if i != left_out))
+        samples = map(self.at, (i for i in numbers if i != left_out))
+        return samples if self.fault is not None and self.fault.name == "bad" else (it for it in samples)
 
     def at(self, i):
         return act(self.fault, i) or sample(self.spec.kind, i)
