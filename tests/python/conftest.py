@@ -178,6 +178,13 @@ def host():
         yield host
 
 
+@pytest.fixture
+def lines(caplog):
+    """The lines of the log with a text. The limited log begins anew in each test (`no_silent_handover`)."""
+    caplog.set_level(logging.INFO, "rustloader")
+    return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
 @pytest.fixture(autouse=True)
 def no_silent_handover(request):
     """Fails a test whose loader falls back to torch's iterator, unless the test is marked `handover`."""

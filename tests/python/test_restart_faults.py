@@ -1,7 +1,6 @@
 """What a program sees of restarts: limits, errors, the log, seeds, times."""
 
 import contextlib
-import logging
 import os
 
 import pytest
@@ -20,20 +19,10 @@ from support import (
 if not TORCH_MODE:
     import rustloader
     from rustloader import LoaderTimeoutError, WorkerDiedError
-    from rustloader.iterator import vacancies
-    from rustloader.limited_log import LimitedLog
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
 N = 24
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    """The lines of the log, of which none is left out."""
-    monkeypatch.setattr(vacancies, "fault_log", LimitedLog(vacancies.logger))
-    caplog.set_level(logging.INFO, "rustloader")
-    return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
 # Limits

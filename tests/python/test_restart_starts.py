@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import threading
 from unittest import mock
 
@@ -22,21 +21,11 @@ from support import (
 
 if not TORCH_MODE:
     from rustloader import LoaderTimeoutError, WorkerDiedError
-    from rustloader.iterator import vacancies
-    from rustloader.limited_log import LimitedLog
     from rustloader.workers import process, restarts
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
 N = 24
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    """The lines of the log, of which none is left out."""
-    monkeypatch.setattr(vacancies, "fault_log", LimitedLog(vacancies.logger))
-    caplog.set_level(logging.INFO, "rustloader")
-    return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
 # Starts that fail
