@@ -474,8 +474,9 @@ class Port:
     def leave(self) -> None:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""
 
-    def stoppable(self, index: Any) -> StoppableIndices:
-        """An index batch whose iteration ends with WorkerStopped when the loader shuts down."""
+    def stoppable(self, index: Any, *, shows_places: bool = False) -> StoppableIndices:
+        """An index batch whose iteration ends with WorkerStopped when the loader shuts down. ``shows_places``: and calls
+        `at_sample` for each index."""
 
     def timed(self, collate_fn: Any) -> TimedCollate:
         """``collate_fn``, timed."""

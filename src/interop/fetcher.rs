@@ -1,6 +1,7 @@
 //! Stand-ins for the index batch and `collate_fn` that torch's fetcher gets.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
@@ -21,6 +22,8 @@ pyo3::create_exception!(
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
+    /// Whether the status page shows the place of each index that the iteration comes to.
+    pub shows_places: bool,
 }
 
 #[pymethods]
@@ -30,7 +33,9 @@ impl StoppableIndices {
     }
 
     fn __iter__(&self, py: Python<'_>) -> PyResult<StoppableIterator> {
-        Ok(StoppableIterator { port: self.port.clone(), items: self.index.bind(py).try_iter()?.unbind() })
+        let items = self.index.bind(py).try_iter()?.unbind();
+        let place = self.shows_places.then(AtomicU64::default);
+        Ok(StoppableIterator { port: self.port.clone(), items, place })
     }
 }
 
@@ -39,6 +44,8 @@ impl StoppableIndices {
 pub struct StoppableIterator {
     port: Arc<Port>,
     items: Py<PyIterator>,
+    /// Place of the next index, if the status page shows it.
+    place: Option<AtomicU64>,
 }
 
 #[pymethods]
@@ -51,7 +58,13 @@ impl StoppableIterator {
         if self.port.stopping() {
             return Err(WorkerStopped::new_err(()));
         }
-        self.items.bind(py).clone().next().transpose().map(|item| item.map(Bound::unbind))
+        let item = self.items.bind(py).clone().next().transpose()?;
+        if let (Some(place), true) = (&self.place, item.is_some()) {
+            let now = place.load(Ordering::Relaxed);
+            place.store(now + 1, Ordering::Relaxed);
+            self.port.at_sample(now);
+        }
+        Ok(item.map(Bound::unbind))
     }
 }
 

@@ -233,8 +233,9 @@ impl PyPort {
         self.port.leave();
     }
 
-    fn stoppable(&self, index: Bound<'_, PyAny>) -> StoppableIndices {
-        StoppableIndices { port: self.port.clone(), index: index.unbind() }
+    #[pyo3(signature = (index, *, shows_places = false))]
+    fn stoppable(&self, index: Bound<'_, PyAny>, shows_places: bool) -> StoppableIndices {
+        StoppableIndices { port: self.port.clone(), index: index.unbind(), shows_places }
     }
 
     fn timed(&self, collate_fn: Bound<'_, PyAny>) -> TimedCollate {

@@ -443,7 +443,6 @@ def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
         lambda patch: patch.setitem(table_of_kinds, object, tuples),
         lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
         lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
-        lambda patch: patch.setattr(torch.Tensor, "__getitem__", lambda tensor, index: torch.zeros(2)),
         lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", fetched),
     ]
     for replace in patches:
@@ -494,6 +493,30 @@ def test_modes_of_torch(table, gathered):
     with Counting():
         next(iterator)
     assert torch.stack in seen
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_replaced_getitem_of_torch(late):
+    """In a process of its own: Python keeps a tensor a sequence once its class has had a ``__getitem__``."""
+    script = f"""
+import torch
+import rustloader
+
+def replace():
+    torch.Tensor.__getitem__ = lambda tensor, index: torch.zeros(2)
+
+torchs = torch.Tensor.__getitem__
+for cls in (rustloader.DataLoader, torch.utils.data.DataLoader):
+    torch.Tensor.__getitem__ = torchs
+    if not {late}:
+        replace()
+    iterator = iter(cls(rustloader.TensorDataset(torch.arange(4)), batch_size=2))
+    replace()
+    print(" ".join(str(next(iterator)).split()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    ours, torchs = done.stdout.splitlines()
+    assert ours == torchs and "0., 0." in ours
 
 
 @pytest.mark.parametrize("owner, name", [("torch", "stack"), ("torch.Tensor", "__getitem__")])

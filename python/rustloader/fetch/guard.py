@@ -46,7 +46,8 @@ class Guard:
         limit: Number of failures that the epoch may have, if it is known.
         poison: By task, the texts of the errors that some places in its index batch have instead of a sample.
         check: Called between samples that fail; raises if the worker has to leave.
-        at_sample: Called with the place of each sample before it is made, so that a death can be put down to it.
+        at_sample: Called with the place of a sample that is made alone, so that a death can be put down to it. Where
+            torch's fetcher walks through the index batch, the batch shows the places itself.
         is_foreign: Whether an error has nothing to do with the sample, given the error that was handled before.
 
     Attributes:
@@ -308,7 +309,7 @@ class GuardedDataset:
             made = self._several.__getitems__(_Places(indices))
         elif getattr(self.source, "__getitems__", None):
             made = self._as_batch(indices)
-        elif guard.at_sample is not None or guard.is_poisoned():
+        elif guard.is_poisoned():
             made = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
         else:
             made = self._by_sample(indices)
@@ -325,18 +326,17 @@ class GuardedDataset:
     def _by_sample(self, indices: Any) -> list[Any]:
         """What torch's fetcher makes of an index batch, at the same speed while nothing fails."""
         source, made = self.source, []
-        left = iter(indices)
+        left = enumerate(indices)
+        place, index = -1, None
         while True:
-            index = NOTHING
             try:
-                for index in left:
+                for place, index in left:
                     made.append(source[index])
-                    index = NOTHING
                 return made
             except Exception as error:
-                if index is NOTHING:  # an error of the index batch
+                if place < len(made):  # an error of the index batch
                     raise
-                made.append(self._guard.instead_of(len(made), index, error, self._item))
+                made.append(self._guard.instead_of(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
         """What ``__getitems__`` of the dataset makes; if it fails, it is asked for each sample alone."""

@@ -296,7 +296,9 @@ class _Worker:
                 apart = Apart.NO
             else:
                 apart = Apart.EACH if self.pool is None else Apart.ONE
-                index = self.port.stoppable(index)
+                # Several threads come to the samples in no order.
+                places = job.poison is not None and job.dataset_kind == _DatasetKind.Map and self.pool is None
+                index = self.port.stoppable(index, shows_places=places)
         return index if self.seeds is None else self.seeds.begin_batch(task, index, apart)
 
     def send(self, task: int, data: Any) -> None:
