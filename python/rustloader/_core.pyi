@@ -475,8 +475,8 @@ class Port:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""
 
     def stoppable(self, index: Any, *, shows_places: bool = False) -> StoppableIndices:
-        """An index batch whose iteration ends with WorkerStopped when the loader shuts down. ``shows_places``: and calls
-        `at_sample` for each index."""
+        """An index batch whose iteration ends with WorkerStopped when the loader shuts down. With ``shows_places`` it
+        also calls `at_sample` for each index."""
 
     def timed(self, collate_fn: Any) -> TimedCollate:
         """``collate_fn``, timed."""

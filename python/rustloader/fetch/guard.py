@@ -330,7 +330,7 @@ class GuardedDataset:
         place, index = -1, None
         while True:
             try:
-                for place, index in left:
+                for place, index in left:  # noqa: B007
                     made.append(source[index])
                 return made
             except Exception as error:
