@@ -185,7 +185,8 @@ def replaced(batches, base_seed, epoch, length=SIZE, bad=BAD):
             attempt, instead = 0, i
             while instead in bad:
                 failures.append(instead)
-                instead = seed_words(base_seed, attempt, i, 2**64 - 1, epoch)[0] % length
+                instead = seed_words(base_seed, attempt, i, 2**64 - 1, epoch)[0] % (length - 1)
+                instead += instead >= i  # never the failed one
                 attempt += 1
             made.append(instead)
         found.append(made)

@@ -176,7 +176,20 @@ def test_ten_replacements_are_tried():
 
     with pytest.raises(ValueError, match="bad 3"):
         next(iter(DataLoader(Asked(20, range(20)), batch_size=1, sampler=[3], on_error="replace")))
-    assert len(asked) == 11 and asked[0] == 3 and len(set(asked)) > 5 and {*asked} <= {*range(20)}
+    assert len(asked) == 11 and asked[0] == 3 and len(set(asked)) > 5 and {*asked[1:]} <= {*range(20)} - {3}
+
+
+@WORKERS
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_failed_sample_does_not_replace_itself(bad, workers):
+    loader = DataLoader(Broken(2, [bad]), batch_size=2, num_workers=workers, on_error="replace")
+    assert [batch[:, 0].tolist() for _ in range(10) for batch in loader] == [[1 - bad] * 2] * 10
+    assert len(rustloader.stats(loader).faults.failures) == 10
+
+
+def test_the_only_sample_has_no_replacement():
+    with pytest.raises(ValueError, match="bad 0"):
+        next(iter(DataLoader(Broken(1, [0]), batch_size=1, on_error="replace")))
 
 
 class Words(Broken):
