@@ -177,7 +177,7 @@ def test_failures_behind_the_last_batch_of_an_iterable_dataset_count(workers):
 
 
 def replaced(batches, base_seed, epoch, length=SIZE, bad=BAD):
-    """The function of docs/options.md, and the failures on the way."""
+    """The samples that come with `on_error="replace"`, and the failures on the way."""
     found, failures = [], []
     for batch in batches:
         made = []

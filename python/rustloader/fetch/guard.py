@@ -53,8 +53,6 @@ class Guard:
 
     Attributes:
         epoch: Number of the epoch.
-        found: Failures of the present batch, each with its place.
-        poison: By place, the texts of the errors that samples of the present batch have instead of being made.
         in_a_row: Failures of an iterable dataset since its last sample.
     """
 
@@ -79,9 +77,9 @@ class Guard:
         self.check = check
         self.at_sample = at_sample
         self._is_foreign = is_foreign
-        # Threads add to them.
-        self.found: list[tuple[int, Failure]] = []
-        self.poison: Mapping[int, str] = {}
+        # Failures of the batch that is made now, each with its place. Threads add to them.
+        self._found: list[tuple[int, Failure]] = []
+        self._poison: Mapping[int, str] = {}
         self._handled: BaseException | None = None
         self.in_a_row = 0
 
@@ -112,24 +110,24 @@ class Guard:
 
     def begin(self, task: int = 0) -> None:
         """Begins a batch: forgets the failures of the last one."""
-        self.found = []
-        self.poison = self._all_poison.get(task, {})
+        self._found = []
+        self._poison = self._all_poison.get(task, {})
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
         """The failures of the present batch, in the order of its samples."""
         # Threads find them in any order. Those of one place are in theirs.
-        return [failure for _, failure in sorted(self.found, key=operator.itemgetter(0))]
+        return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
         """The same, once."""
-        found = self.failures() if self.found else []
-        self.found = []
+        found = self.failures() if self._found else []
+        self._found = []
         return found
 
-    def reported(self, batch: Any) -> Reported:
-        """The batch, with the failures of its samples."""
-        return Reported(batch, self.failures())
+    def reported(self, batch: Any) -> Any:
+        """The batch, with the failures of its samples if there are any."""
+        return Reported(batch, self.failures()) if self._found else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
         """The failures that ``error`` of the fetcher stands for; None: it stands for itself.
@@ -138,9 +136,17 @@ class Guard:
         """
         if isinstance(error, EmptyBatchError):
             return error.failures
-        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self.found:
+        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._found:
             return self.failures()
         return None
+
+    def has_failures(self) -> bool:
+        """Whether a sample of the present batch has failed."""
+        return bool(self._found)
+
+    def is_poisoned(self) -> bool:
+        """Whether a sample of the present batch must not be made."""
+        return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:
         """Whether an error has nothing to do with the sample: a signal handler has raised it."""
@@ -155,7 +161,7 @@ class Guard:
         # Also for a sample that is passed over: what takes its place may kill, too.
         if self.at_sample is not None:
             self.at_sample(place)
-        text = self.poison.get(place)
+        text = self._poison.get(place)
         try:
             if text is not None:
                 raise WorkerDiedError(text)
@@ -187,13 +193,13 @@ class Guard:
         if callable(self._policy):
             return self._substitute(0, None, error)
         self._note(0, None, error, "skipped")
-        if self._limit is not None and len(self.found) > self._limit:
+        if self._limit is not None and len(self._found) > self._limit:
             # The main process ends the epoch.
             raise self.empty() from None
         return NOTHING
 
     def _note(self, place: int, index: Any, error: Exception, action: str) -> None:
-        self.found.append((place, failure_of(index, error, action, self._worker_id)))
+        self._found.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
         """What the program's function returns."""
@@ -304,11 +310,11 @@ class GuardedDataset:
             made = self._several.__getitems__(_Places(indices))
         elif getattr(self.source, "__getitems__", None):
             made = self._as_batch(indices)
-        elif guard.poison:
+        elif guard.is_poisoned():
             made = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
         else:
             made = self._by_sample(indices)
-        if not guard.found:
+        if not guard.has_failures():
             return made
         samples = [sample for sample in made if sample is not NOTHING]
         if not samples:
@@ -336,7 +342,7 @@ class GuardedDataset:
     def _as_batch(self, indices: Any) -> Any:
         """What ``__getitems__`` of the dataset makes; if it fails, it is asked for each sample alone."""
         guard = self._guard
-        if not guard.poison:
+        if not guard.is_poisoned():
             try:
                 return self.source.__getitems__(indices)
             except Exception as error:

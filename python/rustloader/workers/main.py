@@ -221,7 +221,7 @@ class _Worker:
                 if self.replay:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
-                if self.guard is not None and self.guard.found:
+                if self.guard is not None:
                     data = self.guard.reported(data)
             except Exception as error:
                 failures = None if self.guard is None else self.guard.why_empty(error, self.job.dataset_kind)
