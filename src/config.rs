@@ -179,3 +179,20 @@ pub const KEY_BYTES_SHOWN: usize = 30;
 pub const PAGE_READS: usize = 4;
 /// Entries of a block table that `top` reads at a time.
 pub const TABLE_READ: u32 = 1024;
+
+// --- Workers on other machines ---
+
+/// Bytes that a connection's end receives at once: a frame that is shorter takes no system call of its own.
+pub const LINK_BUFFER: usize = 128 << 10;
+/// Leaves of one batch: a longer table is damage.
+pub const LINK_LEAVES: u32 = 1 << 20;
+/// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
+pub const LINK_CREDIT: usize = 2;
+/// How long a connection may be without an acknowledgement before it counts as broken.
+pub const LINK_SILENCE: Duration = Duration::from_secs(15);
+/// How long a received batch waits for memory before its worker is given up.
+pub const LINK_MEMORY_WAIT: Duration = Duration::from_secs(10);
+/// Time between two attempts to get memory for a received batch.
+pub const LINK_MEMORY_CHECK: Duration = Duration::from_millis(5);
+/// Bytes of the stack of a connection's threads.
+pub const LINK_STACK: usize = 256 << 10;

@@ -7,6 +7,7 @@
 //! codec                    conversion between batches, and bytes with leaves
 //! interop                  tensors, arrays, DLPack, calls of Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
+//! transport                tasks and batches over a connection to another machine
 //! metrics                  counters
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
@@ -40,6 +41,8 @@ pub mod metrics;
 pub mod observe;
 #[cfg(not(loom))]
 pub mod sys;
+#[cfg(not(loom))]
+pub mod transport;
 #[cfg(not(loom))]
 pub mod tree;
 #[cfg(not(loom))]

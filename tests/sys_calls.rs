@@ -34,6 +34,8 @@ const WITHOUT: &[(&str, &str, &str)] = &[
         "timer_settime",
         "in a signal's handler; refused, the signal does what it does without it",
     ),
+    ("socket.rs", "setsockopt", "refused for other sockets than TCP's, which need no option"),
+    ("socket.rs", "shutdown", "refused only for a connection that has ended"),
     ("symbol.rs", "dlopen", "no system call for what is loaded already"),
     ("symbol.rs", "dlsym", "no system call"),
     ("thread.rs", "prctl", "a name for people; its answer does not matter"),

@@ -1,11 +1,12 @@
 //! The part of an engine that any thread may use without exclusive access: stop flags and worker slots.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::answers::Answers;
+use super::links::Links;
 use super::page;
 use super::pin::PinControl;
 use super::process::Process;
@@ -38,7 +39,7 @@ pub struct Handle {
     /// The arena.
     pub arena: Arc<Arena>,
     /// Rung by workers, and to stop the iterator.
-    pub doorbell: sys::event::EventFd,
+    pub doorbell: Arc<sys::event::EventFd>,
     /// Locked only briefly. Never locked in a forked child, where another thread may have held the lock.
     slots: Box<[Mutex<WorkerSlot>]>,
     pinning: OnceLock<Arc<PinControl>>,
@@ -51,6 +52,8 @@ pub struct Handle {
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
     pub(super) answers: Mutex<Answers>,
+    /// Set with the first worker on another machine: then all workers are.
+    links: OnceLock<Links>,
 }
 
 impl Handle {
@@ -60,7 +63,7 @@ impl Handle {
         let slots = (0..workers).map(|_| Mutex::default()).collect();
         Ok(Self {
             arena,
-            doorbell: sys::event::EventFd::new()?,
+            doorbell: Arc::new(sys::event::EventFd::new()?),
             slots,
             pinning: OnceLock::new(),
             meter: Arc::default(),
@@ -68,6 +71,7 @@ impl Handle {
             exiting: AtomicBool::new(false),
             last: Mutex::new(None),
             answers: Mutex::new(Answers::new(workers)),
+            links: OnceLock::new(),
         })
     }
 
@@ -79,11 +83,25 @@ impl Handle {
                 "worker {worker} has pid {pid}, which is not a separate process"
             )));
         }
+        self.register(worker, || Ok(Process::open(pid)))
+    }
+
+    /// Registers a worker on another machine, whose process there has the number `pid`, by the connected socket.
+    pub(super) fn attached(&self, worker: u32, socket: OwnedFd, pid: i32) -> Result<(Arc<Process>, u64)> {
+        self.register(worker, || {
+            let links = self.links.get_or_init(|| Links::new(self.arena.geometry().workers));
+            let link = links.start(&self.arena, worker, socket, &self.doorbell)?;
+            Ok(Process::elsewhere(pid, link))
+        })
+    }
+
+    /// Fills an empty slot.
+    fn register(&self, worker: u32, open: impl FnOnce() -> Result<Process>) -> Result<(Arc<Process>, u64)> {
         let mut slot = self.slot(worker)?;
         if slot.liveness.is_some() {
             return Err(Error::usage(format!("worker {worker} was started twice")));
         }
-        let process = Arc::new(Process::open(pid));
+        let process = Arc::new(open()?);
         slot.generation += 1;
         slot.liveness = Some(process.clone());
         Ok((process, token(worker, slot.generation)))
@@ -206,6 +224,14 @@ impl Handle {
 
     #[inline]
     fn ring(&self, worker: u32, most: u32) -> Result<()> {
+        if let Some(links) = self.links.get() {
+            match most {
+                1 => links.ring_any(),
+                _ if self.arena.geometry().shared_queue => links.wake(),
+                _ => links.ring(worker),
+            }
+            return Ok(());
+        }
         let sleeper = self.arena.sleeper_of(worker);
         if sleeper.must_ring() {
             sys::futex::wake(&sleeper.bell, most)?;
@@ -240,6 +266,9 @@ impl Handle {
             let sleeper = self.arena.sleeper_of(worker);
             sleeper.ring_always();
             let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
+        }
+        if let Some(links) = self.links.get() {
+            links.wake();
         }
     }
 
@@ -297,12 +326,13 @@ impl Handle {
                 return Ok(false);
             }
             // Another file may have taken the pidfd's number, and always be readable.
-            let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| pidfd.is_intact()) else {
+            let intact = process.pidfd.as_ref().is_none_or(sys::pidfd::PidFd::is_intact);
+            let Some(end) = process.end_fd().filter(|_| intact) else {
                 std::thread::sleep(EXIT_CHECK.min(deadline - now));
                 continue;
             };
             let mut set = sys::poll::PollSet::new();
-            set.add(pidfd.as_fd().as_raw_fd(), u64::from(worker))?;
+            set.add(end.as_raw_fd(), u64::from(worker))?;
             match set.wait(Some(deadline - now), &mut Vec::new()) {
                 Ok(sys::poll::WaitOutcome::Interrupted) => return Ok(self.alive() == 0),
                 Ok(_) => {}

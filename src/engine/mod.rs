@@ -10,6 +10,7 @@ pub mod delivery;
 pub mod gate;
 pub mod handle;
 mod intake;
+mod links;
 pub mod overdue;
 mod page;
 pub mod pin;
@@ -26,7 +27,7 @@ mod wait;
 mod watch;
 
 use std::collections::BTreeMap;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +37,7 @@ use self::completions::{Arrival, Completions};
 use self::delivery::Delivery;
 pub use self::handle::Handle;
 use self::intake::Intake;
+use self::process::Process;
 use self::queue::SharedQueue;
 use self::restart::Remains;
 pub use self::shutdown::Ending;
@@ -244,9 +246,20 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Registers a newly started worker. If it takes the place of one that has died, its tasks are sent again.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
         let (process, token) = self.handle.started(worker, pid)?;
+        self.registered(worker, &process, token)
+    }
+
+    /// Registers a worker on another machine by the connection to it, where `pid` is its process there; otherwise as
+    /// [`Engine::started`].
+    pub fn attached(&mut self, worker: u32, socket: OwnedFd, pid: i32) -> Result<()> {
+        let (process, token) = self.handle.attached(worker, socket, pid)?;
+        self.registered(worker, &process, token)
+    }
+
+    fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
         let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
-        match &process.pidfd {
-            Some(pidfd) => match self.poll.add(pidfd.as_fd().as_raw_fd(), token) {
+        match process.end_fd() {
+            Some(end) => match self.poll.add(end.as_raw_fd(), token) {
                 // The loader goes on, and finds the process's end without the poll set.
                 Err(_) if is_vacant => self.unwatched.push(worker),
                 added => added?,

@@ -1,10 +1,13 @@
-//! A worker's process: exit status and signals.
+//! A worker's process: exit status and signals. Of a worker on another machine, its connection stands for the process.
 
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::Error;
 use crate::sys;
 use crate::sys::pidfd::ExitStatus;
+use crate::transport::Link;
 
 /// A worker's process.
 #[derive(Debug)]
@@ -21,6 +24,8 @@ pub struct Process {
     was_gone: bool,
     /// It descends from this process. Only descendants are signalled.
     pub(super) descends: bool,
+    /// The connection to a worker on another machine, where `pid` is a process of that machine.
+    pub link: Option<Arc<Link>>,
 }
 
 impl Process {
@@ -32,11 +37,29 @@ impl Process {
             Err(error) => (None, matches!(error, Error::Os { errno: libc::ESRCH, .. })),
         };
         let descends = sys::pidfd::descends(pid);
-        Self { pid, pidfd, start_time, started, was_gone, descends }
+        Self { pid, pidfd, start_time, started, was_gone, descends, link: None }
+    }
+
+    /// A process of another machine.
+    pub(super) fn elsewhere(pid: i32, link: Arc<Link>) -> Self {
+        let started = sys::clock::monotonic();
+        let link = Some(link);
+        Self { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: false, link }
+    }
+
+    /// A descriptor that is readable once it has ended.
+    pub(super) fn end_fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.link {
+            Some(link) => Some(link.end_fd()),
+            None => self.pidfd.as_ref().map(sys::pidfd::PidFd::as_fd),
+        }
     }
 
     /// Whether it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
+        if let Some(link) = &self.link {
+            return link.has_ended();
+        }
         match &self.pidfd {
             // Another file may have taken its number, and be readable like the pidfd of an ended process.
             Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
@@ -53,12 +76,20 @@ impl Process {
     pub fn status(&self) -> Option<ExitStatus> {
         match &self.pidfd {
             Some(pidfd) => pidfd.status(),
-            None if self.was_gone => None,
+            None if self.was_gone || self.link.is_some() => None,
             None => sys::pidfd::child_status(self.pid),
         }
     }
 
     pub(super) fn signal(&self, signal: i32) {
+        if let Some(link) = &self.link {
+            link.kill();
+            // The process may be stopped, or its machine gone.
+            if signal == libc::SIGKILL {
+                link.cut("the main process has killed the worker");
+            }
+            return;
+        }
         if !self.descends || self.has_exited() {
             return;
         }
@@ -139,8 +170,15 @@ mod tests {
         shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
         shell.wait().unwrap();
         let started = Duration::ZERO;
-        let unknown =
-            |pid| Process { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: true };
+        let unknown = |pid| Process {
+            pid,
+            pidfd: None,
+            start_time: 0,
+            started,
+            was_gone: false,
+            descends: true,
+            link: None,
+        };
         let stranger = number.trim().parse().unwrap();
         let watch = PidFd::open(stranger).unwrap();
         unknown(stranger).signal(libc::SIGKILL);

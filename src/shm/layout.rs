@@ -75,7 +75,7 @@ pub struct Header {
     /// The main process's side of the doorbell.
     pub doorbell: Line<Sleeper>,
     /// Not 0 when the workers must leave.
-    pub(crate) stop: Line<AtomicU32>,
+    pub stop: Line<AtomicU32>,
     pub(crate) main: MainPage,
 }
 
@@ -248,6 +248,11 @@ pub struct StatusPage {
 }
 
 impl StatusPage {
+    /// The number of the state.
+    pub fn state(&self) -> u32 {
+        self.state.load(Ordering::Relaxed)
+    }
+
     /// Zeroes the page: no process uses it.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.stack, &self.terminated] {

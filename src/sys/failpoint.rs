@@ -48,7 +48,7 @@ mod seam {
     const KINDS: &[&str] = names! {
         memfd_create getrlimit ftruncate seal mmap mprotect dontdump populate map_in remove
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
-        pidfd_send_signal futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
+        pidfd_send_signal socket_send socket_receive futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
         peek sigaction seal_write atfork kill thread timer sysinfo proc
         task_taken task_done
     };

@@ -22,6 +22,7 @@ pub mod poll;
 pub mod proc_fd;
 pub mod signal;
 pub mod sigterm;
+pub mod socket;
 pub mod symbol;
 pub mod thread;
 

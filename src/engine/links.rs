@@ -1,0 +1,59 @@
+//! The connections to workers on other machines.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::Result;
+use crate::shm::arena::Arena;
+use crate::sys::event::EventFd;
+use crate::transport::Link;
+
+/// The present connection of each worker. The locks are held for the copy of a pointer alone.
+#[derive(Debug)]
+pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
+
+fn locked(slot: &Mutex<Option<Arc<Link>>>) -> MutexGuard<'_, Option<Arc<Link>>> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Links {
+    pub(super) fn new(workers: u32) -> Self {
+        Self((0..workers).map(|_| Mutex::default()).collect())
+    }
+
+    /// Opens the connection to a worker.
+    pub(super) fn start(
+        &self,
+        arena: &Arc<Arena>,
+        worker: u32,
+        socket: OwnedFd,
+        bell: &Arc<EventFd>,
+    ) -> Result<Arc<Link>> {
+        let link = Link::start(arena, worker, socket, bell.clone())?;
+        *locked(&self.0[worker as usize]) = Some(link.clone());
+        Ok(link)
+    }
+
+    /// Sends a worker what its ring has.
+    pub(super) fn ring(&self, worker: u32) {
+        if let Some(link) = self.0.get(worker as usize).and_then(|slot| locked(slot).clone()) {
+            link.pump();
+        }
+    }
+
+    /// Sends a task of the shared queue to a worker that may have one more.
+    pub(super) fn ring_any(&self) {
+        if let Some(link) = self.all().find(|link| link.has_credit()) {
+            link.pump();
+        }
+    }
+
+    /// Makes all connections look at the rings and flags.
+    pub(super) fn wake(&self) {
+        self.all().for_each(|link| link.wake());
+    }
+
+    fn all(&self) -> impl Iterator<Item = Arc<Link>> {
+        self.0.iter().filter_map(|slot| locked(slot).clone())
+    }
+}

@@ -1,0 +1,191 @@
+//! A connected stream socket that never blocks, and its wait.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use super::clock::timespec;
+use super::errno;
+use super::failpoint::failpoint;
+use super::owned::HomeFd;
+use crate::error::{Error, Result};
+
+/// The remedy when the connection breaks.
+const BROKEN: &str = "the other end has gone, or the network between the machines is down";
+
+/// What one call moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moved {
+    /// This many bytes, at least one.
+    Bytes(usize),
+    /// None now.
+    Nothing,
+    /// None any more: the other end has closed its side.
+    End,
+}
+
+/// What [`Socket::wait`] found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// The socket has bytes, or its end.
+    pub readable: bool,
+    /// The other descriptor is readable.
+    pub rung: bool,
+}
+
+/// A connected stream socket. A forked child forgets it: closing it there would not end the connection.
+#[derive(Debug)]
+pub struct Socket(HomeFd);
+
+impl Socket {
+    /// Takes a connected socket over.
+    pub fn new(fd: OwnedFd) -> Self {
+        Self(HomeFd::new(fd))
+    }
+
+    /// The descriptor.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    fn raw(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+
+    /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on bytes that
+    /// are not acknowledged within `limit`. Does nothing for other sockets than TCP's.
+    pub fn keep_alive(&self, limit: Duration) {
+        let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
+        let seconds = (millis / 1000).max(1);
+        let options = [
+            (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+            (libc::IPPROTO_TCP, libc::TCP_NODELAY, 1),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, (seconds / 2).max(1)),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, (seconds / 6).max(1)),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+            (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, millis),
+        ];
+        for (level, name, value) in options {
+            let size = size_of::<i32>() as libc::socklen_t;
+            // SAFETY: `value` is an int of `size` bytes.
+            unsafe { libc::setsockopt(self.raw(), level, name, (&raw const value).cast(), size) };
+        }
+    }
+
+    /// Sends what fits into the socket's buffer.
+    pub fn send(&self, parts: &[IoSlice<'_>]) -> Result<Moved> {
+        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        // An IoSlice has the layout of an iovec.
+        message.msg_iov = parts.as_ptr().cast_mut().cast();
+        message.msg_iovlen = parts.len() as _;
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: the header names `parts`, which outlive the call and are only read.
+        let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
+        moved(super::retry(|| failpoint!("socket_send", -1, call())), "sendmsg", false)
+    }
+
+    /// Receives what is there, into `len` bytes at `memory`.
+    ///
+    /// # Safety
+    /// The caller owns these bytes.
+    pub unsafe fn receive(&self, memory: *mut u8, len: usize) -> Result<Moved> {
+        // SAFETY: the caller owns the bytes.
+        let call = || unsafe { libc::recv(self.raw(), memory.cast(), len, libc::MSG_DONTWAIT) };
+        moved(super::retry(|| failpoint!("socket_receive", -1, call())), "recv", true)
+    }
+
+    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, at most
+    /// `limit`.
+    pub fn wait(
+        &self,
+        receives: bool,
+        sends: bool,
+        bell: Option<BorrowedFd<'_>>,
+        limit: Option<Duration>,
+    ) -> Result<Found> {
+        let events = if receives { libc::POLLIN } else { 0 } | if sends { libc::POLLOUT } else { 0 };
+        // The kernel passes over a negative number.
+        let bell = bell.map_or(-1, |bell| bell.as_raw_fd());
+        let mut entries = [
+            libc::pollfd { fd: self.raw(), events, revents: 0 },
+            libc::pollfd { fd: bell, events: libc::POLLIN, revents: 0 },
+        ];
+        let limit = limit.map(timespec);
+        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: two entries and a count of 2; the time is a local or null.
+        let mut call = || unsafe { libc::ppoll(entries.as_mut_ptr(), 2, limit, std::ptr::null()) };
+        match super::retry(|| failpoint!("ppoll", -1, call())) {
+            -1 => Err(Error::last_os("ppoll", BROKEN)),
+            _ => Ok(Found {
+                readable: entries[0].revents & !libc::POLLOUT != 0,
+                rung: entries[1].revents != 0,
+            }),
+        }
+    }
+
+    /// Ends the connection in one or both directions, for all processes that share it.
+    pub fn shut_down(&self, how: std::net::Shutdown) {
+        let how = match how {
+            std::net::Shutdown::Read => libc::SHUT_RD,
+            std::net::Shutdown::Write => libc::SHUT_WR,
+            std::net::Shutdown::Both => libc::SHUT_RDWR,
+        };
+        // SAFETY: shutdown takes plain numbers. Refused only where the connection has ended.
+        unsafe { libc::shutdown(self.raw(), how) };
+    }
+}
+
+fn moved(count: isize, call: &'static str, receives: bool) -> Result<Moved> {
+    match usize::try_from(count) {
+        Ok(0) if receives => Ok(Moved::End),
+        Ok(0) => Ok(Moved::Nothing),
+        Ok(count) => Ok(Moved::Bytes(count)),
+        Err(_) if matches!(errno(), libc::EAGAIN | libc::EINTR) => Ok(Moved::Nothing),
+        Err(_) => Err(Error::last_os(call, BROKEN)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::sys::event::EventFd;
+
+    #[test]
+    fn a_call_moves_what_it_can_and_tells_the_end() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
+        one.keep_alive(Duration::from_secs(10));
+        let mut bytes = [0; 8];
+        // SAFETY: `bytes` is a local array.
+        let mut receive = || unsafe { other.receive(bytes.as_mut_ptr(), 8) };
+        assert_eq!(receive().unwrap(), Moved::Nothing);
+        assert_eq!(one.send(&[IoSlice::new(b"ab"), IoSlice::new(b"c")]).unwrap(), Moved::Bytes(3));
+        assert_eq!(receive().unwrap(), Moved::Bytes(3));
+        while one.send(&[IoSlice::new(&[0; 4096])]).unwrap() != Moved::Nothing {}
+        while receive().unwrap() != Moved::Nothing {}
+        one.shut_down(std::net::Shutdown::Both);
+        assert_eq!(receive().unwrap(), Moved::End);
+        assert!(one.send(&[IoSlice::new(b"d")]).is_err());
+        assert_eq!(&bytes[..1], [0]);
+    }
+
+    #[test]
+    fn a_wait_ends_with_bytes_with_the_bell_or_with_its_time() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
+        let bell = EventFd::new().unwrap();
+        let soon = Some(Duration::from_millis(1));
+        let nothing = Found { readable: false, rung: false };
+        let rung = || Some(bell.as_fd());
+        assert_eq!(one.wait(true, false, rung(), soon).unwrap(), nothing);
+        assert_eq!(one.wait(true, true, rung(), None).unwrap(), nothing);
+        other.send(&[IoSlice::new(b"a")]).unwrap();
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: false });
+        assert_eq!(one.wait(false, false, None, soon).unwrap(), nothing);
+        bell.ring().unwrap();
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: true });
+    }
+}

@@ -1,0 +1,54 @@
+//! The counters of a worker's status page, as they travel, and what the main process's page shows of a worker elsewhere.
+
+use crate::shm::layout::{StatusPage, WorkerState};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Number of counters.
+pub const COUNTERS: usize = WorkerState::COUNT + 7;
+
+/// The counters, in the order in which a reader of the page may see them change.
+fn counters(page: &StatusPage) -> [&AtomicU64; COUNTERS] {
+    let StatusPage { spent_ns, tasks_done, sent, largest, start_queued_ns, start_cpu_ns, .. } = page;
+    let [starting, idle, fetch, collate, pack, publish, left] = spent_ns;
+    let (fetch_wall, fetch_cpu) = (&page.fetch_measured_ns, &page.fetch_cpu_ns);
+    [
+        starting,
+        idle,
+        fetch,
+        collate,
+        pack,
+        publish,
+        left,
+        tasks_done,
+        sent,
+        largest,
+        start_queued_ns,
+        start_cpu_ns,
+        fetch_wall,
+        fetch_cpu,
+    ]
+}
+
+/// Reads the counters of a worker's own page.
+pub fn read(page: &StatusPage) -> [u64; COUNTERS] {
+    counters(page).map(|word| word.load(Ordering::Relaxed))
+}
+
+/// Shows counters that have arrived.
+pub fn show(page: &StatusPage, values: &[u64; COUNTERS]) {
+    for (word, value) in counters(page).into_iter().zip(values) {
+        word.store(*value, Ordering::Release);
+    }
+}
+
+/// Shows a state that begins at `now`, with the task that the worker is at.
+pub fn enter(page: &StatusPage, state: WorkerState, task: Option<u64>, now: u64) {
+    if let Some(task) = task {
+        // Before the state: a stall check must not mistake the previous task for this one.
+        page.task_since_ns.store(now, Ordering::Relaxed);
+        page.place.store(0, Ordering::Relaxed);
+        page.task.store(task, Ordering::Relaxed);
+    }
+    page.since_ns.store(now, Ordering::Relaxed);
+    page.state.store(state as u32, Ordering::Relaxed);
+}

@@ -1,0 +1,127 @@
+//! The frames of a connection.
+//!
+//! ```text
+//! head     kind u32, count u32, length u64                          all numbers are little-endian
+//! task     kind of task in `count`, bytes of the payload in `length`; then the task's number u64, the payload
+//! result   leaves in `count`, bytes of the payload in `length`; then the entry (8 words), the worker's counters,
+//!          the leaves' lengths (u64 each), the payload, the leaves
+//! ready, stop, kill, left: the head alone
+//! ```
+
+use super::counters::COUNTERS;
+use crate::config::LINK_LEAVES;
+use crate::error::{Error, Result};
+use crate::numbered::numbered_enum;
+use crate::shm::ring::Entry;
+
+/// Bytes of a head.
+pub const HEAD: usize = 16;
+/// Bytes between a result's head and the lengths of its leaves.
+pub const FIXED: usize = 8 * (crate::shm::layout::SLOT_WORDS + COUNTERS);
+
+numbered_enum! {
+    /// What a frame carries.
+    pub enum Kind {
+        /// To the worker: a task.
+        Task = 1,
+        /// To the worker: leave before the next sample.
+        Stop = 2,
+        /// To the worker: end the process at once.
+        Kill = 3,
+        /// From the worker: it enters its loop.
+        Ready = 4,
+        /// From the worker: an answer to a task, or a snapshot.
+        Result = 5,
+        /// From the worker: it has left its loop; nothing follows.
+        Left = 6,
+    }
+}
+
+/// The beginning of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// The kind.
+    pub kind: Kind,
+    /// Of a task its kind, of a result the number of leaves.
+    pub count: u32,
+    /// Bytes of the payload.
+    pub len: u64,
+}
+
+impl Head {
+    /// The head of a frame without a body.
+    pub fn bare(kind: Kind) -> Self {
+        Self { kind, count: 0, len: 0 }
+    }
+
+    /// Encodes it.
+    pub fn to_bytes(self) -> [u8; HEAD] {
+        let mut bytes = [0; HEAD];
+        bytes[..4].copy_from_slice(&(self.kind as u32).to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.count.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.len.to_le_bytes());
+        bytes
+    }
+
+    /// Decodes and checks it. `most` limits the payload.
+    pub fn from_bytes(bytes: &[u8; HEAD], most: u64) -> Result<Self> {
+        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let len = u64::from(number(8)) | u64::from(number(12)) << 32;
+        let (kind, count) = (Kind::of_number(number(0)), number(4));
+        let bad =
+            || Error::corrupt(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
+        let head = Self { kind: kind.ok_or_else(bad)?, count, len };
+        let fits = match head.kind {
+            Kind::Task => len <= most,
+            Kind::Result => count <= LINK_LEAVES && len <= most,
+            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left => count == 0 && len == 0,
+        };
+        if fits { Ok(head) } else { Err(bad()) }
+    }
+}
+
+/// Appends words.
+pub fn put_words(out: &mut Vec<u8>, words: &[u64]) {
+    words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+}
+
+/// The words of some bytes.
+pub fn words(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
+    bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
+}
+
+/// The entry and the counters of a result.
+pub fn read_fixed(bytes: &[u8; FIXED]) -> (Entry, [u64; COUNTERS]) {
+    let mut all = words(bytes);
+    let mut next = || all.next().unwrap_or(0);
+    (std::array::from_fn(|_| next()), std::array::from_fn(|_| next()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_come_back_as_they_went_and_damaged_ones_are_errors() {
+        let most = 1 << 20;
+        for head in [
+            Head { kind: Kind::Task, count: 2, len: most },
+            Head { kind: Kind::Result, count: LINK_LEAVES, len: 0 },
+            Head::bare(Kind::Stop),
+            Head::bare(Kind::Left),
+        ] {
+            assert_eq!(Head::from_bytes(&head.to_bytes(), most).unwrap(), head);
+        }
+        for head in [
+            Head { kind: Kind::Task, count: 2, len: most + 1 },
+            Head { kind: Kind::Result, count: LINK_LEAVES + 1, len: 0 },
+            Head { kind: Kind::Result, count: 0, len: u64::MAX },
+            Head { kind: Kind::Kill, count: 0, len: 1 },
+            Head { kind: Kind::Ready, count: 1, len: 0 },
+        ] {
+            assert!(Head::from_bytes(&head.to_bytes(), most).is_err(), "{head:?}");
+        }
+        assert!(Head::from_bytes(&[0; HEAD], most).is_err());
+        assert!(Head::from_bytes(&[0xff; HEAD], most).is_err());
+    }
+}

@@ -1,0 +1,26 @@
+//! Tasks and batches over a connection to another machine.
+//!
+//! The contract between the engine and a worker is a pair of rings in an arena, with blocks for what does not fit into an entry. A
+//! worker on another machine has such an arena of its own, and this module copies between the two:
+//!
+//! ```text
+//! main process                                      the worker's machine
+//! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port, the worker's loop
+//! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port
+//! ```
+//! So neither the engine nor the worker's loop knows about the connection, the local way pays nothing for it, and one suite
+//! (`tests/transport.rs`) holds both ways to the same rules. A [`Link`] owns the worker's region of the main process's arena, as a
+//! local worker does, and receives batches straight into blocks of it. It needs no GIL.
+//!
+//! A frame begins with [`frame::Head`]. Lengths are checked against what the arena can give before anything is received for them.
+//! Any damage ends the connection, and the end of a connection is the end of its worker.
+
+pub mod counters;
+pub mod frame;
+mod inflow;
+pub mod link;
+mod outflow;
+pub mod remote;
+
+pub use self::link::Link;
+pub use self::remote::Remote;

@@ -1,0 +1,170 @@
+//! The sending direction of a link: tasks from the rings to the socket, and which of them are unanswered.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use super::counters;
+use super::frame::{Head, Kind};
+use crate::config::LINK_CREDIT;
+use crate::error::{Error, Result};
+use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
+use crate::shm::layout::WorkerState;
+use crate::shm::lease;
+use crate::shm::queue::Claimer;
+use crate::shm::ring::Consumer;
+use crate::sync::Ordering;
+use crate::sys;
+use crate::sys::socket::{Moved, Socket};
+use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
+
+/// What is taken from the rings, and not sent or not answered yet.
+#[derive(Debug)]
+pub(super) struct Outflow {
+    arena: Arc<Arena>,
+    worker: u32,
+    tasks: Consumer<ArenaRing>,
+    queue: Option<Claimer<ArenaQueue>>,
+    /// Tasks that were taken and are not answered, the oldest first.
+    unanswered: VecDeque<(u64, TaskKind)>,
+    /// The worker's iterable dataset has ended: it answers nothing until the next epoch.
+    exhausted: bool,
+    /// The worker is in its loop.
+    ready: bool,
+    /// Bytes to send.
+    out: Vec<u8>,
+    payload: Vec<u8>,
+    told_to_stop: bool,
+}
+
+impl Outflow {
+    pub(super) fn new(arena: &Arc<Arena>, worker: u32) -> Self {
+        Self {
+            tasks: Consumer::new(arena.task_ring(worker)),
+            queue: arena.queue().map(|queue| Claimer::new(queue, worker)),
+            arena: arena.clone(),
+            worker,
+            unanswered: VecDeque::new(),
+            exhausted: false,
+            ready: false,
+            out: Vec::new(),
+            payload: Vec::new(),
+            told_to_stop: false,
+        }
+    }
+
+    /// Whether another task of a shared queue may be taken.
+    pub(super) fn has_credit(&self) -> bool {
+        self.unanswered.len() < LINK_CREDIT
+    }
+
+    /// Queues a frame without a body.
+    pub(super) fn put(&mut self, kind: Kind) {
+        self.out.extend_from_slice(&Head::bare(kind).to_bytes());
+    }
+
+    /// Notes that the worker enters its loop.
+    pub(super) fn ready(&mut self) {
+        self.ready = true;
+        self.show();
+    }
+
+    /// Takes entries from the rings; once the loader ends, tells the worker instead.
+    pub(super) fn take_up(&mut self) -> Result<()> {
+        if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
+            if !std::mem::replace(&mut self.told_to_stop, true) {
+                self.put(Kind::Stop);
+            }
+            return Ok(());
+        }
+        while let Some(entry) = self.next()? {
+            self.put_task(&entry)?;
+        }
+        Ok(())
+    }
+
+    /// The next entry: of the worker's own ring, so that control messages come first, else of the queue.
+    fn next(&mut self) -> Result<Option<TaskEntry>> {
+        let own = self.tasks.pop()?;
+        let credit = self.has_credit();
+        let words = match &mut self.queue {
+            Some(queue) if own.is_none() && credit => queue.claim()?.map(|(_, entry)| entry),
+            _ => own,
+        };
+        words.map(|words| TaskEntry::from_words(&words)).transpose()
+    }
+
+    fn put_task(&mut self, entry: &TaskEntry) -> Result<()> {
+        if let Some(block) = entry.block {
+            let region = self.arena.geometry().main_region();
+            let copied = self.arena.read_block(region, block, entry.len, &mut self.payload);
+            lease::let_go(&self.arena, region, block);
+            copied?;
+        }
+        let payload = match entry.block {
+            Some(_) => &self.payload[..],
+            None => &entry.inline[..entry.len as usize],
+        };
+        let head = Head { kind: Kind::Task, count: entry.kind as u32, len: entry.len };
+        self.out.extend_from_slice(&head.to_bytes());
+        self.out.extend_from_slice(&entry.task.to_le_bytes());
+        self.out.extend_from_slice(payload);
+        if entry.kind != TaskKind::Leave {
+            self.unanswered.push_back((entry.task, entry.kind));
+            if self.unanswered.len() == 1 {
+                self.show();
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what is queued; false if the socket has no room for all.
+    pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
+        let mut sent = 0;
+        while sent < self.out.len() {
+            match socket.send(&[IoSlice::new(&self.out[sent..])])? {
+                Moved::Bytes(count) => sent += count,
+                Moved::Nothing | Moved::End => break,
+            }
+        }
+        self.out.drain(..sent);
+        Ok(self.out.is_empty())
+    }
+
+    /// Shows on the status page what the worker is at, as far as this end knows.
+    fn show(&self) {
+        let (state, task) = match self.unanswered.front() {
+            _ if !self.ready => return,
+            Some((_, TaskKind::Resume)) => (WorkerState::Starting, None),
+            Some((task, _)) if !self.exhausted => (WorkerState::Fetch, Some(*task)),
+            _ => (WorkerState::Idle, None),
+        };
+        let page = &self.arena.control(self.worker).status;
+        counters::enter(page, state, task, sys::clock::monotonic_ns());
+    }
+
+    /// Notes an answer. [`Error::Corrupt`] unless it is for the oldest task.
+    pub(super) fn answered(&mut self, entry: &ResultEntry) -> Result<()> {
+        let is_resume = entry.kind == ResultKind::Resumed;
+        if is_resume && std::mem::take(&mut self.exhausted) {
+            // What was sent after the dataset's end has no answers.
+            while self.unanswered.front().is_some_and(|(_, kind)| *kind != TaskKind::Resume) {
+                self.unanswered.pop_front();
+            }
+        }
+        let oldest = self.unanswered.pop_front();
+        let fits = oldest.is_some_and(|(task, kind)| match kind {
+            TaskKind::Resume => is_resume,
+            _ => !is_resume && task == entry.task,
+        });
+        if !fits {
+            return Err(Error::corrupt(format!(
+                "a worker answers task {} by {:?}, where {oldest:?} is due",
+                entry.task, entry.kind
+            )));
+        }
+        self.exhausted |= entry.kind == ResultKind::Exhausted;
+        self.show();
+        Ok(())
+    }
+}

@@ -1,0 +1,150 @@
+//! An engine whose workers are connections: order, deaths, restarts and the end are those of local workers.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use rustloader::engine::completions::Message;
+use rustloader::engine::{Ending, Engine, Step};
+use rustloader::scheduler::{Dispatch, Settings};
+use rustloader::shm::arena::Arena;
+use rustloader::shm::layout::Needs;
+use rustloader::transport::Remote;
+use rustloader::wire::{ResultKind, TaskKind, Timings};
+use rustloader::worker::port::{Port, Received};
+
+type Loader = Engine<u64, Vec<u8>>;
+
+/// A worker in a thread. It leaves without a word before its answer number `dies`.
+fn serve(socket: UnixStream, dies: u64, made: Arc<AtomicU64>) {
+    let lost = Arc::new(AtomicBool::new(false));
+    let noted = lost.clone();
+    let cut = socket.try_clone().unwrap();
+    let remote = Remote::start(socket.into(), 8, move || noted.store(true, Relaxed), || {}).unwrap();
+    let port = Port::open(remote.arena().clone(), 0, remote.doorbell().unwrap()).unwrap();
+    remote.ready();
+    let mut answers = 0;
+    loop {
+        let entry = match port.receive().unwrap() {
+            Received::Task(entry) => entry,
+            Received::Nothing => continue,
+            Received::Stop => break,
+        };
+        if answers == dies {
+            cut.shutdown(std::net::Shutdown::Both).unwrap();
+            return;
+        }
+        answers += 1;
+        made.fetch_add(1, Relaxed);
+        let payload = &entry.inline[..entry.len as usize];
+        port.send(entry.task, ResultKind::Plain, &[], payload, Timings::default()).unwrap();
+    }
+    port.leave();
+    assert!(lost.load(Relaxed) || remote.finish(Duration::from_secs(30)));
+}
+
+fn attach(engine: &mut Loader, worker: u32, dies: u64, made: &Arc<AtomicU64>) {
+    let (one, other) = UnixStream::pair().unwrap();
+    let made = made.clone();
+    std::thread::spawn(move || serve(other, dies, made));
+    // The number of a process elsewhere may be that of any process here.
+    engine.attached(worker, one.into(), std::process::id() as i32).unwrap();
+}
+
+/// Runs an epoch of `batches` with workers that die before each `every`-th answer. Returns the number of deaths.
+fn epoch(dispatch: Dispatch, batches: u64, every: u64) -> u64 {
+    let shared_queue = dispatch == Dispatch::SharedQueue;
+    let needs = Needs { workers: 2, outstanding: 6, shared_queue, snapshots: false };
+    let arena = Arena::create_for(1 << 30, needs).unwrap();
+    let settings = Settings { dispatch, restarts: true, ..Settings::torch(2, 3, true) };
+    let mut engine = Loader::over(arena, settings).unwrap();
+    let (mut next, mut got, mut deaths) = (0, 0, 0);
+    let made = Arc::new(AtomicU64::new(0));
+    for worker in 0..2 {
+        attach(&mut engine, worker, every, &made);
+    }
+    let send = |engine: &mut Loader, next: &mut u64| {
+        if *next == batches {
+            return engine.sampler_ended().unwrap();
+        }
+        engine.submit(*next, TaskKind::Plain, &next.to_le_bytes()).unwrap().unwrap();
+        *next += 1;
+    };
+    let mut asked = 0;
+    while engine.primes(asked) {
+        send(&mut engine, &mut next);
+        asked += 1;
+    }
+    loop {
+        match engine.step().unwrap() {
+            Step::Submit => send(&mut engine, &mut next),
+            Step::Resend => {
+                let index = *engine.unsent().unwrap();
+                engine.resend(TaskKind::Plain, &index.to_le_bytes()).unwrap();
+            }
+            Step::Wait(deadline) => {
+                engine.wait(deadline).unwrap();
+                engine.after_wait().unwrap();
+            }
+            Step::Deliver { incoming, .. } => {
+                let message = Message::open(engine.arena(), &incoming, Vec::new()).unwrap();
+                assert_eq!(message.payload(), got_bytes(&mut got));
+            }
+            Step::Vacant(death) => {
+                deaths += 1;
+                let worker = death.worker.0;
+                assert_eq!(engine.report(death).status, None);
+                engine.vacate(worker).unwrap();
+                attach(&mut engine, worker, every, &made);
+            }
+            Step::End => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(got, batches);
+    assert!(made.load(Relaxed) >= batches);
+    engine.handle().close();
+    while !engine.handle().wait_gone(Duration::from_secs(30)).unwrap() {}
+    let pooled = matches!(engine.finish(), Ending::Pool(_));
+    assert_eq!(pooled, deaths == 0, "an arena is used again if all workers have left");
+    deaths
+}
+
+fn got_bytes(got: &mut u64) -> [u8; 8] {
+    *got += 1;
+    (*got - 1).to_le_bytes()
+}
+
+#[test]
+fn an_epoch_is_complete_and_in_order() {
+    for dispatch in [Settings::torch(2, 3, true).dispatch, Dispatch::SharedQueue] {
+        assert_eq!(epoch(dispatch, 500, u64::MAX), 0);
+    }
+}
+
+#[test]
+fn each_batch_is_delivered_once_whatever_connections_end() {
+    for dispatch in [Settings::torch(2, 3, true).dispatch, Dispatch::SharedQueue] {
+        for every in [1, 2, 7] {
+            assert!(epoch(dispatch, 100, every) >= 10, "{dispatch:?} {every}");
+        }
+    }
+}
+
+#[test]
+fn a_worker_that_does_not_leave_is_killed_by_the_end_of_its_connection() {
+    let arena = Arena::create_sized(1 << 30, 1, 8).unwrap();
+    let mut engine = Loader::over(arena, Settings::torch(1, 2, true)).unwrap();
+    let (one, _held) = UnixStream::pair().unwrap();
+    engine.attached(0, one.into(), 1).unwrap();
+    assert_eq!(engine.handle().alive(), 1);
+    engine.handle().close();
+    assert!(!engine.handle().wait_gone(Duration::from_millis(50)).unwrap());
+    engine.handle().signal_all(libc::SIGKILL);
+    while !engine.handle().wait_gone(Duration::from_secs(30)).unwrap() {}
+    let process = engine.handle().process(0).unwrap();
+    let reason = process.link.as_ref().unwrap().reason().unwrap();
+    assert_eq!(reason, "the main process has killed the worker");
+    assert!(matches!(engine.finish(), Ending::Retire(_)));
+}
