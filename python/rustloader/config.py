@@ -23,7 +23,7 @@ EXIT_KILL_AFTER = 0.2
 KILLED_AFTER = 5.0
 # Seconds until a Ctrl-C that a destructor caught is raised again: the object must be gone by then.
 INTERRUPT_AFTER = 0.02
-# Seconds to wait for the fork server to report how a worker ended.
+# Seconds to wait for the fork server to report how a worker ended, or to end itself.
 STATUS_AFTER = 1.0
 # CPU seconds that each worker may spend on snapshots of its dataset in an epoch: this many, so that small states have
 # one after each batch from the start, plus this share of the time since the epoch began, so that large states cost no
@@ -67,6 +67,20 @@ class Seconds(NamedTuple):
         return value
 
 
+class Switch(NamedTuple):
+    """An environment variable that turns something off, or on."""
+
+    name: str
+    default: bool
+
+    def get(self) -> bool:
+        """The current value. Raises ValueError if it is neither 1 nor 0."""
+        text = os.environ.get(self.name, "").strip().lower()
+        if text and text not in YES + NO:
+            raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; set it to one of them, or unset it")
+        return text in YES if text else self.default
+
+
 # Seconds without a first batch until a stall warning; 0: no warning.
 STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
 # Seconds of work on one batch until a stall warning; 0: no warning.
@@ -75,6 +89,8 @@ STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
 # If the program handles SIGTERM: seconds until a worker that alone received one dies of it.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
+# Whether the fork server of the program imports what workers need.
+FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM)
 
 

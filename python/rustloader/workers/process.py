@@ -7,13 +7,14 @@ import errno
 import functools
 import multiprocessing.process
 import warnings
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from pickle import PicklingError
 from typing import Any
 
 from rustloader._core import descends
 from rustloader.config import STATUS_AFTER
 from rustloader.torch_side import in_torch
+from rustloader.workers import fork_server
 
 # The children that multiprocessing ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ def start_helpers(context: Any) -> None:
     the program starts later inherits their signal mask."""
     method = start_method(context)
     if method == "forkserver":
-        forkserver.ensure_running()
+        fork_server.ensure_running()
     elif method == "spawn":
         resource_tracker.ensure_running()
 

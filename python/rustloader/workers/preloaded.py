@@ -1,0 +1,53 @@
+"""Imported by multiprocessing's fork server: what each worker would import, so that no worker has to.
+
+The server is a fresh interpreter. Its path is not that of the program, in Python versions that hand the program's path
+to the server and do not use it there. This module imports what a worker of the program would import, or nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from multiprocessing import forkserver
+from types import FrameType
+
+_MODULES = ("faulthandler", "numpy", "numpy.random", "torch", "torch.utils.data", "rustloader.workers.main")
+
+
+def _path_of_program() -> list[str] | None:
+    """The program's ``sys.path``, which the server's main function got; None in any other process."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not forkserver.main.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("sys_path")
+
+
+def _import_all(path: list[str]) -> None:
+    own, sys.path = sys.path, list(path)
+    try:
+        for name in _MODULES:
+            # A worker repeats an import that fails, and shows its error.
+            try:
+                importlib.import_module(name)
+            except Exception:
+                return
+    finally:
+        sys.path = own
+
+
+def _seed_workers(server: int) -> None:
+    """Gives processes of the server a NumPy generator of their own, as in a fresh interpreter. Python's generator does
+    that by itself, and torch's starts from the same seed everywhere."""
+
+    def after_fork() -> None:
+        if os.getppid() == server:
+            sys.modules["numpy.random"].seed()
+
+    os.register_at_fork(after_in_child=after_fork)
+
+
+if (_path := _path_of_program()) is not None:
+    _import_all(_path)
+    if "numpy.random" in sys.modules:
+        _seed_workers(os.getpid())

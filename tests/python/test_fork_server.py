@@ -1,0 +1,237 @@
+"""The fork server of a program: who starts it with which modules imported, and what its workers see."""
+
+import importlib
+import os
+import sys
+
+import pytest
+from support import run_script
+
+from rustloader.config import FORKSERVER_PRELOAD
+from rustloader.workers import fork_server, preloaded
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
+
+# What a worker has: whether its server had imported our module, its parent, and what it drew while it was unpickled.
+HEAD = """
+import multiprocessing, os, signal, sys, threading, time
+from multiprocessing import forkserver
+
+class Seen:
+    def __init__(self, n=8, orders=None):
+        self.n, self.orders = n, orders or {}
+    def __len__(self):
+        return self.n
+    def __getstate__(self):
+        return self.__dict__
+    def __setstate__(self, state):
+        import numpy
+        self.__dict__.update(state, drawn=numpy.random.rand())
+    def __getitem__(self, i):
+        order = self.orders.get(i)
+        if order is not None:
+            order = order()
+        return "rustloader.workers.preloaded" in sys.modules, os.getppid(), self.drawn, order
+
+def loader(dataset=None, workers=2, **kw):
+    from rustloader import DataLoader
+    dataset = Seen() if dataset is None else dataset
+    return DataLoader(
+        dataset, num_workers=workers, batch_size=None, collate_fn=list, multiprocessing_context="forkserver", **kw
+    )
+
+def is_preloaded():
+    (answer,) = {sample[0] for sample in loader()}
+    return answer
+
+def server():
+    return forkserver._forkserver._forkserver_pid
+
+class Dies:
+    '''Kills the first worker that comes.'''
+    def __init__(self, path):
+        self.path = path
+    def __call__(self):
+        if not os.path.exists(self.path):
+            open(self.path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def modules():
+    return sorted(sys.modules)
+
+def forked_draw():
+    import numpy
+    expected = numpy.random.RandomState()
+    expected.set_state(numpy.random.get_state())
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, str(numpy.random.rand() == expected.rand()).encode())
+        os._exit(0)
+    os.wait()
+    return os.read(read, 9).decode()
+
+def bare(connection):
+    connection.send(modules())
+"""
+
+
+def script(source, tmp_path, **kw):
+    """The lines that a program prints. Its main module imports neither torch nor rustloader."""
+    folder = tmp_path / "program"
+    folder.mkdir()
+    body = "\n".join("    " + line for line in source.strip("\n").splitlines())
+    text = f"{HEAD}\ndef main():\n{body}\n\nif __name__ == '__main__':\n    main()\n"
+    status, out, err = run_script(text, head="", seconds=300, file=folder / "script.py", **kw)
+    assert (status, err) == (0, "")
+    return out.splitlines()
+
+
+def test_t29_workers_find_everything_imported(tmp_path):
+    lines = script(
+        """
+import logging
+logging.disable(logging.WARNING)
+context = multiprocessing.get_context("forkserver")
+orders = {1: modules, 2: Dies(os.environ["DIED"]), 4: forked_draw}
+samples = list(loader(Seen(orders=orders), max_restarts=1))
+print(all(sample[0] for sample in samples), {sample[1] for sample in samples} == {server()})
+# Two workers, and the one in place of worker 0: each has drawn by itself.
+print(len({sample[2] for sample in samples}))
+print(samples[4][3])
+with open(f"/proc/{server()}/status") as file:
+    print([line.split() for line in file if line.startswith("Threads")])
+print(forkserver._forkserver._preload_modules)
+ours, theirs = context.Pipe()
+process = context.Process(target=bare, args=(theirs,))
+process.start()
+print(sorted(set(samples[1][3]) - set(ours.recv())))
+process.join()
+""",
+        tmp_path,
+        environment={"DIED": str(tmp_path / "died")},
+    )
+    assert lines == ["True True", "3", "True", "[['Threads:', '1']]", "['__main__']", "[]"]
+
+
+def test_the_programs_own_list_counts_before_and_after(tmp_path):
+    lines = script(
+        """
+multiprocessing.set_forkserver_preload(["__main__", "json"])
+print(is_preloaded(), forkserver._forkserver._preload_modules)
+forkserver._forkserver._stop()
+multiprocessing.set_forkserver_preload(["__main__"])
+print(is_preloaded())
+multiprocessing.set_forkserver_preload([])
+print(is_preloaded())
+forkserver._forkserver._stop()
+print(is_preloaded())
+""",
+        tmp_path,
+    )
+    assert lines == ["False ['__main__', 'json']", "True", "True", "False"]
+
+
+def test_a_server_that_runs_already_stays(tmp_path):
+    lines = script("forkserver.ensure_running()\nprint(is_preloaded())", tmp_path)
+    assert lines == ["False"]
+
+
+def test_the_environment_turns_it_off(tmp_path):
+    environment = {FORKSERVER_PRELOAD.name: "0"}
+    lines = script("print(is_preloaded(), forkserver._forkserver._preload_modules)", tmp_path, environment=environment)
+    assert lines == ["False ['__main__']"]
+
+
+def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path):
+    """The server looks there first, where its Python does not give it the program's path."""
+    for name in ("torch", "numpy", "queue"):
+        (tmp_path / f"{name}.py").write_text("print('a file of the user', flush=True)\n")
+    assert script("print(is_preloaded())", tmp_path, cwd=tmp_path) == ["True"]
+
+
+def test_a_package_of_our_name_in_the_working_directory_stays_unused(tmp_path):
+    (tmp_path / "rustloader").mkdir()
+    (tmp_path / "rustloader" / "__init__.py").write_text("print('a package of the user', flush=True)\n")
+    assert script("print(is_preloaded())", tmp_path, cwd=tmp_path) == ["False"]
+
+
+@pytest.mark.parametrize("how", ["raise SystemExit(3)", "raise ImportError", "raise OSError"])
+def test_what_fails_in_the_server_fails_no_start(tmp_path, how):
+    (tmp_path / "failing.py").write_text(how)
+    lines = script(
+        """
+from rustloader.workers import fork_server
+fork_server._OURS = "failing"
+sys.stderr = open(os.devnull, "w")
+os.dup2(sys.stderr.fileno(), 2)
+print(is_preloaded(), forkserver._forkserver._preload_modules)
+""",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    assert lines == ["False ['__main__']"]
+
+
+def test_ctrl_c_ends_the_wait_for_the_server(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)")
+    lines = script(
+        """
+from rustloader.workers import fork_server
+ours, fork_server._OURS = fork_server._OURS, "slow"
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+def interrupt():
+    while server() is None:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGALRM)
+threading.Thread(target=interrupt).start()
+try:
+    iter(loader())
+except KeyboardInterrupt:
+    print("interrupted")
+os.kill(server(), signal.SIGKILL)
+os.waitid(os.P_PID, server(), os.WEXITED | os.WNOWAIT)
+fork_server._OURS = ours
+print(is_preloaded())
+""",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    assert lines == ["interrupted", "True"]
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_an_import_that_fails_is_left_to_the_workers(error, tmp_path, monkeypatch):
+    (tmp_path / "bad_module.py").write_text(f"raise {error}")
+    monkeypatch.setattr(preloaded, "_MODULES", ("bad_module", "colorsys"))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    before = list(sys.path)
+    preloaded._import_all([str(tmp_path), *before])
+    assert sys.path == before and "colorsys" not in sys.modules
+
+
+def test_in_another_process_the_module_does_nothing(monkeypatch):
+    monkeypatch.setattr(os, "register_at_fork", lambda **kw: pytest.fail("a hook in a process that is no server"))
+    importlib.reload(preloaded)
+
+
+def test_a_list_that_another_thread_sets_meanwhile_stays(monkeypatch):
+    monkeypatch.setattr(fork_server._server, "_preload_modules", ["__main__"])
+    with fork_server._preload():
+        assert fork_server._server._preload_modules == ["__main__", "rustloader.workers.preloaded"]
+        fork_server._server._preload_modules = ["json"]
+    assert fork_server._server._preload_modules == ["json"]
+
+
+@pytest.mark.parametrize(("text", "value"), [(None, True), ("", True), ("0", False), ("off", False), ("1", True)])
+def test_the_switch(text, value, monkeypatch):
+    monkeypatch.delenv(FORKSERVER_PRELOAD.name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(FORKSERVER_PRELOAD.name, text)
+    assert FORKSERVER_PRELOAD.get() is value
+
+
+def test_a_switch_that_is_neither_is_an_error(monkeypatch):
+    monkeypatch.setenv(FORKSERVER_PRELOAD.name, "perhaps")
+    with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; set it"):
+        FORKSERVER_PRELOAD.get()
