@@ -20,7 +20,7 @@ def __init__(
     shuffle: bool | None = None,
     sampler: Sampler | Iterable | None = None,
     batch_sampler: Sampler[list] | Iterable[list] | None = None,
-    num_workers: int = 0,
+    num_workers: int | Literal["auto"] = 0,
     collate_fn: Callable | None = None,
     pin_memory: bool = False,
     drop_last: bool = False,

@@ -6,13 +6,14 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader import options
+from rustloader.auto import arguments
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
@@ -61,7 +62,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         shuffle: True draws a new order in each epoch (default: None, as False).
         sampler: Gives the indices of the samples (default: None).
         batch_sampler: Gives the indices of whole batches (default: None).
-        num_workers: Number of worker processes (default: 0, torch's own loop in this process).
+        num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" begins with the
+            cores that this process may use, and follows the figures of each epoch.
         collate_fn: Makes a batch of a list of samples (default: None, torch's ``default_collate``, which writes plain
             tensors and numbers straight into the arena).
         pin_memory: True delivers batches in pinned memory (default: False). Plain batches are copied there by a thread
@@ -102,7 +104,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             shuffle: bool | None = None,
             sampler: Sampler[Any] | Iterable[Any] | None = None,
             batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-            num_workers: int = 0,
+            num_workers: int | Literal["auto"] = 0,
             collate_fn: Callable[[list[Any]], Any] | None = None,
             pin_memory: bool = False,
             drop_last: bool = False,
@@ -136,6 +138,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
     else:
 
         def __init__(self, *args, **kwargs):
+            args, kwargs, auto = arguments.resolved(args, kwargs)
             own = {name: kwargs.pop(name) for name in options.keywords() if name in kwargs}
             given = {name: value for name, value in own.items() if value is not None}
             options.Options(**given)  # raises for a value that an option cannot have
@@ -143,6 +146,12 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             options.check_without_workers(given, self.num_workers)
             # Frameworks rebuild a loader from its attributes.
             options.give(self, given)
+            if auto is not None:
+                arguments.give(self, auto)
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        arguments.refuse_text(self)
+        return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
@@ -157,7 +166,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if other is not None:
             fallback.fall_back(self, other)
             return super()._get_iterator()
-        in_torch(self.check_worker_number_rationality)
+        if not arguments.is_own(self):  # more workers than cores have their reason
+            in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 

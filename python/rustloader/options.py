@@ -288,6 +288,15 @@ class Options:
         metavar="METHOD",
         effective=_context,
     )
+    num_workers: str | None = _field(
+        '"auto" lets the number of workers follow the figures of each loader that asks for workers; loaders with '
+        "``num_workers=0`` stay without (default: None, the loader's own number).",
+        "let the number of workers follow the figures of each epoch: auto",
+        unset=(),
+        **_one_of("auto") | {"default": None},
+        flag="--num-workers",
+        metavar="auto",
+    )
     dispatch: str | None = _field(
         'Which worker takes a task: "round_robin", worker i mod N as in torch, or "shared_queue", whichever worker is '
         'free (map-style datasets only; default: None, which means "round_robin").',

@@ -57,6 +57,13 @@ def resident(pid: int) -> int | None:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") or None if len(fields) > 1 else None
 
 
+def private(pid: int) -> int | None:
+    """Resident bytes of a process that no other one maps (USS); None if not readable."""
+    lines = (read(f"/proc/{pid}/smaps_rollup") or "").splitlines()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
+    return sum(found) if found else None
+
+
 def proportional(pid: int) -> int | None:
     """Resident bytes of a process with each page divided by the processes that map it (PSS); None if not readable."""
     lines = (read(f"/proc/{pid}/smaps_rollup") or "").splitlines()

@@ -212,7 +212,7 @@ BAD = [
     dict(num_workers=1, multiprocessing_context=3),
     dict(multiprocessing_context="fork"),
     dict(unknown=1),
-    dict(num_workers="two"),
+    dict(num_workers=None),
 ]
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader import options
+from rustloader.auto import arguments
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
@@ -438,7 +439,7 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
         return read
 
     # An option that torch does not have may be missing, as in the stand-ins below.
-    assert read_by(LoaderIter, DataLoader) - {options.GIVEN} <= read_by(TorchIter, TorchDataLoader)
+    assert read_by(LoaderIter, DataLoader) - {options.GIVEN, arguments.SET} <= read_by(TorchIter, TorchDataLoader)
 
 
 def test_ignite_rebuilds_with_another_batch_sampler():

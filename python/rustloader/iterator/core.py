@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import warnings
@@ -17,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader import hooks
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
+from rustloader.auto import tuner
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
@@ -98,6 +100,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     _raised = 0
     # The worker that gets the first task of the epoch.
     _first_worker = 0
+    # Decides about the number of workers, with num_workers="auto".
+    _tuner: tuner.Tuner | None = None
     # Decides about deaths, with `max_restarts`.
     _restarts: Restarts | None = None
 
@@ -107,7 +111,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
-        seen = settings.applied(loader)
+        tuned = tuner.follow(loader)
+        seen = settings.applied(loader, None if tuned is None else tuned.count)
+        if tuned is not None:
+            self._tuner = tuned
         self._set_up(seen)
         settings.keep(loader, seen, self)
 
@@ -137,7 +144,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
         self._workers = []
         self._own(core)
-        ledger.of(self).serve(settings.scheduling(loader))
+        auto = None if self._tuner is None else self._tuner.count
+        ledger.of(self).serve(settings.scheduling(loader, auto))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         seeding = self._first_seeding(loader)
@@ -280,6 +288,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             super()._reset(loader, first_iter)
             return
         core = self._engine()
+        retuned = not first_iter and self._retune(loader)
         _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
@@ -290,7 +299,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             if self._seeding is not None:
                 self._seeding = fetching.next_epoch(loader, self._seeding)
             told = self._epoch_message()
-        if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
+        if not first_iter and (retuned or self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
@@ -311,6 +320,35 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if self._failures is not None:
             self._failures.next_epoch += 1
         self._workers_status = [True] * self._num_workers
+        if self._tuner is not None:
+            self._tuner.watch(self)
+
+    def _retune(self, loader: Any) -> bool:
+        """Takes the number of workers that a persistent loader with num_workers="auto" is to have. Returns True if it
+        has changed."""
+        if not self._may_retune():
+            return False
+        self._note_memory()
+        tuned = tuner.follow(loader)
+        self._tuner = tuned
+        if tuned is None:
+            return False
+        if tuned.count == self._num_workers:
+            return False
+        self._shutdown_workers()
+        self._num_workers = tuned.count
+        self._engine_settings = dataclasses.replace(self._engine_settings, num_workers=tuned.count)
+        ledger.of(self).note_workers(tuned.count)
+        return True
+
+    def _may_retune(self) -> bool:
+        """Whether the workers of a persistent loader may be replaced by others."""
+        return True
+
+    def _note_memory(self) -> None:
+        """Lets the tuner read the memory of workers that run."""
+        if self._tuner is not None and not self._shutdown:
+            self._tuner.note_memory(worker.pid for worker in self._workers)
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:
         """The source of the next index. Without a Python frame in between, an interrupt cannot lose an index."""
@@ -454,6 +492,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if group is None or self._shutdown or not group.engine.is_ours or exiting():
             return
         self._before_end()
+        self._note_memory()
         self._shutdown = True
         self._workers_status = [False] * self._num_workers
         ledger.end_workers(self)

@@ -44,7 +44,7 @@ class EngineSettings:
         )
 
 
-def scheduling(loader: Any) -> SchedulingStats:
+def scheduling(loader: Any, auto_workers: int | None = None) -> SchedulingStats:
     """The settings that statistics show, of a loader as ``applied`` returns it."""
     map_style = loader._dataset_kind == _DatasetKind.Map
     sampler = loader._index_sampler
@@ -60,6 +60,7 @@ def scheduling(loader: Any) -> SchedulingStats:
         batch_size=batch_size if isinstance(batch_size, int) else None,
         # Of the class: an attribute of the dataset itself may be code of the program.
         per_sample=map_style and loader._auto_collation and not hasattr(type(loader.dataset), "__getitems__"),
+        auto_workers=auto_workers,
     )
 
 
@@ -74,9 +75,12 @@ class _Loader:
         return getattr(self._rustloader_loader, name)
 
 
-def applied(loader: Any) -> Any:
-    """The loader with the options in force, where its own settings are torch's defaults."""
-    changed = {}
+def applied(loader: Any, num_workers: int | None = None) -> Any:
+    """The loader with the options in force, where its own settings are torch's defaults, and another number of workers
+    if one is given."""
+    changed: dict[str, Any] = {}
+    if num_workers is not None and num_workers != loader.num_workers:
+        changed["num_workers"] = num_workers
     for name, value in options.current().items():
         option = options.option_of(name)
         if not option.unset:  # no option of loaders

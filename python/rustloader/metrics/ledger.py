@@ -7,6 +7,7 @@ iterators Python's compact layout for objects with few attributes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
@@ -48,6 +49,8 @@ class Ledger:
         self.fallbacks: dict[str, int] = {}
         # Restarts of workers, and failed samples.
         self.faults: Faults = Faults(None if loaders is None else loaders.faults)
+        # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
+        self.tuner: Any = None
         # Texts that were logged once.
         self._told: set[str] = set()
         self._ended = Meter()
@@ -61,6 +64,13 @@ class Ledger:
         self.scheduling = scheduling
         if self._loaders is not None:
             self._loaders.serve(scheduling)
+
+    def note_workers(self, count: int) -> None:
+        """Notes that num_workers="auto" has changed the number of workers of the last iterator."""
+        if self.scheduling is not None:
+            self.scheduling = dataclasses.replace(self.scheduling, auto_workers=count)
+        if self._loaders is not None:
+            self._loaders.note_workers(count)
 
     def add(self, meter: Meter) -> None:
         """Adds the counters of another engine."""
@@ -122,6 +132,12 @@ class Ledger:
         known = text in self._told
         self._told.add(text)
         return not known
+
+    def alone(self) -> Ledger:
+        """The counters as they are kept now, without those of the loader."""
+        found = Ledger()
+        found._ended, found._meters, found._processes = self._ended, [*self._meters], self._processes
+        return found
 
     def figures(self) -> Totals:
         return figures_of([self._ended, *self._meters])

@@ -239,6 +239,7 @@ class SchedulingStats:
         map_style: Whether the dataset is a map-style one.
         batch_size: Samples per batch; None with a batch sampler of the program's own, or without batches.
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
+        auto_workers: Number of workers that ``num_workers="auto"`` has set; None without it.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -255,6 +256,7 @@ class SchedulingStats:
     map_style: bool = True
     batch_size: int | None = None
     per_sample: bool = True
+    auto_workers: int | None = None
 
 
 @dataclass(frozen=True, repr=False)

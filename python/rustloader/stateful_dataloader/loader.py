@@ -7,10 +7,11 @@ import copy
 import dataclasses
 import inspect
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
 from rustloader.iterator import fetching
 from rustloader.stateful_dataloader import sampling, state
@@ -90,7 +91,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             shuffle: bool | None = None,
             sampler: Sampler[Any] | Iterable[Any] | None = None,
             batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-            num_workers: int = 0,
+            num_workers: int | Literal["auto"] = 0,
             collate_fn: Callable[[list[Any]], Any] | None = None,
             pin_memory: bool = False,
             drop_last: bool = False,
@@ -198,13 +199,16 @@ class StatefulDataLoader(DataLoader[_T_co]):
             fetching.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
+        arguments.refuse_text(self)
         iterator = self._iterator
         if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
             self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
             plan = loaded[1]
-            state.check_workers(plan, self.num_workers)
+            bound = plan.num_workers if plan.is_bound else 0
+            if not (bound and tuner.pin(self, bound)):
+                state.check_workers(plan, self.num_workers)
             self._begin_from(copy.deepcopy(plan))
             self._loaded, self._resumed_from = None, loaded
         elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
@@ -224,7 +228,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
         told = recorder_of(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
-        in_torch(self.check_worker_number_rationality)
+        if not arguments.is_own(self):
+            in_torch(self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _begin(self, plan: Plan) -> None:

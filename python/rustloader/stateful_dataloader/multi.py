@@ -57,6 +57,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             found = fallback.round_robin(self, found, "a dataset with a state of its own")
         return dataclasses.replace(found, snapshots=self._wants_snapshots)
 
+    def _may_retune(self) -> bool:
+        # Workers that leave would take the state of their dataset along.
+        return not self._about_dataset["stateful"]
+
     def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
         self._call_torchs_init(init, loader)
 

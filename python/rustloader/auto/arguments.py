@@ -1,0 +1,87 @@
+"""``num_workers="auto"`` as an argument of a loader: what it is checked for, and the number that a loader begins with.
+
+Works on systems without the engine, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+AUTO = "auto"
+# Attribute of a loader: the number of workers that "auto" has last set. Another `num_workers` is the program's own.
+SET = "_rustloader_auto"
+# Place of num_workers among the arguments of torch's class.
+_PLACE = 5
+# The first guess is no larger, and leaves each worker this many bytes of the free memory.
+_MOST, _MEMORY = 16, 256 << 20
+
+
+def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
+    """The arguments of a loader with a number in place of "auto", and that number; None without "auto".
+
+    Raises:
+        ValueError: ``num_workers`` is another text.
+    """
+    if len(args) > _PLACE:
+        given = args[_PLACE]
+    elif "num_workers" in kwargs:
+        given = kwargs["num_workers"]
+    else:
+        return args, kwargs, None
+    if not isinstance(given, str):
+        return args, kwargs, None
+    if given != AUTO:
+        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={given!r}')
+    count = first_guess()
+    if len(args) > _PLACE:
+        return (*args[:_PLACE], count, *args[_PLACE + 1 :]), kwargs, count
+    return args, kwargs | {"num_workers": count}, count
+
+
+def refuse_text(loader: Any) -> None:
+    """Raises TypeError if a program has set ``num_workers`` of a loader to a text."""
+    value = loader.num_workers
+    if isinstance(value, str):
+        raise TypeError(
+            f"num_workers of a DataLoader must be an integer once the loader is made, got {value!r}: pass "
+            'num_workers="auto" to its constructor, or set a number'
+        )
+
+
+def is_own(loader: Any) -> bool:
+    """Whether a loader was made with "auto", and its program has set no other number since."""
+    return type(number := getattr(loader, SET, None)) is int and number == loader.num_workers
+
+
+def give(loader: Any, count: int) -> None:
+    """Sets the number of workers of a loader with "auto"."""
+    loader.num_workers = count
+    setattr(loader, SET, count)
+
+
+def first_guess() -> int:
+    """The number of workers to begin with: the cores of this process by affinity and CPU quota, divided among the ranks
+    of this machine (``LOCAL_WORLD_SIZE``), and no more than the free memory allows."""
+    if not sys.platform.startswith("linux"):
+        return max(1, min(_MOST, (os.cpu_count() or 1) // ranks()))
+    from rustloader.cores import usable_cores
+
+    left = memory_left()
+    by_memory = _MOST if left is None else left // _MEMORY
+    return max(1, min(_MOST, usable_cores() // ranks(), by_memory))
+
+
+def ranks() -> int:
+    """The processes of a distributed program on this machine."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def memory_left() -> int | None:
+    """A rank's part of the bytes that the memory cgroups and the machine have left; None if unknown."""
+    from rustloader._core import memory_limits
+
+    left = min((left for _, _, left in memory_limits()), default=None)
+    return None if left is None else left // ranks()

@@ -1,0 +1,196 @@
+"""Follows the figures of a loader with ``num_workers="auto"`` from epoch to epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader import options
+from rustloader._core import Totals, WorkerTotals
+from rustloader.auto import arguments
+from rustloader.auto.decision import Epoch, History, Limit, decide
+from rustloader.cores import effective_cores
+from rustloader.metrics import ledger
+from rustloader.metrics.cpu_time import WorkTime
+from rustloader.metrics.ledger import Ledger
+from rustloader.procfs import private
+from rustloader.texts import count_of, size
+
+logger = logging.getLogger("rustloader")
+
+# Part of the free memory that further workers may take, and number of workers whose memory is read.
+_PART, _READ = 0.5, 4
+# Attributes by which iterable datasets of libraries tell the number of their shards.
+_SHARDS = ("num_shards", "n_shards")
+_SEEDS = (
+    'random numbers in the workers of a DataLoader depend on their number, which num_workers="auto" has changed; '
+    'seed_by="sample" makes them independent of it'
+)
+
+
+class Tuner:
+    """The number of workers of a loader, and the figures that the next decision is made by.
+
+    Attributes:
+        count: Number of workers of the last epoch that began, or of the first one to come.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._history = History()
+        # The epoch that runs, or has ended.
+        self._watch: _Watch | None = None
+        self._memory: Limit | None = None
+
+    def pin(self, count: int) -> None:
+        """Sets the number of workers of the next epoch."""
+        self.count = count
+        # Without figures it stays.
+        self._watch = None
+
+    def reconsider(self, loader: Any) -> None:
+        """Decides how many workers the epoch that begins has, and logs a change."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        epoch, limits = watch.epoch(), []
+        if self._memory is not None:
+            limits.append(self._memory)
+        if loader._dataset_kind == _DatasetKind.Iterable:
+            limits += _limits_of_shards(loader.dataset, watch)
+        decision = decide(epoch, effective_cores() / arguments.ranks(), limits, self._history)
+        self._history = decision.history
+        if decision.workers != self.count:
+            text = 'num_workers="auto" of a DataLoader over %s: %s in place of %s, because %s'
+            dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
+            logger.info(text, dataset, workers, self.count, decision.reason)
+            self.count = decision.workers
+            if _seeded_by_worker(loader) and ledger.of(loader).is_new(_SEEDS):
+                logger.info(_SEEDS)
+
+    def watch(self, iterator: Any) -> None:
+        """Begins with the figures of an epoch of an iterator that has `count` workers."""
+        self._watch = _Watch(ledger.of(iterator).alone(), self.count)
+
+    def note_memory(self, pids: Iterable[int]) -> None:
+        """Reads how much memory running workers have for themselves."""
+        left = arguments.memory_left()
+        found = [taken for pid in list(pids)[:_READ] if (taken := private(pid))]
+        if left is not None and found:
+            taken = max(found)
+            text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
+            self._memory = Limit(self.count + int(_PART * left / taken), text)
+
+
+class _Watch:
+    """The figures of an iterator since the start of an epoch."""
+
+    def __init__(self, figures: Ledger, workers: int) -> None:
+        self._ledger, self._workers = figures, workers
+        self._before, self._times_before = figures.figures(), figures.processor_times()
+
+    def epoch(self) -> Epoch:
+        after, times = self._ledger.figures(), _time(self._ledger.processor_times())
+        counts, before = after.counts.since(self._before.counts), _time(self._times_before)
+        busy = _busy(after) - _busy(self._before)
+        return Epoch(
+            workers=self._workers,
+            batches=counts.batches,
+            step=counts.step_seconds,
+            own=max(0.0, counts.next_seconds - counts.first_seconds - counts.waited_seconds),
+            waited=counts.waited_seconds,
+            tasks=sum(self.tasks(after)),
+            busy=busy,
+            cpu=(times.cpu or 0.0) - (before.cpu or 0.0),
+            measured=busy - (times.unmeasured - before.unmeasured),
+            queued=(times.queued or 0.0) - (before.queued or 0.0),
+        )
+
+    def tasks(self, after: Totals | None = None) -> list[int]:
+        """Number of batches that each worker has made."""
+        before = [worker.tasks for worker in self._before.workers]
+        now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
+        return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
+
+
+def of(loader: Any) -> Tuner | None:
+    """The tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
+    own = arguments.is_own(loader)
+    if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
+        return None
+    figures = ledger.of(loader)
+    tuner: Tuner | None = figures.tuner
+    if tuner is None:
+        tuner = figures.tuner = Tuner(loader.num_workers if own else arguments.first_guess())
+    if own:
+        # An equal number that another loader's copy has brought along counts.
+        tuner.count = loader.num_workers
+    return tuner
+
+
+def follow(loader: Any) -> Tuner | None:
+    """The tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
+    tuner = of(loader)
+    if tuner is not None:
+        own = arguments.is_own(loader)
+        tuner.reconsider(loader)
+        if own:
+            arguments.give(loader, tuner.count)
+    return tuner
+
+
+def pin(loader: Any, count: int) -> bool:
+    """Gives the next epoch of a loader with "auto" a number of workers. Returns False without "auto"."""
+    own, tuner = arguments.is_own(loader), of(loader)
+    if tuner is None:
+        return False
+    tuner.pin(count)
+    if own:
+        arguments.give(loader, count)
+    return True
+
+
+def count_of_loader(loader: Any) -> int | None:
+    """The number of workers that "auto" has set for a loader; None without "auto"."""
+    figures = ledger.find(loader)
+    return None if figures is None or figures.tuner is None or (tuner := of(loader)) is None else tuner.count
+
+
+def _seeded_by_worker(loader: Any) -> bool:
+    return (options.of_loader(loader, "seed_by") or options.current().get("seed_by", "worker")) == "worker"
+
+
+def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
+    """What an iterable dataset can use: the shards that it tells, and the workers that had data."""
+    found = []
+    for name in _SHARDS:
+        value = None
+        with contextlib.suppress(Exception):  # code of the dataset
+            value = getattr(dataset, name, None)
+        if type(value) is int and value > 0:
+            found.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))
+    tasks = watch.tasks()
+    had_data = sum(count > 0 for count in tasks)
+    if 0 < had_data < len(tasks):
+        found.append(Limit(had_data, f"only {count_of(had_data, 'worker')} had data"))
+    return found
+
+
+def _busy(totals: Totals) -> float:
+    return sum(map(_work, totals.workers))
+
+
+def _work(worker: WorkerTotals) -> float:
+    return worker.fetch + worker.collate + worker.pack + worker.publish
+
+
+def _time(times: list[WorkTime]) -> WorkTime:
+    return WorkTime(
+        sum(time.cpu or 0.0 for time in times),
+        sum(time.queued or 0.0 for time in times),
+        sum(time.unmeasured for time in times),
+    )

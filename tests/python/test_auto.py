@@ -1,0 +1,533 @@
+"""``num_workers="auto"``: what becomes of it in loaders, iterators, states and copies. Decisions are given; those from
+figures are in test_auto_decision.py."""
+
+import copy
+import logging
+import os
+import pickle
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+from sample_data import Numbers
+from support import TORCH_MODE, TorchDataLoader, gone, state_of, values, wait_until, worker_pids
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+pytestmark = pytest.mark.ours
+
+if not TORCH_MODE:
+    import rustloader
+    from rustloader import DataLoader, StatefulDataLoader
+    from rustloader.auto import arguments, tuner
+    from rustloader.auto.decision import Decision
+
+    CLASSES = [DataLoader, StatefulDataLoader]
+else:
+    CLASSES = [None, None]
+N = 24
+
+
+class Stream(IterableDataset):
+    """The numbers up to `n`, divided among the workers."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from range(info.id, self.n, info.num_workers)
+
+
+class Sharded(Stream):
+    num_shards = 2
+
+    @property
+    def n_shards(self):
+        raise RuntimeError("not known yet")
+
+
+class ForThree(Stream):
+    """Has data for the first three workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from range(info.id, self.n, min(3, info.num_workers)) if info.id < 3 else ()
+
+
+class Counting(Numbers):
+    """A dataset with a state: how many samples its copy has made."""
+
+    made = 0
+
+    def __getitem__(self, index):
+        self.made += 1
+        return index
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+class Naps(Numbers):
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+
+@pytest.fixture
+def decisions(monkeypatch):
+    """Sets the first guess, and what is decided before each further epoch, in `counts`; then nothing changes. `seen`
+    gets what the decisions are made from: (epoch, cores, limits)."""
+
+    class Given:
+        counts: list[int]
+        seen: list
+
+    def decide(epoch, cores, limits, history):
+        Given.seen.append((epoch, cores, limits))
+        workers = Given.counts.pop(0) if Given.counts else epoch.workers
+        return Decision(workers, "" if workers == epoch.workers else "it was given", history)
+
+    Given.counts, Given.seen = [], []
+    monkeypatch.setattr(tuner, "decide", decide)
+    monkeypatch.setattr(arguments, "first_guess", lambda: 2)
+    return Given
+
+
+def workers_of(iterator):
+    return len(iterator._workers)
+
+
+def flat(batches):
+    return sorted(x for batch in batches for x in batch)
+
+
+# The argument
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_number_is_an_int_from_the_start(cls, decisions):
+    for loader in (cls(Numbers(N), num_workers="auto"), cls(Numbers(N), 1, False, None, None, "auto")):
+        assert type(loader.num_workers) is int and loader.num_workers == 2
+        assert loader.prefetch_factor == 2
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("text", ["Auto", "", "4"])
+def test_other_texts_are_refused(cls, text):
+    wanted = rf'^num_workers option should be a non-negative integer or "auto", got num_workers={text!r}$'
+    with pytest.raises(ValueError, match=wanted):
+        cls(Numbers(4), num_workers=text)
+    with pytest.raises(ValueError, match=wanted):
+        cls(Numbers(4), 1, False, None, None, text)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_text_that_is_set_later_is_refused_at_iter(cls, persistent):
+    loader = cls(Numbers(4), num_workers=1, persistent_workers=persistent)
+    for text in ("auto", "2"):
+        loader.num_workers = text
+        with pytest.raises(TypeError, match=rf'^num_workers .* got {text!r}: pass num_workers="auto" to its constr'):
+            iter(loader)
+    loader.num_workers = 1
+    assert len(list(loader)) == 4
+
+
+def test_other_arguments_are_checked_as_with_a_number():
+    with pytest.raises(ValueError, match="prefetch_factor option should be non-negative"):
+        DataLoader(Numbers(4), num_workers="auto", prefetch_factor=-1)
+    loader = DataLoader(Numbers(4), num_workers="auto", multiprocessing_context="fork", max_restarts=1)
+    assert loader.num_workers >= 1 and len(list(loader)) == 4
+
+
+@pytest.mark.parametrize(
+    "cores, ranks, memory, wanted",
+    [(8, None, 64, 8), (8, "4", 64, 2), (8, "16", 64, 1), (200, None, 512, 16), (8, "", 1, 4), (8, "2", 1, 2),
+     (8, None, 0, 1), (8, "-2", 64, 8), (8, None, None, 8)],
+)  # fmt: skip
+def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
+    """Cores by affinity and quota over the ranks; a rank's part of the memory, given in GiB, for 256 MiB each."""
+    limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
+    monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
+    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: cores)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert arguments.first_guess() == wanted
+
+
+def test_the_first_guess_on_other_systems(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert arguments.first_guess() == 3
+
+
+# Epochs
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_each_epoch_has_the_number_that_was_decided(cls, persistent, dataset, decisions):
+    decisions.counts = [3, 3, 1, 4]
+    loader = cls(dataset(N), num_workers="auto", batch_size=2, persistent_workers=persistent)
+    found, old = [], []
+    for _ in range(6):
+        iterator = iter(loader)
+        assert loader.num_workers == workers_of(iterator) == iterator._num_workers == len(iterator._workers_status)
+        assert type(loader.num_workers) is int
+        now = worker_pids(iterator)
+        if found and found[-1] != len(now):
+            assert not set(now) & set(old)
+            wait_until(lambda before=old: all(map(gone, before)))
+        elif found and persistent:
+            assert now == old
+        samples = sorted(x for batch in iterator for x in batch.tolist())
+        assert samples == list(range(N))
+        assert {epoch.workers for epoch, _, _ in decisions.seen} <= {*found}
+        found.append(len(now))
+        old = now
+        del iterator
+    assert found == [2, 3, 3, 1, 4, 4]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_torchs_whatever_the_number(persistent, decisions):
+    decisions.counts = [4, 1]
+    epochs = []
+    for cls, count in ((TorchDataLoader, 2), (DataLoader, "auto")):
+        generator = torch.Generator().manual_seed(3)
+        loader = cls(Numbers(N), 3, True, num_workers=count, persistent_workers=persistent, generator=generator)
+        epochs.append([values(loader) for _ in range(4)])
+    assert epochs[0] == epochs[1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_figures_are_those_of_the_last_epoch(persistent, decisions):
+    """Also of one that the program has left, and under other numbers before."""
+    decisions.counts = [3]
+    loader = DataLoader(Naps(N), num_workers="auto", persistent_workers=persistent)
+    for taken in (N, N, 7, N):
+        iterator = iter(loader)
+        for _ in range(taken):
+            next(iterator)
+        if taken == N:
+            assert next(iterator, None) is None
+    iter(loader)
+    seen = [epoch for epoch, _, _ in decisions.seen]
+    assert [epoch.workers for epoch in seen] == [2, 3, 3, 3]
+    assert [epoch.batches for epoch in seen] == [N, N, 7, N]
+    for epoch in seen:
+        assert epoch.batches <= epoch.tasks <= N
+        assert 0.02 <= epoch.per_batch < 10 and epoch.waited > 0
+        assert 0 <= epoch.cpu and 0.9 * epoch.busy <= epoch.measured <= epoch.busy
+    assert all(cores > 0 for _, cores, _ in decisions.seen)
+
+
+def test_it_follows_real_figures(monkeypatch):
+    """A worker takes at least 20 ms per batch, and the loop nothing: from one worker to four, the most at once."""
+    monkeypatch.setattr(arguments, "first_guess", lambda: 1)
+    monkeypatch.setattr(tuner, "effective_cores", lambda: 64.0)
+    loader = DataLoader(Naps(40), num_workers="auto")
+    assert len(list(loader)) == 40 and loader.num_workers == 1
+    assert len(list(loader)) == 40 and loader.num_workers == 4
+
+
+def test_workers_that_have_died_are_started_in_the_new_number(decisions):
+    decisions.counts = [3]
+    loader = DataLoader(Numbers(200), num_workers="auto", persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        list(iterator)
+    assert len(list(loader)) == 200 and workers_of(iterator) == 3
+
+
+def test_a_number_of_the_program_ends_it(decisions):
+    decisions.counts = [3, 4]
+    loader = DataLoader(Numbers(N), num_workers="auto")
+    list(loader)
+    list(loader)
+    assert loader.num_workers == 3
+    loader.num_workers = 1
+    for _ in range(3):
+        assert workers_of(iter(loader)) == loader.num_workers == 1
+    loader.num_workers = 0
+    assert len(list(loader)) == N
+    assert decisions.counts == [4]
+
+
+def test_more_workers_than_cores_are_no_reason_to_warn(decisions):
+    decisions.counts = [len(os.sched_getaffinity(0)) + 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoader(Numbers(N), num_workers="auto")
+        list(loader)
+        list(loader)
+        assert loader.num_workers == len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.mark.warns
+def test_torchs_loop_keeps_the_first_guess(decisions):
+    decisions.counts = [5]
+    loader = DataLoader(IterableWrapper(range(8)), num_workers="auto", batch_size=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each worker has all samples
+        for _ in range(3):
+            assert len(list(loader)) == 16 and loader.num_workers == 2
+    assert decisions.seen == []
+
+
+def test_iterators_side_by_side(decisions):
+    loader = DataLoader(Numbers(N), num_workers="auto")
+    for _ in range(2):
+        assert [a == b for a, b in zip(loader, loader, strict=True)] == [True] * N
+    assert loader.num_workers == 2
+
+
+# Limits
+
+
+def limits_seen(decisions):
+    return [[(limit.most, limit.reason) for limit in limits] for _, _, limits in decisions.seen]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch):
+    asked = []
+
+    def private(pid):
+        assert state_of(pid) not in (None, "Z", "X")
+        asked.append(pid)
+        return (1 << 30) * len(asked)
+
+    monkeypatch.setattr(tuner, "private", private)
+    monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
+    loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=persistent)
+    list(loader)
+    list(loader)
+    # Workers of 1 and 2 GiB; half of 9 GiB for more of the larger.
+    assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB are left")]]
+
+
+def test_private_memory_of_a_process():
+    from rustloader.procfs import private
+
+    before = private(os.getpid())
+    kept = bytearray(os.urandom(1 << 20)) * 32
+    assert private(os.getpid()) - before > 30 << 20 and len(kept) == 32 << 20
+    assert private(2**22 + 1) is None
+
+
+def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):
+    monkeypatch.setattr(tuner, "private", lambda pid: None)
+    loader = DataLoader(Sharded(N), num_workers="auto", batch_size=2)
+    list(loader)
+    list(loader)
+    assert limits_seen(decisions) == [[(2, "the dataset has 2 shards")]]
+
+
+def test_workers_without_data_count(decisions, monkeypatch):
+    monkeypatch.setattr(tuner, "private", lambda pid: None)
+    decisions.counts = [5]
+    loader = DataLoader(ForThree(N), num_workers="auto")
+    for _ in range(3):
+        assert flat(values(loader)) == list(range(N))
+    assert limits_seen(decisions) == [[], [(3, "only 3 workers had data")]]
+
+
+def test_ranks_share_the_cores(decisions, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(tuner, "effective_cores", lambda: 8.0)
+    loader = DataLoader(Numbers(N), num_workers="auto")
+    list(loader)
+    iter(loader)
+    assert decisions.seen[0][1] == 2.0
+
+
+# The log
+
+
+def test_a_change_is_one_line(decisions, caplog):
+    caplog.set_level(logging.INFO, "rustloader")
+    decisions.counts = [3, 3, 1]
+    loader = DataLoader(Numbers(N), num_workers="auto", seed_by="sample")
+    for _ in range(5):
+        list(loader)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f'num_workers="auto" of a DataLoader over Numbers: {change}, because it was given')
+        for change in ("3 workers in place of 2", "1 worker in place of 3")
+    ]
+
+
+@pytest.mark.parametrize("seed_by", [None, "worker", "batch", "sample"])
+@pytest.mark.parametrize("installed", [False, True])
+def test_seeds_by_worker_are_told_once_for_each_loader(decisions, caplog, seed_by, installed):
+    caplog.set_level(logging.INFO, "rustloader")
+    decisions.counts = [3, 4, 3, 4]
+    with rustloader.installed(seed_by=seed_by if installed else None):
+        caplog.clear()
+        for _ in range(2):
+            loader = DataLoader(Numbers(4), num_workers="auto", seed_by=None if installed else seed_by)
+            for _ in range(3):
+                list(loader)
+    told = [record for record in caplog.records if 'seed_by="sample" makes them independent' in record.getMessage()]
+    assert len(told) == (2 if seed_by in (None, "worker") else 0)
+    assert all(record.levelno == logging.INFO for record in told)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_goes_on_by_itself(cls, how, decisions):
+    decisions.counts = [3, 4]
+    loader = cls(Numbers(N), num_workers="auto")
+    list(loader)
+    list(loader)
+    other = how(loader)
+    assert type(other.num_workers) is int and other.num_workers == 3
+    # The first epoch of the copy has no figures to decide by.
+    assert len(list(other)) == N and other.num_workers == 3
+    assert len(list(other)) == N and (other.num_workers, loader.num_workers) == (4, 3)
+
+
+def test_a_loader_that_is_built_anew_from_its_attributes_keeps_the_number(decisions):
+    """As Lightning and accelerate do."""
+    decisions.counts = [3, 4]
+    loader = DataLoader(Numbers(N), num_workers="auto")
+    list(loader)
+    list(loader)
+    rebuilt = DataLoader(**{name: value for name, value in vars(loader).items() if name in ("dataset", "num_workers")})
+    for _ in range(3):
+        list(rebuilt)
+    assert rebuilt.num_workers == 3 and decisions.counts == [4]
+
+
+# install()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_install_counts_for_loaders_that_ask_for_workers(persistent, decisions):
+    decisions.counts = [3, 1]
+    loader = TorchDataLoader(Numbers(N), num_workers=1, persistent_workers=persistent)
+    alone = TorchDataLoader(Numbers(N))
+    with rustloader.installed(num_workers="auto"):
+        for wanted in (2, 3, 1, 1):
+            iterator = iter(loader)
+            assert workers_of(iterator) == iterator._num_workers == wanted
+            assert flat(values(iterator)) == list(range(N))
+            assert loader.num_workers == 1
+            assert rustloader.stats(loader).num_workers == wanted
+        assert type(iter(alone)).__name__ == "_SingleProcessDataLoaderIter"
+        assert rustloader.stats(alone).num_workers == 0
+    with rustloader.installed():
+        list(loader)
+        assert workers_of(iter(loader)) == 1
+        assert rustloader.stats(loader).num_workers == 1
+
+
+def test_torchs_class_itself_takes_no_text():
+    with rustloader.installed(num_workers="auto"), pytest.raises(TypeError):
+        TorchDataLoader(Numbers(4), num_workers="auto")
+
+
+def test_install_counts_for_our_loaders_with_a_number(decisions):
+    decisions.counts = [4]
+    loader = DataLoader(Numbers(N), num_workers=7)
+    with rustloader.installed(num_workers="auto"):
+        assert [workers_of(iter(loader)) for _ in range(3)] == [2, 4, 4]
+    assert loader.num_workers == 7
+
+
+# States
+
+
+def saved(state, tmp_path):
+    """The state, from a file that may have plain types and tensors only."""
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 5, 8, N // 2 - 1])
+def test_an_iterable_dataset_resumes_with_the_number_of_its_state(taken, persistent, decisions, tmp_path):
+    decisions.counts = [3]
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto", persistent_workers=persistent)
+    first = values(loader)
+    iterator = iter(loader)
+    before = [next(iterator).tolist() for _ in range(taken)]
+    state = saved(loader.state_dict(), tmp_path)
+    rest = values(iterator)
+    assert loader.num_workers == 3 and flat(before + rest) == flat(first)
+
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto", persistent_workers=persistent)
+    assert loader.num_workers == 2
+    loader.load_state_dict(state)
+    assert values(loader) == rest
+    assert type(loader.num_workers) is int and loader.num_workers == 3
+    decisions.counts = [1]
+    assert flat(values(loader)) == list(range(N)) and loader.num_workers == 1
+
+
+def test_the_state_at_the_end_of_an_epoch(decisions, tmp_path):
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto")
+    decisions.counts = [3]
+    list(loader), list(loader)
+    state = saved(loader.state_dict(), tmp_path)
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto")
+    loader.load_state_dict(state)
+    assert flat(values(loader)) == list(range(N)) and loader.num_workers == 3
+
+
+@pytest.mark.parametrize("taken", [0, 5, N])
+def test_a_map_style_dataset_resumes_with_any_number(taken, decisions, tmp_path):
+    decisions.counts = [3]
+    loader = StatefulDataLoader(Numbers(N), shuffle=True, num_workers="auto")
+    list(loader)
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    state = saved(loader.state_dict(), tmp_path)
+    rest = values(iterator)
+    loader = StatefulDataLoader(Numbers(N), shuffle=True, num_workers="auto")
+    loader.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert values(loader) == rest and loader.num_workers == 2
+
+
+def test_a_state_under_install_resumes_under_install_alone(decisions):
+    decisions.counts = [3]
+    with rustloader.installed(num_workers="auto"):
+        loader = StatefulDataLoader(Stream(N), num_workers=1)
+        list(loader)
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = values(iterator)
+        other = StatefulDataLoader(Stream(N), num_workers=1)
+        other.load_state_dict(state)
+        assert values(other) == rest and other.num_workers == 1
+    other.load_state_dict(state)
+    with pytest.raises(AssertionError, match="num_workers=3, and this one has 1"):
+        iter(other)
+
+
+def test_persistent_workers_with_a_state_of_their_own_stay(decisions):
+    decisions.counts = [3]
+    loader = StatefulDataLoader(Counting(N), num_workers="auto", persistent_workers=True)
+    iterator = iter(loader)
+    pids = worker_pids(iterator)
+    for _ in range(3):
+        list(loader)
+    assert worker_pids(iterator) == pids and decisions.seen == []
