@@ -531,3 +531,28 @@ def test_persistent_workers_with_a_state_of_their_own_stay(decisions):
     for _ in range(3):
         list(loader)
     assert worker_pids(iterator) == pids and decisions.seen == []
+
+
+# Statistics and commands
+
+
+def test_statistics_say_so(decisions):
+    decisions.counts = [3]
+    loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=True)
+    for wanted in (2, 3):
+        list(loader)
+        stats = rustloader.stats(loader)
+        assert stats.num_workers == stats.scheduling.auto_workers == wanted
+        assert f"with {wanted} workers (auto)" in str(stats)
+    fixed = DataLoader(Numbers(N), num_workers=2)
+    list(fixed)
+    assert rustloader.stats(fixed).scheduling.auto_workers is None and "auto" not in str(rustloader.stats(fixed))
+
+
+def test_a_measurement_has_one_number(decisions):
+    decisions.counts = [3]
+    loader = DataLoader(Numbers(N), num_workers="auto")
+    arguments.fix(loader)
+    assert [workers_of(iter(loader)) for _ in range(2)] == [2, 2] and decisions.seen == []
+    arguments.fix(loader)
+    assert vars(loader).keys() == vars(TorchDataLoader(Numbers(N))).keys()

@@ -639,3 +639,16 @@ def test_what_holds_for_every_verdict(times, counts, cpu, queued, blocked, pickl
         assert number <= 4 * cores and number <= 4 * workers
     else:
         assert number <= cores
+
+
+@pytest.mark.parametrize("step", [0.0, 5.0])
+@pytest.mark.parametrize("work", [{"cpu": 1.0}, {"cpu": 0.01}, {"collate": 200.0, "cpu": 1.0}], ids=str)
+@pytest.mark.parametrize("workers, cores", [(2, 64), (2, 2)])
+def test_a_loader_with_auto_is_not_told_to_set_a_number(step, work, workers, cores):
+    figures = {"step": step, "waited": 40.0, "fetch": 90.0, "workers": workers, "cores": cores, **work}
+    by_hand = given(**figures, scheduling=SchedulingStats()).verdict()
+    by_itself = given(**figures, scheduling=SchedulingStats(auto_workers=workers)).verdict()
+    assert dataclasses.replace(by_itself, sentence=by_hand.sentence) == by_hand
+    assert not re.search(r"num_workers=\d|more workers, even|use more workers|Ask again", by_itself.sentence)
+    could_grow = workers < cores or by_hand.kind == "storage"
+    assert ('num_workers="auto" decides about more' in by_itself.sentence) == could_grow, by_itself.sentence

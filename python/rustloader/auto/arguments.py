@@ -61,6 +61,11 @@ def give(loader: Any, count: int) -> None:
     setattr(loader, SET, count)
 
 
+def fix(loader: Any) -> None:
+    """Makes the present number of workers of a loader its own."""
+    vars(loader).pop(SET, None)
+
+
 def first_guess() -> int:
     """The number of workers to begin with: the cores of this process by affinity and CPU quota, divided among the ranks
     of this machine (``LOCAL_WORLD_SIZE``), and no more than the free memory allows."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rustloader import options
+from rustloader.auto.arguments import fix
 from rustloader.bench.passes import Limits, run_pass
 from rustloader.bench.settings import Setting
 from rustloader.bench.timeline import Recorder, watch
@@ -43,6 +44,7 @@ class BenchSide(Side):
             warnings.filterwarnings("ignore", "This DataLoader will create")
         self.make(self._setting.workers, ", or pass --workers 2")
         loader = self.loader
+        fix(loader)  # a measurement has one number of workers
         options.give(loader, dict(self._setting.options))  # torch's iterator does not read them
         if self._records is not None:
             self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)

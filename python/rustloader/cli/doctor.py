@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
+from rustloader.auto.arguments import first_guess
 from rustloader.config import TORCH_VERSIONS
 from rustloader.probe.log import warnings
 
@@ -247,7 +248,7 @@ def _cores() -> Iterator[Finding]:
     limited = "" if quota is None else f", quota {quota:g}"
     text = f"{usable:g} usable (machine {os.cpu_count()}, affinity {affinity}{limited})"
     advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if usable < 2 else ""
-    yield _finding("cores", text, advice)
+    yield _finding("cores", f'{text}; num_workers="auto" begins with {first_guess()}', advice)
 
 
 class _Squares:

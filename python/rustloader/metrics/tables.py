@@ -20,7 +20,8 @@ def headline(stats: Figures) -> str:
         return f"no figures: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
     epochs, workers = count_of(stats.epochs, "epoch"), count_of(stats.num_workers, "worker")
-    return f"{count_of(stats.batches, 'batch')}{bytes_} in {epochs} with {workers}"
+    auto = " (auto)" if stats.scheduling is not None and stats.scheduling.auto_workers is not None else ""
+    return f"{count_of(stats.batches, 'batch')}{bytes_} in {epochs} with {workers}{auto}"
 
 
 def _times(stats: Figures) -> list[tuple[str, float, str]]:

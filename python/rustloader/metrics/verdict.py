@@ -43,6 +43,7 @@ _OWN_WORK = (
     "The dataset's own work takes most of the time, and no loader can speed it up: cache its results, decode faster"
 )
 _NO_NUMBER = "How many workers are needed is unknown: this loop has no training step. Ask again in a loop that has one."
+_AUTO = 'num_workers="auto" decides about more workers at the next iter().'
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Verdict:
         sentence: The same in words, with the remedy.
         reason: The figures behind it.
         workers_needed: The ``num_workers`` to try next. None if more workers do not help, or the loop had no training
-            step. It exceeds the number of cores only if workers wait for storage.
+            step. It exceeds the number of cores only if workers wait for storage. With ``num_workers="auto"`` the
+            sentence leaves it to the loader.
         predicted_gain: How many times as fast the loader is predicted to be with the ``dispatch`` and
             ``reorder_window`` of the sentence; None if it names none of the two with a prediction.
 
@@ -217,6 +219,10 @@ def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
     return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
 
 
+def _is_auto(stats: Figures) -> bool:
+    return stats.scheduling is not None and stats.scheduling.auto_workers is not None
+
+
 def _has_step(stats: Figures, loop: float) -> bool:
     return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
 
@@ -230,6 +236,8 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
     more = [f"worker_threads={threads}"] if threads else []
     unknown = " With a map-style dataset, worker_threads does the same with fewer processes."
     hint = unknown if stats.scheduling is None else ""
+    if needed is None and _is_auto(stats):
+        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO}{hint}", reason)
     if needed is None:
         first = "".join(f"{option}, " for option in more)
         sentence = f"{waits}: use {first}more workers, even more than cores, or {faster}. {_NO_NUMBER}{hint}"
@@ -239,6 +247,8 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
     if number <= count:
         sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers will hardly help.{hint}"
         return Verdict("storage", sentence, reason)
+    if _is_auto(stats):
+        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO}{hint}", reason, number)
     more.append(f"num_workers={number}{' and measure again' if number < needed else ''}")
     sentence = f"{waits}: use {' or '.join(more)}, or {faster}.{hint}"
     return Verdict("storage", sentence, reason, number)
@@ -255,8 +265,11 @@ def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "colla
         sentence = "The workers are the bottleneck."
     else:
         sentence = _OWN_WORK if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
-        sentence += ", or use more workers." if number is None and count < cores else ", or add cores."
-    if number is not None:
+        may_grow = number is None and count < cores and not _is_auto(stats)
+        sentence += ", or use more workers." if may_grow else ", or add cores."
+    if _is_auto(stats) and count < cores:
+        sentence += f" {_AUTO}"
+    elif number is not None:
         sentence += f" Use num_workers={number}"
         sentence += "." if number == needed else f": that uses all {cores} cores, and is not enough for this step."
     elif count >= cores:
