@@ -55,6 +55,22 @@ pub enum Error {
         /// Bytes of it never used.
         headroom: u64,
     },
+    /// The machine, or the memory cgroup, has no memory for a shared object.
+    ShareMemory {
+        /// Bytes that were to be written next.
+        wanted: u64,
+        /// Bytes of the object that were written before.
+        written: u64,
+        /// The limit that prevents it, in words.
+        limit: String,
+        /// Bytes of it still available.
+        headroom: u64,
+    },
+    /// A descriptor or an image from elsewhere holds no shared object that can be read.
+    Foreign {
+        /// What is wrong with it.
+        what: String,
+    },
     /// A forked child used an object of its parent.
     Child {
         /// The object and the remedy.
@@ -87,6 +103,11 @@ impl Error {
         Self::Corrupt { what: what.into() }
     }
 
+    /// An [`Error::Foreign`].
+    pub fn foreign(what: impl Into<String>) -> Self {
+        Self::Foreign { what: what.into() }
+    }
+
     /// An [`Error::Usage`].
     pub fn usage(what: impl Into<String>) -> Self {
         Self::Usage { what: what.into() }
@@ -116,6 +137,18 @@ impl fmt::Display for Error {
             Self::RegionFull { wanted, size, headroom } => {
                 let limit = format!("each worker's region of the shared memory has {size} bytes");
                 no_memory(f, *wanted, &limit, *headroom)
+            }
+            Self::ShareMemory { wanted, written, limit, headroom } => write!(
+                f,
+                "cannot share this object: {wanted} bytes were wanted after {written} bytes, {limit}, and {headroom} bytes \
+                 are left; share less, free memory, or raise the limit"
+            ),
+            Self::Foreign { what } => {
+                write!(
+                    f,
+                    "this is no shared object that rustloader {} can read: {what}",
+                    env!("CARGO_PKG_VERSION")
+                )
             }
             Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {

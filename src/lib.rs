@@ -8,7 +8,7 @@
 //! interop                  tensors, arrays, DLPack, calls of Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! transport                tasks and batches over a connection to another machine
-//! metrics                  counters
+//! metrics, store           counters; objects that processes share
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
@@ -39,6 +39,8 @@ mod interop;
 pub mod metrics;
 #[cfg(not(loom))]
 pub mod observe;
+#[cfg(not(loom))]
+pub mod store;
 #[cfg(not(loom))]
 pub mod sys;
 #[cfg(not(loom))]

@@ -16,6 +16,7 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("memfd.rs", "fcntl", "F_GET_SEALS, after F_ADD_SEALS, which has one, was refused"),
     ("proc_fd.rs", "lseek", "the file was opened just before; a refusal is an empty file"),
     ("proc_fd.rs", "pread", "a short answer and none are the same; open has a failpoint"),
+    ("sealed.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
     ("pidfd.rs", "strsignal", "no system call"),
     ("signal.rs", "_exit", "does not come back"),
     ("signal.rs", "getppid", "cannot be refused"),

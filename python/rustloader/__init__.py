@@ -10,6 +10,9 @@ Loaders that a framework builds:
     is_installed: Answers whether torch's loaders use the engine now.
     Options: Holds their options.
 
+Memory:
+    share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
+
 Random numbers:
     sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
 
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.options import Options as Options
+    from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
 
 # The modules that define the public names; all other names are torch's.
@@ -99,6 +103,7 @@ _HOMES = {
     ),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "options": ("Options",),
+    "sharing.core": ("share",),
     "stateful_dataloader.loader": ("StatefulDataLoader",),
 }
 _OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for name in names}
@@ -109,6 +114,7 @@ if not sys.platform.startswith("linux"):
         "installation",
         "metrics.report",
         "metrics.stats",
+        "sharing.core",
         "stateful_dataloader.loader",
     )
     _OURS |= {name: "rustloader.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol, Self, final, type_check_only
 import numpy as np
 import torch
 from torch.utils.data.sampler import BatchSampler
+from typing_extensions import disjoint_base
 
 from rustloader.config import StallLimits
 
@@ -33,6 +34,12 @@ __all__ = [
     "Observed",
     "ObservedWorker",
     "Port",
+    "ShareBuilder",
+    "SharedData",
+    "SharedItems",
+    "SharedIterator",
+    "SharedPairs",
+    "SharedStore",
     "SlowTask",
     "StoppableIndices",
     "TimedCollate",
@@ -545,7 +552,6 @@ class LeaseBuffer:
     """Memory of a batch as a writable buffer, released with its last user."""
 
     def __len__(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
     def storage(self) -> torch.UntypedStorage:
         """A storage that shares these bytes and keeps them alive."""
 
@@ -598,6 +604,108 @@ def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""
+
+@final
+class ShareBuilder:
+    """The image of a shared object that is being written. It has rows, or raw data.
+
+    MemoryError: a memory cgroup, the machine or a limit has too little memory.
+    """
+
+    def __new__(cls) -> Self: ...
+    def extend(self, items: Any, dumps: Callable[[Any], bytes]) -> None:
+        """Appends each item as a row. ``dumps`` pickles those that are no plain trees."""
+
+    def update(self, pairs: Any, dumps: Callable[[Any], bytes]) -> None:
+        """Appends the key and the value of each pair as two rows."""
+
+    def expect(self, nbytes: int) -> None:
+        """Checks that there is memory for so many more bytes."""
+
+    def raw(self, data: Any) -> None:
+        """Appends the bytes of a contiguous buffer of uint8."""
+
+    def finish(self, kind: int, meta: bytes) -> SharedStore:
+        """Seals the image. ``kind`` and ``meta`` describe the object for the reader."""
+
+@final
+class SharedStore:
+    """A mapped image. Its buffer is the whole image."""
+
+    def __new__(cls, fd: int) -> Self:
+        """Takes a descriptor. ValueError: it is no image, or a damaged one."""
+
+    @staticmethod
+    def sealed(fd: int) -> SharedStore:
+        """Seals a memfd with an image, and takes it. After an error the caller still has it."""
+
+    @property
+    def kind(self) -> int: ...
+    @property
+    def meta(self) -> bytes: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def fileno(self) -> int:
+        """The descriptor. OSError: other code has closed it."""
+
+    def data(self) -> Any:
+        """The raw data, in a private mapping of their own: a ``SharedData``."""
+
+@final
+class SharedData:
+    """The raw data of an image as a read-only buffer, and as a storage of torch."""
+
+    @property
+    def store(self) -> SharedStore: ...
+    @property
+    def address(self) -> int: ...
+    def storage(self) -> torch.UntypedStorage:
+        """A storage over the data. What is written to it, this process alone sees."""
+
+    def __len__(self) -> int: ...
+
+@disjoint_base
+class SharedItems:
+    """The base of a shared list or tuple: reading. Items are made anew at each access."""
+
+    def __new__(cls, store: SharedStore, is_tuple: bool) -> Self: ...
+    @property
+    def store(self) -> SharedStore: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __reversed__(self) -> Iterator[Any]: ...
+    def __contains__(self, key: Any, /) -> bool: ...
+    def index(self, value: Any, start: int = 0, stop: int = ..., /) -> int: ...
+    def count(self, value: Any, /) -> int: ...
+    def equals(self, other: Any) -> bool:
+        """Whether another sequence of the same length has equal items."""
+
+@disjoint_base
+class SharedPairs:
+    """The base of a shared dict: reading. Keys are found by a hash that all processes share."""
+
+    def __new__(cls, store: SharedStore) -> Self: ...
+    @property
+    def store(self) -> SharedStore: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __reversed__(self) -> Iterator[Any]: ...
+    def __contains__(self, key: Any, /) -> bool: ...
+    def get(self, key: Any, default: Any = None, /) -> Any: ...
+    def iterate_values(self, is_reversed: bool) -> Iterator[Any]:
+        """The values, in the order of the keys or backwards."""
+
+@final
+class SharedIterator:
+    """An iterator over items, keys or values."""
+
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
+    def __length_hint__(self) -> int: ...
 
 def begin_forks() -> None:
     """Marks this thread's forks until ``end_forks`` as the workers of one iterator."""

@@ -52,6 +52,11 @@ def sample_seed() -> int:
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
+def share(x: Any) -> Any:
+    """Returns ``x`` itself: there is no memory that processes share."""
+    return x
+
+
 class StatefulDataLoader(DataLoader[Any]):
     """Always a NotImplementedError: states need the engine."""
 

@@ -24,6 +24,8 @@ mod pinned;
 pub mod prepare;
 #[cfg(feature = "python")]
 pub mod roundtrip;
+#[cfg(feature = "python")]
+pub mod rows;
 
 use crate::config::BUFFER_KEPT;
 use crate::error::{Error, Result};

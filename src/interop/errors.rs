@@ -1,7 +1,7 @@
 //! The core's errors as Python exceptions.
 
 use pyo3::PyErr;
-use pyo3::exceptions::{PyMemoryError, PyOSError, PyOverflowError, PyRuntimeError};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyOverflowError, PyRuntimeError, PyValueError};
 
 use crate::error::Error;
 
@@ -10,6 +10,8 @@ impl From<Error> for PyErr {
         let text = error.to_string();
         match error {
             Error::NoMemory { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
+            Error::ShareMemory { .. } => PyMemoryError::new_err(text),
+            Error::Foreign { .. } => PyValueError::new_err(text),
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
             Error::TooMany { .. } => PyOverflowError::new_err(text),
             Error::Os { errno, .. } => PyOSError::new_err((errno, text)),

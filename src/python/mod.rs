@@ -6,6 +6,7 @@ mod figures;
 mod functions;
 mod gate;
 mod port;
+mod sharing;
 mod signals;
 
 use pyo3::prelude::*;
@@ -25,6 +26,7 @@ mod _core {
             seed_words, set_reporting,
         },
         port::PyPort,
+        sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
         signals::DeferredSignals,
     };
     #[pymodule_export]

@@ -205,7 +205,7 @@ pub fn no_address_space(wanted: u64, left: u64) -> Error {
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
 }
 
-fn address_space_hint(wanted: u64) -> String {
+pub(super) fn address_space_hint(wanted: u64) -> String {
     format!(
         "{wanted} bytes of address space were wanted: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer or \
          tool that restricts address space"

@@ -20,6 +20,7 @@ pub mod owned;
 pub mod pidfd;
 pub mod poll;
 pub mod proc_fd;
+pub mod sealed;
 pub mod signal;
 pub mod sigterm;
 pub mod socket;

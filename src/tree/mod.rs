@@ -30,7 +30,7 @@ mod reader;
 mod writer;
 
 pub use brief::brief;
-pub use reader::{Atom, Build, Leaf, Place, Storage, walk};
+pub use reader::{Atom, Build, Leaf, Place, Storage, text, walk};
 pub use writer::{Placeholder, Writer};
 
 /// Containers of the tree.

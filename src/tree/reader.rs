@@ -223,6 +223,18 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
     if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes behind the batch").into()) }
 }
 
+/// The string of a payload that is one; `None` for any other payload.
+#[inline]
+pub fn text(payload: &[u8]) -> Option<&str> {
+    if payload.first() != Some(&tag::STR) {
+        return None;
+    }
+    let mut reader = Reader { bytes: payload, at: 1 };
+    let len = reader.count(1).ok()?;
+    let bytes = reader.take(len).ok()?;
+    if reader.at == payload.len() { std::str::from_utf8(bytes).ok() } else { None }
+}
+
 impl<'a> Reader<'a> {
     #[cold]
     fn corrupt(&self, what: &str) -> Error {

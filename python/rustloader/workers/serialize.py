@@ -24,6 +24,7 @@ from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
+from rustloader.sharing.pickling import reduce_array as reduce_shared_array
 
 # The first protocol with out-of-band buffers.
 _PROTOCOL = 5
@@ -56,7 +57,7 @@ def leaves_are_ours() -> bool:
     return (
         _reducer_of(_Tensor) is _reduce_tensor_of_torchs
         and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
-        and _ndarray not in _extra_reducers
+        and _reducer_of(_ndarray) in (None, reduce_shared_array)
         and _ndarray not in copyreg.dispatch_table
     )
 
@@ -238,6 +239,9 @@ class _Beside:
 
 def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_extra_reducers}
+    if table.get(np.ndarray) is reduce_shared_array:
+        # In a batch an array in shared memory is like any other.
+        del table[np.ndarray]
     replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
     if torch.UntypedStorage not in replacing:
         # torch's reducer of tensors calls the program's reducer of storages.
@@ -266,7 +270,7 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
         table = _Table(table)
     if _extra_reducers != _known:
         for kind, reducer in _extra_reducers.items():
-            if _known.get(kind) is not reducer and _is_foreign(reducer):
+            if _known.get(kind) is not reducer and kind in table and _is_foreign(reducer):
                 table[kind] = beside.noted(reducer)
     shared = _sharer._key
     payload = _pickle(value, table, beside.take)

@@ -1,0 +1,1 @@
+"""Objects that the processes of a machine share."""

@@ -1,0 +1,122 @@
+"""Shared arrays and tensors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+
+from rustloader._core import ShareBuilder, SharedStore
+from rustloader.sharing import pickling
+from rustloader.sharing.sequences import ARRAY, TENSOR
+
+# Bytes of an array that is not contiguous that are copied at a time.
+_PIECE = 16 << 20
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The elements of an array in C order, as contiguous pieces."""
+    if array.flags.c_contiguous or array.ndim == 0 or array.nbytes <= _PIECE:
+        yield np.ascontiguousarray(array)
+    elif array.nbytes // len(array) > _PIECE:
+        for part in array:
+            yield from _pieces(part)
+    else:
+        step = max(1, _PIECE * len(array) // array.nbytes)
+        for at in range(0, len(array), step):
+            yield np.ascontiguousarray(array[at : at + step])
+
+
+def _build(array: np.ndarray, kind: int, meta: Any) -> SharedStore:
+    builder = ShareBuilder()
+    builder.expect(array.nbytes)
+    for piece in _pieces(array):
+        builder.raw(piece.reshape(-1).view(np.uint8))
+    return builder.finish(kind, pickle.dumps(meta))
+
+
+def share_array(array: np.ndarray) -> np.ndarray:
+    """Returns a read-only array with the elements of ``array`` in shared memory."""
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"an array of dtype {array.dtype} holds Python objects: share(array.tolist()) shares their values"
+        )
+    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    store = _build(array.T if is_fortran else array, ARRAY, (array.dtype, array.shape, is_fortran))
+    return array_of(store)
+
+
+def array_of(store: SharedStore) -> np.ndarray:
+    """The array of an image."""
+    dtype, shape, is_fortran = pickle.loads(store.meta)
+    # From now on ForkingPickler sends shared arrays as descriptors.
+    pickling.register(np.ndarray, pickling.reduce_array)
+    return np.ndarray(shape, dtype, store.data(), order="F" if is_fortran else "C")
+
+
+class SharedTensor(torch.Tensor):
+    """A tensor in shared memory; ``rustloader.share`` makes it. What is computed from it is a plain tensor."""
+
+    # As for torch.nn.Parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    store: SharedStore
+
+    def plain(self) -> torch.Tensor:
+        """Returns a plain tensor over the same memory."""
+        return self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        copy = memo[id(self)] = self.plain().clone()
+        return copy
+
+
+def share_tensor(tensor: torch.Tensor) -> SharedTensor:
+    """Returns a tensor with the elements of ``tensor`` in shared memory."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise TypeError(
+            f"only dense tensors in the CPU's memory are shared, and this one is {tensor.layout} on {tensor.device}: "
+            "share(tensor.cpu().to_dense())"
+        )
+    if tensor.requires_grad:
+        raise TypeError("a tensor that requires grad is not shared: share(tensor.detach())")
+    plain = tensor.resolve_conj().resolve_neg()
+    # NumPy has no bfloat16 and others: their bytes.
+    size = plain.element_size()
+    numbers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+    array = (plain.view(numbers) if numbers is not None else plain).numpy()
+    return tensor_of(_build(array, TENSOR, (tensor.dtype, tuple(tensor.shape))))
+
+
+def tensor_of(store: SharedStore) -> SharedTensor:
+    """The tensor of an image."""
+    dtype, shape = pickle.loads(store.meta)
+    numel = torch.Size(shape).numel()
+    if numel == 0:
+        plain = torch.empty(shape, dtype=dtype)
+    else:
+        if numel * dtype.itemsize > len(data := store.data()):
+            raise ValueError(f"the image of a shared tensor has {len(data)} bytes, too few for {shape} of {dtype}")
+        strides = torch.empty(shape, device="meta").stride()
+        plain = torch.empty(0, dtype=dtype).set_(data.storage(), 0, shape, strides)
+    tensor: SharedTensor = torch.Tensor._make_subclass(SharedTensor, plain)
+    tensor.store = store
+    return tensor
+
+
+def _reduce_tensor(tensor: SharedTensor) -> Any:
+    return _tensor_from_descriptor, (reduction.DupFd(tensor.store.fileno()),)
+
+
+def _tensor_from_descriptor(duplicate: Any) -> SharedTensor:
+    return tensor_of(pickling.received(duplicate))
+
+
+pickling.register(SharedTensor, _reduce_tensor)

@@ -1,0 +1,123 @@
+"""How shared objects and their items are pickled.
+
+For another process of this machine (ForkingPickler) a shared object is a descriptor. For everything else (``pickle``,
+``torch.save``) it is its content.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing import context, reduction
+from typing import Any
+
+import numpy as np
+import torch
+
+from rustloader._core import ShareBuilder, SharedData, SharedStore
+
+_PROTOCOL = 5
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Reduces a view of a larger storage to its own elements: torch would pickle the whole storage with each item."""
+    if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
+        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
+    return tensor.__reduce_ex__(_PROTOCOL)
+
+
+def dumps(item: Any) -> bytes:
+    """Pickles an item that is no plain tree."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=_PROTOCOL)
+    pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}
+    pickler.dump(item)
+    return out.getvalue()
+
+
+# Shared objects of lists, tuples and dicts
+
+
+def reduce_by_value(shared: Any, protocol: int) -> tuple[Any, ...]:
+    """Reduces a shared object to the bytes of its image, from which a new one is made."""
+    image = memoryview(shared.store)
+    return from_image, (type(shared), pickle.PickleBuffer(image) if protocol >= 5 else bytes(image))
+
+
+def from_image(kind: type, image: Any) -> Any:
+    """Makes a shared object of an image.
+
+    Raises:
+        ValueError: The image is damaged, or one of another version.
+    """
+    fd = os.memfd_create("rustloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        return kind(_copied(memoryview(image).cast("B"), fd))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _copied(image: memoryview, fd: int) -> SharedStore:
+    ShareBuilder().expect(len(image))
+    at = 0
+    while at < len(image):
+        at += os.pwrite(fd, image[at : at + (1 << 24)], at)
+    return SharedStore.sealed(fd)
+
+
+def reduce_to_descriptor(shared: Any) -> tuple[Any, ...]:
+    """Reduces a shared object to its descriptor, for another process of this machine."""
+    return from_descriptor, (type(shared), reduction.DupFd(shared.store.fileno()))
+
+
+def from_descriptor(kind: type, duplicate: Any) -> Any:
+    """Opens a shared object that came as a descriptor."""
+    return kind(received(duplicate))
+
+
+def received(duplicate: Any) -> SharedStore:
+    """The image of a descriptor that another process has sent."""
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return SharedStore(fd)
+
+
+def is_spawning() -> bool:
+    """Whether the arguments of a new process are being pickled."""
+    return context.get_spawning_popen() is not None
+
+
+def register(kind: type, reducer: Callable[[Any], Any]) -> None:
+    """Registers how ForkingPickler sends a class."""
+    reduction.register(kind, reducer)
+
+
+# Arrays
+
+
+def data_of(array: Any) -> SharedData | None:
+    """The shared data that an array lies in, as a whole or as a view; None for other arrays."""
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    return base if isinstance(base, SharedData) else None
+
+
+def reduce_array(array: np.ndarray) -> Any:
+    """Reduces a shared array to a descriptor if it is an argument of a new process, and to its elements otherwise."""
+    data = data_of(array) if is_spawning() else None
+    if data is None:
+        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides
+    return _array_from_descriptor, (reduction.DupFd(data.store.fileno()), array.dtype, *view)
+
+
+def _array_from_descriptor(duplicate: Any, dtype: np.dtype, offset: int, shape: Any, strides: Any) -> np.ndarray:
+    return np.ndarray(shape, dtype, received(duplicate).data(), offset, strides)

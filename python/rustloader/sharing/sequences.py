@@ -1,0 +1,233 @@
+"""Shared lists and tuples."""
+
+from __future__ import annotations
+
+import collections.abc
+import itertools
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from rustloader._core import SharedItems, SharedPairs, SharedStore
+from rustloader.sharing import pickling
+
+# The kinds of images.
+LIST, TUPLE, DICT, ARRAY, TENSOR = range(1, 6)
+# Items that a repr shows.
+_SHOWN = 3
+
+
+def checked(store: SharedStore, kind: int) -> SharedStore:
+    """Returns the store. Raises ValueError if its image is of another kind."""
+    if store.kind != kind:
+        raise ValueError(f"the image of a shared object has kind {store.kind}, and {kind} is expected")
+    return store
+
+
+def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
+    """Gives a class methods that raise a TypeError with the remedy in place of changing it."""
+    for name in names:
+
+        def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
+            raise TypeError(f"a {type(self).__name__} is read-only ({_name}): change a copy, {remedy}")
+
+        method.__name__ = name
+        setattr(kind, name, method)
+
+
+class _Sequence(SharedItems):
+    """What a shared list and a shared tuple have in common."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pickling.reduce_by_value(self, protocol)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        # Nothing can change it.
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared memory."""
+        return self.store.nbytes
+
+    def to_list(self) -> list[Any]:
+        """Returns the items as a new list."""
+        return list(self)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Returns the items as a tuple."""
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:_SHOWN])) + (", ..." if len(self) > _SHOWN else "")
+        return f"<{type(self).__name__} of {len(self)} items, {self.nbytes} bytes: [{shown}]>"
+
+
+class SharedList(_Sequence):
+    """A list in shared memory; ``rustloader.share`` makes it."""
+
+    __slots__ = ()
+
+    def __new__(cls, store: SharedStore) -> SharedList:
+        return super().__new__(cls, checked(store, LIST), False)
+
+    def __eq__(self, other: object) -> bool:
+        return self.equals(other) if isinstance(other, (list, SharedList)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list's
+
+    def copy(self) -> list[Any]:
+        """Returns the items as a new list."""
+        return list(self)
+
+    def __add__(self, other: Any) -> list[Any]:
+        return [*self, *other] if isinstance(other, (list, SharedList)) else NotImplemented
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __mul__(self, count: Any) -> list[Any]:
+        return self.to_list() * count
+
+    __rmul__ = __mul__
+
+
+class SharedTuple(_Sequence):
+    """A tuple in shared memory; ``rustloader.share`` makes it."""
+
+    __slots__ = ()
+
+    def __new__(cls, store: SharedStore) -> SharedTuple:
+        return super().__new__(cls, checked(store, TUPLE), True)
+
+    def __eq__(self, other: object) -> bool:
+        return self.equals(other) if isinstance(other, (tuple, SharedTuple)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.to_tuple())
+
+    def __add__(self, other: Any) -> tuple[Any, ...]:
+        return (*self, *other) if isinstance(other, (tuple, SharedTuple)) else NotImplemented
+
+    def __radd__(self, other: Any) -> tuple[Any, ...]:
+        return (*other, *self) if isinstance(other, tuple) else NotImplemented
+
+    def __mul__(self, count: Any) -> tuple[Any, ...]:
+        return self.to_tuple() * count
+
+    __rmul__ = __mul__
+
+
+class _Values(collections.abc.ValuesView[Any]):
+    """The values of a shared dict, in the order of its keys."""
+
+    _mapping: SharedDict
+
+    def __iter__(self) -> Any:
+        return self._mapping.iterate_values(False)
+
+    def __reversed__(self) -> Any:
+        return self._mapping.iterate_values(True)
+
+
+class _Items(collections.abc.ItemsView[Any, Any]):
+    """The keys and values of a shared dict."""
+
+    _mapping: SharedDict
+
+    def __iter__(self) -> Any:
+        return zip(self._mapping, self._mapping.iterate_values(False), strict=True)
+
+    def __reversed__(self) -> Any:
+        return zip(reversed(self._mapping), self._mapping.iterate_values(True), strict=True)
+
+
+class _Keys(collections.abc.KeysView[Any]):
+    """The keys of a shared dict."""
+
+    _mapping: SharedDict
+
+    def __reversed__(self) -> Any:
+        return reversed(self._mapping)
+
+
+class SharedDict(SharedPairs):
+    """A dict in shared memory; ``rustloader.share`` makes it."""
+
+    __slots__ = ()
+
+    def __new__(cls, store: SharedStore) -> SharedDict:
+        return super().__new__(cls, checked(store, DICT))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pickling.reduce_by_value(self, protocol)
+
+    def __copy__(self) -> SharedDict:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SharedDict:
+        # Nothing can change it.
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared memory."""
+        return self.store.nbytes
+
+    def keys(self) -> collections.abc.KeysView[Any]:
+        """Returns a view of the keys, in the dict's order."""
+        return _Keys(self)
+
+    def values(self) -> collections.abc.ValuesView[Any]:
+        """Returns a view of the values, in the order of the keys."""
+        return _Values(self)
+
+    def items(self) -> collections.abc.ItemsView[Any, Any]:
+        """Returns a view of the keys with their values."""
+        return _Items(self)
+
+    def to_dict(self) -> dict[Any, Any]:
+        """Returns the keys and values as a new dict."""
+        return dict(self.items())
+
+    def copy(self) -> dict[Any, Any]:
+        """Returns the keys and values as a new dict."""
+        return self.to_dict()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (dict, SharedDict)):
+            return NotImplemented
+        if len(self) != len(other):
+            return False
+        missing = object()
+        return all(other.get(key, missing) == value for key, value in self.items())
+
+    __hash__ = None  # type: ignore[assignment]  # as a dict's
+
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        return {**self, **other} if isinstance(other, (dict, SharedDict)) else NotImplemented
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return {**other, **self} if isinstance(other, dict) else NotImplemented
+
+    def __repr__(self) -> str:
+        shown = [f"{key!r}: {value!r}" for key, value in itertools.islice(self.items(), _SHOWN)]
+        dots = ", ..." if len(self) > _SHOWN else ""
+        return f"<SharedDict of {len(self)} items, {self.nbytes} bytes: {{{', '.join(shown)}{dots}}}>"
+
+
+_SETTING = ("__setitem__", "__delitem__", "clear", "pop")
+_OF_LISTS = ("append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
+forbid(SharedList, (*_SETTING, *_OF_LISTS), "to_list()")
+forbid(SharedTuple, _SETTING[:2], "to_list()")
+forbid(SharedDict, (*_SETTING, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
+
+for _kind in (SharedList, SharedTuple, SharedDict):
+    pickling.register(_kind, pickling.reduce_to_descriptor)
+collections.abc.Sequence.register(SharedList)
+collections.abc.Sequence.register(SharedTuple)
+collections.abc.Mapping.register(SharedDict)

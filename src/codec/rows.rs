@@ -1,0 +1,253 @@
+//! Python values as the rows of a shared object, and back.
+//!
+//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, or a tree with its leaves.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyFloat, PyInt, PyNone, PyString, PyTuple};
+
+use super::{Sink, Source, decode, encode, shrink};
+use crate::error::{Error, Result};
+use crate::interop::memory::{Heap, Memory};
+use crate::interop::tensor::Bridge;
+use crate::store::{Builder, Row, Store, hash};
+use crate::tree::text;
+
+/// The first byte of a pickle.
+const PICKLE: u8 = 0xf0;
+/// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree; the
+/// leaves.
+const LEAVES: u8 = 0xf1;
+
+/// Leaves of 16 KiB and more of a value, in ordinary memory until the row is written.
+#[derive(Default)]
+struct Leaves(Vec<Heap>);
+
+impl Sink for Leaves {
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
+        let heap = Heap::new(len)?;
+        let memory = heap.ptr();
+        self.0.push(heap);
+        Ok((self.0.len() as u32 - 1, memory))
+    }
+
+    fn adopt(&mut self, _ptr: *const u8, _len: usize) -> Option<(u32, u64)> {
+        None
+    }
+}
+
+/// Appends a value as a row. `dumps` pickles what is no plain tree. `buffer` is kept from row to row.
+pub fn push(
+    builder: &mut Builder,
+    value: &Bound<'_, PyAny>,
+    dumps: &Bound<'_, PyAny>,
+    buffer: &mut Vec<u8>,
+) -> PyResult<()> {
+    if let Ok(number) = value.cast_exact::<PyFloat>() {
+        return Ok(builder.float(number.value())?);
+    }
+    if let Ok(number) = value.cast_exact::<PyInt>()
+        && let Ok(number) = number.extract::<i64>()
+    {
+        return Ok(builder.int(number)?);
+    }
+    shrink(buffer);
+    buffer.clear();
+    let mut leaves = Leaves::default();
+    if !encode(Bridge::get(value.py())?, value, buffer, &mut leaves)? {
+        let pickle = dumps.call1((value,))?;
+        let pickle = pickle.cast::<PyBytes>()?;
+        return Ok(builder.record(&[&[PICKLE], pickle.as_bytes()])?);
+    }
+    if leaves.0.is_empty() {
+        return Ok(builder.record(&[buffer])?);
+    }
+    let lengths = leaves.0.iter().map(Heap::len);
+    let head = [buffer.len(), leaves.0.len()].into_iter().chain(lengths);
+    let head: Vec<u8> = head.flat_map(|number| (number as u64).to_le_bytes()).collect();
+    let mut parts: Vec<&[u8]> = vec![&[LEAVES], &head, buffer];
+    // SAFETY: the encoder has filled these bytes, which `leaves` keeps.
+    parts.extend(leaves.0.iter().map(|leaf| unsafe { std::slice::from_raw_parts(leaf.ptr(), leaf.len()) }));
+    Ok(builder.record(&parts)?)
+}
+
+/// The leaves of a row.
+struct Parts<'a>(Vec<Option<&'a [u8]>>);
+
+impl Source for Parts<'_> {
+    type Memory = Heap;
+
+    fn leaf(&mut self, index: u32) -> Result<Heap> {
+        let leaf = self.0.get_mut(index as usize).and_then(Option::take);
+        let leaf = leaf.ok_or_else(|| Error::foreign(format!("it is damaged: leaf {index} of a row")))?;
+        let heap = Heap::new(leaf.len())?;
+        // SAFETY: the new memory has as many bytes.
+        unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
+        Ok(heap)
+    }
+}
+
+/// The tree and the leaves of a row that begins with [`LEAVES`]; `None` if it is damaged.
+fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
+    let (head, rest) = bytes.split_first_chunk::<16>()?;
+    let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
+    let (tree, count) = (number(head)?, number(&head[8..])?);
+    let (lengths, rest) = rest.split_at_checked(count.checked_mul(8)?)?;
+    let (tree, mut rest) = rest.split_at_checked(tree)?;
+    let mut leaves = Vec::with_capacity(count);
+    for len in lengths.as_chunks::<8>().0 {
+        let (leaf, behind) = rest.split_at_checked(number(len)?)?;
+        leaves.push(Some(leaf));
+        rest = behind;
+    }
+    Some((tree, Parts(leaves)))
+}
+
+/// The value of a row: a new object.
+#[inline]
+pub fn value<'py>(py: Python<'py>, store: &Store, row: u64) -> PyResult<Bound<'py, PyAny>> {
+    let bytes = match store.row(row)? {
+        Row::Int(value) => return Ok(value.into_pyobject(py)?.into_any()),
+        Row::Float(value) => return Ok(PyFloat::new(py, value).into_any()),
+        Row::Record(bytes) => bytes,
+    };
+    if let Some(text) = text(bytes) {
+        return Ok(PyString::new(py, text).into_any());
+    }
+    match bytes.split_first() {
+        Some((&PICKLE, pickle)) => loads(py)?.call1((PyBytes::new(py, pickle),)),
+        Some((&LEAVES, rest)) => {
+            let (tree, mut leaves) =
+                split(rest).ok_or_else(|| Error::foreign("it is damaged: a row's leaves"))?;
+            Ok(decode(py, Bridge::get(py)?, tree, &mut leaves)?.into_bound(py))
+        }
+        _ => Ok(decode(py, Bridge::get(py)?, bytes, &mut Parts(Vec::new()))?.into_bound(py)),
+    }
+}
+
+fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static LOADS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
+}
+
+/// Whether a row is equal to a str; `None` if only the row's value can tell.
+#[inline]
+pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
+    match store.row(row) {
+        Ok(Row::Record(bytes)) => match text(bytes) {
+            Some(text) => Some(text == wanted),
+            // An object of its own class may be equal to a str.
+            None if bytes.first() == Some(&PICKLE) => None,
+            None => Some(false),
+        },
+        Ok(_) => Some(false),
+        Err(_) => None,
+    }
+}
+
+/// The bytes by which a key is found in every process; false if there are none. Equal keys have equal bytes.
+///
+/// These are strings, bytes, None, numbers and tuples of them. Hashes of other objects may differ between processes.
+pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResult<bool> {
+    let py = value.py();
+    if let Ok(text) = value.cast::<PyString>() {
+        // A subclass may define an equality and a hash of its own.
+        if value.cast_exact::<PyString>().is_err() && !hashes_like_str(value)? {
+            return Ok(false);
+        }
+        let Ok(text) = text.to_str() else { return Ok(false) };
+        out.push(b's');
+        out.extend_from_slice(text.as_bytes());
+        // No byte of UTF-8, so that tuples of other parts have other bytes.
+        out.push(0xff);
+    } else if value.cast_exact::<PyInt>().is_ok()
+        || value.cast_exact::<PyFloat>().is_ok()
+        || value.cast_exact::<PyBool>().is_ok()
+        || value.cast_exact::<PyComplex>().is_ok()
+        || (value.hasattr(intern!(py, "__complex__"))? | value.hasattr(intern!(py, "__float__"))?)
+            && value.is_instance(number(py)?)?
+    {
+        out.push(b'i');
+        out.extend_from_slice(&value.hash()?.to_le_bytes());
+    } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
+        out.push(b'b');
+        out.extend_from_slice(&bytes.as_bytes().len().to_le_bytes());
+        out.extend_from_slice(bytes.as_bytes());
+    } else if value.cast_exact::<PyNone>().is_ok() {
+        out.push(b'n');
+    } else if let Ok(tuple) = value.cast_exact::<PyTuple>()
+        && depth < 8
+    {
+        out.push(b't');
+        out.extend_from_slice(&tuple.len().to_le_bytes());
+        for item in tuple {
+            if !key(&item, out, depth + 1)? {
+                return Ok(false);
+            }
+        }
+    } else {
+        return Ok(false);
+    }
+    Ok(true)
+}
+
+fn number(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    Ok(NUMBER.get_or_try_init(py, || py.import("numbers")?.getattr("Number").map(Bound::unbind))?.bind(py))
+}
+
+/// Whether an instance of a subclass of str has str's hash and equality.
+fn hashes_like_str(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let (py, kind) = (value.py(), value.get_type());
+    let base = py.get_type::<PyString>();
+    for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {
+        if !kind.getattr(name)?.is(base.getattr(name)?) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The hash of a key, or `None` if it has none that all processes share.
+pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Option<u64>> {
+    buffer.clear();
+    Ok(key(value, buffer, 0)?.then(|| hash(buffer)))
+}
+
+/// The row of a key among rows of keys and values, as in a dict.
+pub fn find_key(store: &Store, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    let py = wanted.py();
+    let mut buffer = Vec::new();
+    let hash = key_hash(wanted, &mut buffer)?;
+    let text =
+        wanted.cast_exact::<PyString>().ok().map(|text| text.to_str()).and_then(std::result::Result::ok);
+    let is_key = |row: u64| -> PyResult<bool> {
+        match text.and_then(|text| is_text(store, row, text)) {
+            Some(known) => Ok(known),
+            None => value(py, store, row)?.eq(wanted),
+        }
+    };
+    if let Some(hash) = hash {
+        for row in store.candidates(hash) {
+            if is_key(row)? {
+                return Ok(Some(row));
+            }
+        }
+    } else {
+        // An unhashable object is no key: Python's TypeError.
+        wanted.hash()?;
+    }
+    let rows: Box<dyn Iterator<Item = u64>> = match hash {
+        Some(_) => Box::new(store.odd()),
+        // Its hash says nothing about the table: every key may be equal.
+        None => Box::new((0..store.rows()).step_by(2)),
+    };
+    for row in rows {
+        let found = value(py, store, row)?;
+        if found.hash()? == wanted.hash()? && found.eq(wanted)? {
+            return Ok(Some(row));
+        }
+    }
+    Ok(None)
+}

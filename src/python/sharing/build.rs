@@ -1,0 +1,106 @@
+//! Building an image from Python objects.
+
+use std::sync::Mutex;
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::prelude::*;
+
+use super::store::SharedStore;
+use crate::codec::rows;
+use crate::store::Builder;
+
+/// An image that is being written. One thread uses it.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct ShareBuilder {
+    builder: Mutex<Option<Builder>>,
+}
+
+/// Rows between two looks at signals.
+const SIGNALS_EVERY: u64 = 1024;
+
+impl ShareBuilder {
+    fn with<T>(&self, run: impl FnOnce(&mut Builder) -> PyResult<T>) -> PyResult<T> {
+        let used = || PyRuntimeError::new_err("this shared object is finished, or another call builds it");
+        // User code that runs meanwhile may come back here.
+        let mut builder = self.builder.try_lock().map_err(|_| used())?;
+        run(builder.as_mut().ok_or_else(used)?)
+    }
+}
+
+/// Adds a note that names the item to an error.
+fn named(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
+    let note = format!("rustloader.share() failed at the {part} {row} (counted from 0)");
+    // Without the note the error is the same.
+    let _ = error.value(py).call_method1("add_note", (note,));
+    error
+}
+
+#[pymethods]
+impl ShareBuilder {
+    #[new]
+    fn new() -> PyResult<Self> {
+        Ok(Self { builder: Mutex::new(Some(Builder::new()?)) })
+    }
+
+    /// Appends each item as a row.
+    fn extend(&self, py: Python<'_>, items: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with(|builder| {
+            let mut buffer = Vec::new();
+            for item in items.try_iter()? {
+                let row = builder.rows();
+                rows::push(builder, &item?, dumps, &mut buffer)
+                    .map_err(|error| named(py, error, row, "item"))?;
+                if row % SIGNALS_EVERY == 0 {
+                    py.check_signals()?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Appends each key and value as two rows.
+    fn update(&self, py: Python<'_>, pairs: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with(|builder| {
+            let (mut buffer, mut bytes) = (Vec::new(), Vec::new());
+            for pair in pairs.try_iter()? {
+                let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
+                let row = builder.rows() / 2;
+                let failed = |error| named(py, error, row, "key or value");
+                let hash = rows::key_hash(&key, &mut bytes)?;
+                rows::push(builder, &key, dumps, &mut buffer).map_err(failed)?;
+                builder.key(hash);
+                rows::push(builder, &value, dumps, &mut buffer).map_err(failed)?;
+                if row % SIGNALS_EVERY == 0 {
+                    py.check_signals()?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn expect(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
+        self.with(|builder| Ok(py.detach(|| builder.expect(nbytes))?))
+    }
+
+    fn raw(&self, py: Python<'_>, data: PyBuffer<u8>) -> PyResult<()> {
+        if !data.is_c_contiguous() {
+            return Err(PyTypeError::new_err("raw data must be contiguous"));
+        }
+        let (mut from, len) = (data.buf_ptr().cast_const().cast::<u8>(), data.len_bytes());
+        if len == 0 {
+            from = std::ptr::NonNull::dangling().as_ptr();
+        }
+        // SAFETY: the buffer's bytes, which stay while `data` lives. Another thread that changes them meanwhile races with the
+        // copy as with any other reader.
+        let bytes = unsafe { std::slice::from_raw_parts(from, len) };
+        self.with(|builder| Ok(py.detach(|| builder.raw(bytes))?))
+    }
+
+    fn finish(&self, py: Python<'_>, kind: u64, meta: &[u8]) -> PyResult<SharedStore> {
+        let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
+        let builder = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
+        let fd = py.detach(|| builder.finish(kind, meta))?;
+        SharedStore::open(fd)
+    }
+}

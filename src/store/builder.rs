@@ -1,0 +1,297 @@
+//! The writing side: rows come one after the other, and leave for the file chunk by chunk.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::{CHUNK, HEADER, MAGIC, PLACE_BITS, ROW_BITS, ROWS, VERSION, form, tag};
+use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
+use crate::error::{Error, Result};
+use crate::sys::cgroup::Roots;
+use crate::sys::{memfd, memory, sealed};
+use crate::tree::Writer;
+
+/// The rows that are not written yet.
+enum Pending {
+    Ints(Vec<i64>),
+    Floats(Vec<f64>),
+    /// Each row's end in the bytes.
+    Records(Vec<u32>, Vec<u8>),
+}
+
+/// An image that is being written.
+pub struct Builder {
+    fd: OwnedFd,
+    /// The file's length so far.
+    at: u64,
+    /// The length up to which the memory that is left was checked.
+    checked: u64,
+    pending: Pending,
+    rows: u64,
+    /// The first row and the place of each chunk.
+    table: Vec<(u64, u64)>,
+    /// Whether all chunks so far are full.
+    uniform: bool,
+    /// The hashes of rows, with their numbers.
+    hashes: Vec<(u64, u64)>,
+    odd: Vec<u64>,
+    data: u64,
+}
+
+impl Builder {
+    /// An empty image in a new memfd.
+    pub fn new() -> Result<Self> {
+        Ok(Self {
+            fd: memfd::create("rustloader-shared", 0)?,
+            at: HEADER,
+            checked: 0,
+            pending: Pending::Records(Vec::new(), Vec::new()),
+            rows: 0,
+            table: Vec::new(),
+            uniform: true,
+            hashes: Vec::new(),
+            odd: Vec::new(),
+            data: 0,
+        })
+    }
+
+    /// The number of rows so far.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// The bytes written so far.
+    pub fn len(&self) -> u64 {
+        self.at
+    }
+
+    /// Whether nothing was written.
+    pub fn is_empty(&self) -> bool {
+        self.at == HEADER && self.rows == 0
+    }
+
+    /// Appends a row of an int.
+    pub fn int(&mut self, value: i64) -> Result<()> {
+        if let Pending::Records(ends, _) = &self.pending
+            && ends.is_empty()
+        {
+            self.pending = Pending::Ints(Vec::new());
+        }
+        match &mut self.pending {
+            Pending::Ints(values) => values.push(value),
+            _ => return self.mixed(|writer| writer.int(value)),
+        }
+        self.added()
+    }
+
+    /// Appends a row of a float.
+    pub fn float(&mut self, value: f64) -> Result<()> {
+        if let Pending::Records(ends, _) = &self.pending
+            && ends.is_empty()
+        {
+            self.pending = Pending::Floats(Vec::new());
+        }
+        match &mut self.pending {
+            Pending::Floats(values) => values.push(value),
+            _ => return self.mixed(|writer| writer.float(value)),
+        }
+        self.added()
+    }
+
+    /// Appends a row of a number among rows of bytes, as a tree.
+    fn mixed(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
+        let mut record = Vec::with_capacity(16);
+        write(&mut Writer::new(&mut record));
+        self.record(&[&record])
+    }
+
+    /// Appends a row of bytes, given in parts.
+    pub fn record(&mut self, parts: &[&[u8]]) -> Result<()> {
+        let len = parts.iter().map(|part| part.len()).sum::<usize>();
+        if len >= CHUNK {
+            self.flush()?;
+            return self.lone(parts, len);
+        }
+        self.unify();
+        if let Pending::Records(ends, bytes) = &mut self.pending {
+            if bytes.len() + len > CHUNK {
+                self.flush()?;
+                return self.record(parts);
+            }
+            parts.iter().for_each(|part| bytes.extend_from_slice(part));
+            // At most 1 MiB: it fits.
+            ends.push(bytes.len() as u32);
+        }
+        self.added()
+    }
+
+    /// Makes the pending numbers rows of bytes.
+    fn unify(&mut self) {
+        let (mut ends, mut bytes) = (Vec::new(), Vec::new());
+        let mut put = |write: &dyn Fn(&mut Writer<'_>)| {
+            write(&mut Writer::new(&mut bytes));
+            ends.push(bytes.len() as u32);
+        };
+        match &self.pending {
+            Pending::Ints(values) => values.iter().for_each(|value| put(&|out| out.int(*value))),
+            Pending::Floats(values) => values.iter().for_each(|value| put(&|out| out.float(*value))),
+            Pending::Records(..) => return,
+        }
+        self.pending = Pending::Records(ends, bytes);
+    }
+
+    /// Notes the hash of the newest row; `None`: it has none.
+    pub fn key(&mut self, hash: Option<u64>) {
+        let row = self.rows.saturating_sub(1);
+        match hash {
+            Some(hash) => self.hashes.push((hash, row)),
+            None => self.odd.push(row),
+        }
+    }
+
+    /// Appends raw data. An image has rows or data.
+    pub fn raw(&mut self, bytes: &[u8]) -> Result<()> {
+        self.write(bytes)?;
+        self.data += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Checks that there is memory for `len` more bytes.
+    pub fn expect(&mut self, len: u64) -> Result<()> {
+        let room = memory::available(&Roots::default());
+        let margin = len.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end());
+        if room.bytes < len.saturating_add(margin) {
+            return Err(self.no_memory(len, room.limit, room.bytes));
+        }
+        self.checked = self.at + len;
+        Ok(())
+    }
+
+    fn no_memory(&self, wanted: u64, limit: String, headroom: u64) -> Error {
+        Error::ShareMemory { wanted, written: self.at - HEADER, limit, headroom }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        if self.at + len > self.checked {
+            self.expect(len.max(HEADROOM_CHECK))?;
+        }
+        match sealed::write_at(self.fd.as_fd(), bytes, self.at) {
+            Ok(()) => {
+                self.at += len;
+                Ok(())
+            }
+            Err(Error::Os { errno: libc::ENOMEM | libc::ENOSPC, .. }) => {
+                let room = memory::available(&Roots::default());
+                Err(self.no_memory(
+                    len,
+                    format!("the kernel has no free page for them, {}", room.limit),
+                    room.bytes,
+                ))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn added(&mut self) -> Result<()> {
+        self.rows += 1;
+        let pending = match &self.pending {
+            Pending::Ints(values) => values.len(),
+            Pending::Floats(values) => values.len(),
+            Pending::Records(ends, _) => ends.len(),
+        };
+        if pending as u64 >= ROWS { self.flush() } else { Ok(()) }
+    }
+
+    /// Begins a chunk of `rows` rows that were counted already.
+    fn begin(&mut self, form: u64, rows: usize) {
+        let first = self.rows - rows as u64;
+        self.uniform &= first == self.table.len() as u64 * ROWS;
+        self.table.push((first, form << PLACE_BITS | self.at));
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let pending = std::mem::replace(&mut self.pending, Pending::Records(Vec::new(), Vec::new()));
+        let (form, rows, mut chunk) = match pending {
+            Pending::Ints(values) => {
+                (form::INTS, values.len(), values.iter().flat_map(|value| value.to_le_bytes()).collect())
+            }
+            Pending::Floats(values) => {
+                (form::FLOATS, values.len(), values.iter().flat_map(|value| value.to_le_bytes()).collect())
+            }
+            Pending::Records(ends, bytes) => {
+                let mut chunk: Vec<u8> = ends.iter().flat_map(|end| end.to_le_bytes()).collect();
+                chunk.extend_from_slice(&bytes);
+                (form::RECORDS, ends.len(), chunk)
+            }
+        };
+        if rows == 0 {
+            return Ok(());
+        }
+        self.begin(form, rows);
+        chunk.resize(chunk.len().next_multiple_of(8), 0);
+        self.write(&chunk)
+    }
+
+    /// Writes a row that is a chunk of its own.
+    fn lone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
+        self.expect(len as u64)?;
+        self.rows += 1;
+        self.begin(form::LONE, 1);
+        // The table's next entry cannot name the exact end: chunks begin at multiples of 8.
+        self.write(&(len as u64).to_le_bytes())?;
+        for part in parts {
+            self.write(part)?;
+        }
+        self.write(&[0; 8][..len.next_multiple_of(8) - len])
+    }
+
+    /// Writes words as a section; its place and length.
+    fn section(&mut self, words: impl Iterator<Item = u64>) -> Result<[u64; 2]> {
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        let at = self.at;
+        self.write(&bytes)?;
+        Ok([at, bytes.len() as u64])
+    }
+
+    /// The open-addressed table of the hashes.
+    fn slots(&self) -> Vec<u64> {
+        if self.hashes.is_empty() {
+            return Vec::new();
+        }
+        let size = (self.hashes.len() * 3 / 2 + 1).next_power_of_two();
+        let mut slots = vec![0; size];
+        for &(hash, row) in &self.hashes {
+            let mut at = hash as usize & (size - 1);
+            while slots[at] != 0 {
+                at = (at + 1) & (size - 1);
+            }
+            slots[at] = tag(hash) | (row + 1);
+        }
+        slots
+    }
+
+    /// Writes what is left, and seals the file. `kind` and `meta` come back as they are.
+    pub fn finish(mut self, kind: u64, meta: &[u8]) -> Result<OwnedFd> {
+        self.flush()?;
+        if self.rows >> (ROW_BITS - 1) != 0 {
+            return Err(Error::usage("too many rows for a shared object"));
+        }
+        let data = [HEADER, self.data];
+        let end = [(self.rows, self.at)];
+        let table = std::mem::take(&mut self.table);
+        let table = self.section(table.iter().chain(&end).flat_map(|(first, at)| [*first, *at]))?;
+        let slots = self.slots();
+        let slots = self.section(slots.into_iter())?;
+        let odd = std::mem::take(&mut self.odd);
+        let odd = self.section(odd.into_iter())?;
+        let meta_at = [self.at, meta.len() as u64];
+        self.write(meta)?;
+        // An empty file could not be mapped, nor could one that ends in the header.
+        let head = [MAGIC, VERSION, kind, self.rows, if self.uniform { ROWS } else { 0 }];
+        let header = head.into_iter().chain([table, slots, odd, meta_at, data].into_iter().flatten());
+        let mut header: Vec<u8> = header.flat_map(u64::to_le_bytes).collect();
+        header.resize(HEADER as usize, 0);
+        sealed::write_at(self.fd.as_fd(), &header, 0)?;
+        sealed::seal_all(self.fd.as_fd())?;
+        Ok(self.fd)
+    }
+}

@@ -1,0 +1,185 @@
+//! The reading side.
+
+use std::os::fd::BorrowedFd;
+
+use super::{HEADER, MAGIC, PLACE_BITS, ROW_MASK, ROWS, VERSION, WORDS, form, tag};
+use crate::error::{Error, Result};
+use crate::sys::sealed::SealedMap;
+
+/// A row of a [`Store`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Row<'a> {
+    /// An int.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// The bytes that the builder was given.
+    Record(&'a [u8]),
+}
+
+/// A section of the image: its place and length in bytes, which lie inside the image.
+#[derive(Clone, Copy, Debug)]
+struct Section {
+    at: usize,
+    len: usize,
+}
+
+/// An image, mapped. Reading takes no lock, and is safe in forked children.
+#[derive(Debug)]
+pub struct Store {
+    map: SealedMap,
+    /// What the builder was given.
+    pub kind: u64,
+    rows: u64,
+    uniform: bool,
+    table: Section,
+    slots: Section,
+    odd: Section,
+    meta: Section,
+    data: Section,
+}
+
+#[cold]
+fn damaged(what: &str) -> Error {
+    Error::foreign(format!("it is damaged: {what}"))
+}
+
+#[inline]
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+#[inline]
+fn half(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+impl Store {
+    /// Maps a finished image.
+    ///
+    /// Errors: [`Error::Foreign`] if it is none, or one of another version.
+    pub fn open(fd: BorrowedFd<'_>) -> Result<Self> {
+        let map = SealedMap::new(fd, false)?;
+        // SAFETY: the mapping is not writable.
+        let bytes = unsafe { map.bytes() };
+        let header = bytes.get(..HEADER as usize).ok_or_else(|| Error::foreign("it is too short"))?;
+        let mut words = [0; WORDS];
+        for (at, slot) in words.iter_mut().enumerate() {
+            *slot = word(header, at * 8).unwrap_or(0);
+        }
+        let [magic, version, kind, rows, chunk_rows, ..] = words;
+        if magic != MAGIC {
+            return Err(Error::foreign("it does not begin with the header of one"));
+        }
+        if version != VERSION {
+            return Err(Error::foreign(format!("its version is {version}, not {VERSION}")));
+        }
+        let section = |number: usize, each: usize| {
+            let [at, len] = [words[5 + 2 * number], words[6 + 2 * number]];
+            let range = usize::try_from(at).ok().zip(usize::try_from(len).ok());
+            let inside = |(at, len): &(usize, usize)| {
+                at.checked_add(*len).is_some_and(|end| end <= bytes.len()) && len.is_multiple_of(each)
+            };
+            let (at, len) = range.filter(inside).ok_or_else(|| damaged("a section lies outside"))?;
+            Ok::<_, Error>(Section { at, len })
+        };
+        let (table, slots, odd) = (section(0, 16)?, section(1, 8)?, section(2, 8)?);
+        let (meta, data) = (section(3, 1)?, section(4, 1)?);
+        if table.len == 0 || !(slots.len == 0 || (slots.len / 8).is_power_of_two()) {
+            return Err(damaged("a table has a wrong length"));
+        }
+        if rows > ROW_MASK || (chunk_rows != 0 && chunk_rows != ROWS) {
+            return Err(damaged("the number of rows"));
+        }
+        Ok(Self { kind, rows, uniform: chunk_rows == ROWS, table, slots, odd, meta, data, map })
+    }
+
+    /// The whole image.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the mapping is not writable.
+        unsafe { self.map.bytes() }
+    }
+
+    #[inline]
+    fn section(&self, section: Section) -> &[u8] {
+        self.bytes().get(section.at..section.at + section.len).unwrap_or_default()
+    }
+
+    /// The number of rows.
+    #[inline]
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// The builder's description of the object.
+    pub fn meta(&self) -> &[u8] {
+        self.section(self.meta)
+    }
+
+    /// The place and length of the raw data in bytes.
+    pub fn data(&self) -> (usize, usize) {
+        (self.data.at, self.data.len)
+    }
+
+    /// A row. A number below [`Self::rows`] fails only if the image is damaged.
+    #[inline]
+    pub fn row(&self, row: u64) -> Result<Row<'_>> {
+        self.find(row).ok_or_else(|| damaged("a row lies outside of its chunk"))
+    }
+
+    #[inline]
+    fn find(&self, row: u64) -> Option<Row<'_>> {
+        let table = self.section(self.table);
+        let chunk = if self.uniform { (row / ROWS) as usize } else { Self::chunk_of(table, row)? };
+        let entry: &[u8; 32] = table.get(chunk.checked_mul(16)?..)?.first_chunk()?;
+        let [first, place, next, end] = [0, 8, 16, 24].map(|at| word(entry, at).unwrap_or(0));
+        let place_of = |word: u64| (word & ((1 << PLACE_BITS) - 1)) as usize;
+        let chunk = self.bytes().get(place_of(place)..place_of(end))?;
+        if row >= next {
+            return None;
+        }
+        let (row, rows) = (row.checked_sub(first)? as usize, (next - first) as usize);
+        match place >> PLACE_BITS {
+            form::INTS => Some(Row::Int(word(chunk, row.checked_mul(8)?)? as i64)),
+            form::FLOATS => Some(Row::Float(f64::from_bits(word(chunk, row.checked_mul(8)?)?))),
+            form::RECORDS => {
+                // The rows' ends; of the first one, none before it.
+                let ends = chunk.get(..rows.checked_mul(4)?)?;
+                let begin = if row == 0 { 0 } else { half(ends, row * 4 - 4)? as usize };
+                let end = half(ends, row * 4)? as usize;
+                Some(Row::Record(chunk.get(ends.len()..)?.get(begin..end)?))
+            }
+            form::LONE => Some(Row::Record(chunk.get(8..)?.get(..usize::try_from(word(chunk, 0)?).ok()?)?)),
+            _ => None,
+        }
+    }
+
+    /// The last chunk that begins at or before a row.
+    fn chunk_of(table: &[u8], row: u64) -> Option<usize> {
+        // The last entry is the end's.
+        let (mut low, mut high) = (0, table.len() / 16 - 1);
+        while low < high {
+            let middle = low.midpoint(high);
+            if word(table, middle * 16)? <= row { low = middle + 1 } else { high = middle }
+        }
+        low.checked_sub(1)
+    }
+
+    /// The rows whose keys may have a hash: first the likely one. Empty without a table.
+    pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
+        let slots = self.section(self.slots);
+        let size = slots.len() / 8;
+        let start = hash as usize;
+        let probes = (0..size).map(move |step| word(slots, (start.wrapping_add(step) & (size - 1)) * 8));
+        let filled = probes.map_while(|slot| slot.filter(|slot| *slot != 0));
+        let rows = filled.filter(move |slot| tag(*slot) == tag(hash)).map(|slot| (slot & ROW_MASK) - 1);
+        rows.filter(|row| *row < self.rows)
+    }
+
+    /// The rows without a hash.
+    pub fn odd(&self) -> impl Iterator<Item = u64> + '_ {
+        let odd = self.section(self.odd);
+        (0..odd.len() / 8).filter_map(|at| word(odd, at * 8)).filter(|row| *row < self.rows)
+    }
+}

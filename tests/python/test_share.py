@@ -1,0 +1,525 @@
+"""`rustloader.share`: values, types and errors as the original's."""
+
+import collections.abc
+import copy
+import dataclasses
+import gc
+import io
+import math
+import mmap
+import operator
+import os
+import pickle
+import resource
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
+
+import cgroups
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+from isolation import in_child
+from support import open_files, rustloader
+
+from rustloader._core import SharedStore
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    share = rustloader.share
+
+
+@dataclasses.dataclass
+class Box:
+    content: object
+
+
+class Named(str):
+    pass
+
+
+class Loud(str):
+    def __hash__(self):
+        return 7
+
+    def __eq__(self, other):
+        return isinstance(other, str) and str(self).lower() == str(other).lower()
+
+
+def exactly(a, b):
+    """Whether two values are equal with the same types, bits of floats included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(exactly, a, b))
+    if isinstance(a, dict):
+        return exactly(list(a.items()), list(b.items()))
+    return a == b
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers(allow_nan=False) | st.binary()
+    | st.text() | st.text(st.characters(categories=("Cs", "L")))
+)  # fmt: skip
+KEYS = st.integers() | st.text(max_size=5) | st.none() | st.booleans() | st.tuples(st.integers(), st.text(max_size=3))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.builds(Box, SCALARS.filter(lambda value: value == value))
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@for_all(st.lists(VALUES, max_size=12))
+def test_lists_and_tuples_of_any_values_come_back(given):
+    for original, copied in ((given, "to_list"), (tuple(given), "to_tuple")):
+        shared = share(original)
+        assert len(shared) == len(original)
+        for index in range(-len(original), len(original)):
+            assert exactly(shared[index], original[index])
+        assert exactly(list(shared), list(original))
+        assert exactly(list(reversed(shared)), list(reversed(original)))
+        assert exactly(getattr(shared, copied)(), original)
+        for part in (slice(None), slice(1, None, 2), slice(None, None, -1), slice(-3, 100), slice(5, 2)):
+            assert exactly(shared[part], original[part])
+
+
+@settings(max_examples=150, deadline=None)
+@for_all(st.dictionaries(KEYS | st.floats() | st.binary(), VALUES, max_size=12))
+def test_dicts_of_any_values_come_back(given):
+    shared = share(given)
+    assert exactly(shared.to_dict(), given) and exactly(list(shared), list(given))
+    assert exactly(list(shared.values()), list(given.values()))
+    assert exactly(list(reversed(shared.items())), list(reversed(given.items())))
+    for key, value in given.items():
+        if key == key:
+            assert key in shared and exactly(shared[key], value) and exactly(shared.get(key), value)
+
+
+def test_equality_membership_and_places_are_a_lists():
+    items = ["a", 1, 1.0, True, None, b"a", "b", Named("c"), (1, "x"), [2], 0.5, "a", *range(3000)]
+    shared, pair = share(items), share(tuple(items))
+    assert shared == items and items == shared and shared == share(items) and not shared != items
+    assert pair == tuple(items) and tuple(items) == pair
+    assert shared != tuple(items) and shared != items[:-1] and shared != [*items[:-1], "z"] and pair != items
+    for value in ("a", "c", 1, 1.0, True, None, b"a", (1, "x"), [2], 2999, "zz", 3000, Loud("A"), Box(1)):
+        assert (value in shared) == (value in items), value
+        assert shared.count(value) == items.count(value), value
+        if value in items:
+            assert shared.index(value) == items.index(value)
+    assert shared.index("a", 1) == items.index("a", 1) and shared.index(5, -2999) == items.index(5, -2999)
+    for args in (("zz",), ("b", 7), ("b", 0, 6)):
+        for ours, theirs in ((shared, items), (pair, tuple(items))):
+            with pytest.raises(ValueError) as expected:
+                theirs.index(*args)
+            with pytest.raises(ValueError) as raised:
+                ours.index(*args)
+            if "not in list" in str(raised.value):
+                assert str(raised.value) == f"{args[0]!r} is not in list"
+            else:
+                assert str(raised.value) == str(expected.value)
+    one, two = [1], (2,)
+    assert shared + one == [*items, 1] and one + shared == [1, *items] and share(one) * 2 == 2 * share(one) == [1, 1]
+    assert two + share(two) == share(two) + two == share(two) + share(two) == 2 * share(two) == (2, 2) and hash(
+        share((1, "a"))
+    ) == hash((1, "a"))
+    assert isinstance(shared, collections.abc.Sequence) and not isinstance(shared, list)
+
+
+@pytest.mark.parametrize("key", [3, -4, "a", 1.0, None, 10**30, -(10**30), (0,), np.int64(9)])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_index_errors_have_pythons_texts(kind, key):
+    original = kind(["a", "b", "c"])
+    with pytest.raises((IndexError, TypeError)) as expected:
+        original[key]
+    with pytest.raises(type(expected.value)) as raised:
+        share(original)[key]
+    assert str(raised.value) == str(expected.value)
+
+
+def test_indices_are_what_a_list_takes():
+    shared = share([10, 11, 12])
+    assert shared[np.int64(1)] == shared[torch.tensor(-2)] == shared[True] == 11
+    assert operator.length_hint(iter(shared)) == 3 and list(zip(shared, reversed(shared), strict=True))[2] == (12, 10)
+
+
+KEYS_OF_ALL_KINDS = [
+    "a",
+    "",
+    "é\U0001f600",
+    "\ud800",
+    b"a",
+    1,
+    2.5,
+    -1,
+    10**40,
+    None,
+    (1, "a"),
+    ((1.0,), b"x"),
+    Fraction(1, 3),
+    Decimal("0.1"),
+    PurePosixPath("a/b"),
+    frozenset({1}),
+    1j,
+    float("inf"),
+    Named("named"),
+    Loud("Loud"),
+    ((frozenset(),), 1),
+]
+
+
+def test_keys_are_found_as_in_a_dict():
+    given = {key: position for position, key in enumerate(KEYS_OF_ALL_KINDS)}
+    shared = share(given)
+    equals = [
+        np.str_("a"),
+        True,
+        1.0,
+        np.int64(-1),
+        np.float32(2.5),
+        (True, "a"),
+        ((1,), b"x"),
+        complex(2.5),
+        Named("a"),
+    ]
+    for key in (*KEYS_OF_ALL_KINDS, *equals):
+        assert key in given and key in shared and shared[key] == given[key], key
+    for key in ("b", b"b", 2, 0.1, (1, "b"), PurePosixPath("b"), frozenset(), (1,), ("a", 1), "1", Decimal("0.2")):
+        assert key not in given and key not in shared and shared.get(key, 5) == 5 and shared.get(key) is None, key
+        with pytest.raises(KeyError) as raised:
+            shared[key]
+        assert raised.value.args == (key,)
+    for call in (shared.get, shared.__getitem__, shared.__contains__):
+        with pytest.raises(TypeError, match="unhashable"):
+            call([])
+    assert shared == given and given == shared and shared != {**given, "x": 1} and shared != {**given, "a": "x"}
+    assert isinstance(shared, collections.abc.Mapping) and shared | {"a": 1} == given | {"a": 1}
+    assert shared.keys() == given.keys() and list(shared.keys() & {"a"}) == ["a"]
+    assert {**shared} == given and dict(shared) == given and ("a", 0) in shared.items() and 0 in shared.values()
+
+
+def test_a_large_dict_finds_each_key():
+    given = {f"images/{number:07d}.jpg": number for number in range(20_000)}
+    shared = share(given)
+    assert all(shared[key] == value for key, value in given.items())
+    assert not any(f"images/{number:07d}.png" in shared for number in range(2000))
+
+
+@pytest.mark.parametrize("name", ["append", "extend", "insert", "pop", "remove", "sort", "reverse", "clear"])
+def test_a_shared_list_says_how_to_change_it(name):
+    with pytest.raises(TypeError, match=rf"a SharedList is read-only \({name}\): change a copy, to_list\(\)"):
+        getattr(share([1]), name)(0)
+
+
+def test_assignments_say_how_to_change_it():
+    shared, mapping = share([1]), share({"a": 1})
+    with pytest.raises(TypeError, match=r"to_list\(\)"):
+        shared[0] = 2
+    with pytest.raises(TypeError, match=r"to_list\(\)"):
+        del shared[0]
+    with pytest.raises(TypeError, match=r"to_list\(\)"):
+        shared += [1]
+    for change in (
+        lambda: mapping.update(b=1),
+        lambda: mapping.pop("a"),
+        lambda: mapping.setdefault("a"),
+        mapping.clear,
+    ):
+        with pytest.raises(TypeError, match=r"a SharedDict is read-only .*: change a copy, to_dict\(\)"):
+            change()
+    assert shared == [1] and mapping == {"a": 1}
+
+
+def test_items_are_new_at_each_access():
+    shared = share([[1], {"a": [2]}])
+    shared[0].append(5)
+    shared[1]["a"].clear()
+    assert shared == [[1], {"a": [2]}]
+    inner = [0]
+    twice = share([[inner, inner]])[0]
+    assert twice[0] is twice[1]
+    loop = []
+    loop.append(loop)
+    back = share([loop])[0]
+    assert back[0] is back
+
+
+def test_a_generator_is_read_once():
+    shared = share(str(number) for number in range(5000))
+    assert shared == [str(number) for number in range(5000)]
+    assert share(range(3)) == [0, 1, 2] and share({}.items()) == [] and share(set()) == []
+
+
+def test_large_items_and_many_sizes():
+    items = [
+        "x" * 10,
+        "y" * (3 << 20),
+        b"z" * (1 << 20),
+        *(["s"] * 1500),
+        {"array": np.zeros(100_000)},
+        "é" * 900_000,
+        5,
+    ]
+    shared = share(items)
+    for index in (0, 1, 2, 3, 1000, 1502, 1504, 1505, -1):
+        assert shared[index] == items[index]
+    assert (shared[1503]["array"] == items[1503]["array"]).all() and shared[1503]["array"].flags.writeable
+
+
+def test_arrays_and_tensors_as_items():
+    base = torch.arange(1_000_000)
+    items = [base[:3], np.arange(6).reshape(2, 3).T, torch.zeros(0), Box(base[5:7]), torch.nn.Parameter(torch.ones(2))]
+    shared = share(items)
+    assert shared.nbytes < 100_000
+    for index in (0, 1, 2, 4):
+        assert type(shared[index]) is type(items[index]) and shared[index].tolist() == items[index].tolist()
+        assert shared[index].dtype == items[index].dtype
+    assert shared[3].content.tolist() == [5, 6]
+
+
+def test_what_cannot_be_shared_says_why():
+    with pytest.raises(
+        TypeError, match="a list, a tuple, a dict, an array, a tensor or an iterable of items, not a int"
+    ):
+        share(5)
+    with pytest.raises(TypeError, match="not a str"):
+        share("abc")
+    with pytest.raises(TypeError, match=r"lose its class: share\(tuple\(x\)\)"):
+        share(collections.namedtuple("Pair", "a b")(1, 2))
+    with pytest.raises(TypeError, match=r"dtype object holds Python objects: share\(array.tolist\(\)\)"):
+        share(np.array([object()]))
+    with pytest.raises(TypeError, match=r"share\(tensor.detach\(\)\)"):
+        share(torch.zeros(2, requires_grad=True))
+    with pytest.raises(TypeError, match="only dense tensors"):
+        share(torch.zeros(2).to_sparse())
+    with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
+        share(["a", lambda: 0])
+    assert "item 1 (counted from 0)" in raised.value.__notes__[0]
+
+    def broken():
+        yield "a"
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        share(broken())
+
+
+def test_representations_are_short():
+    assert repr(share(list(range(10000)))).startswith("<SharedList of 10000 items, ")
+    assert repr(share(list(range(10000)))).endswith(" bytes: [0, 1, 2, ...]>")
+    assert repr(share({"a": 1})).endswith("bytes: {'a': 1}>") and repr(share((1,))).startswith(
+        "<SharedTuple of 1 items"
+    )
+
+
+# Arrays and tensors
+
+
+ARRAYS = [
+    np.arange(12.0).reshape(3, 4),
+    np.arange(12).reshape(3, 4).T,
+    np.arange(24)[::3],
+    np.zeros((0, 3)),
+    np.array(5),
+    np.array("a"),
+    np.array(["2020-01-01"], "M8[D]"),
+    np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]),
+    np.arange(3, dtype=">i4"),
+    np.broadcast_to(np.arange(1 << 20), (20, 1 << 20))[:, ::2],
+    np.zeros((2, 3 << 20), np.float64)[:, 1:],
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}")
+def test_arrays(array):
+    shared = share(array)
+    assert type(shared) is np.ndarray and shared.dtype == array.dtype and shared.shape == array.shape
+    assert shared.tobytes() == array.tobytes() and not shared.flags.writeable
+    assert share(shared) is shared and not np.shares_memory(shared, array)
+    if array.flags.f_contiguous:
+        assert shared.flags.f_contiguous
+    with pytest.raises(ValueError):
+        shared.flags.writeable = True
+    for back in (pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
+        assert back.flags.writeable and (back == array).all()
+
+
+TENSORS = [
+    torch.arange(12).reshape(3, 4),
+    torch.arange(12.0).reshape(3, 4).T,
+    torch.zeros(0, 3),
+    torch.tensor(5),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.tensor([True]),
+    torch.ones(2, dtype=torch.complex64).conj(),
+    torch.ones(2, dtype=torch.complex128),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}")
+def test_tensors(tensor):
+    shared = share(tensor)
+    assert isinstance(shared, torch.Tensor) and shared.dtype == tensor.dtype and shared.shape == tensor.shape
+    assert torch.equal(shared, tensor) and share(shared) is shared
+    assert type(shared + shared) is type(shared.clone()) is type(shared[...]) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(shared, file)
+    file.seek(0)
+    for back in (torch.load(file), pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
+        assert type(back) is torch.Tensor and torch.equal(back, tensor)
+
+
+def test_a_write_to_a_shared_tensor_reaches_nobody_else():
+    shared = share(torch.zeros(10_000))
+    other = SharedStore(os.dup(shared.store.fileno()))
+    array = torch.from_numpy(np.frombuffer(other.data(), np.float32).copy())
+    shared[:] = 1
+    assert shared.sum() == 10_000 and array.sum() == 0
+    assert np.frombuffer(other.data(), np.float32).sum() == 0
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_write_behind_a_shared_array_is_no_crash():
+    shared = share(np.zeros(5000))
+    torch.from_numpy(shared)[0] = 1
+    assert share(shared) is shared
+
+
+# Copies, pickles and descriptors from elsewhere
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("original", [[1, "a", Box(2)], (1,), {"a": [1]}, [], {}], ids=str)
+def test_pickles_carry_the_content(original, protocol):
+    shared = share(original)
+    back = pickle.loads(pickle.dumps(shared, protocol))
+    assert type(back) is type(shared) and back == original and back.store.fileno() != shared.store.fileno()
+    assert copy.copy(shared) is shared and copy.deepcopy([shared])[0] is shared
+
+
+def test_a_damaged_pickle_is_an_error():
+    kind, (_, image) = share(["abc", 1]).__reduce_ex__(4)
+    before = open_files()
+    for damaged in (image[:-1], image[:100], b"x" * 5000, b"", b"\0" + image[1:]):
+        with pytest.raises(ValueError, match="no shared object that rustloader"):
+            kind(type(share([])), damaged)
+    with pytest.raises(ValueError, match="kind 1, and 3 is expected"):
+        kind(type(share({})), image)
+    gc.collect()
+    assert open_files().keys() == before.keys()
+
+
+def test_descriptors_of_other_files_are_refused():
+    for path in ("/dev/null", "/proc/self/exe"):
+        fd = os.open(path, os.O_RDONLY)
+        with pytest.raises(ValueError, match="no sealed file in memory"):
+            SharedStore(fd)
+    unsealed = os.memfd_create("x")
+    os.write(unsealed, bytes(share([1]).store))
+    with pytest.raises(ValueError, match="no sealed file in memory"):
+        SharedStore(unsealed)
+    with pytest.raises(OSError):
+        SharedStore(-1)
+
+
+def test_nobody_can_write_to_it():
+    store = share(["a"]).store
+    for write in (lambda: os.pwrite(store.fileno(), b"x", 0), lambda: os.ftruncate(store.fileno(), 0)):
+        with pytest.raises(PermissionError):
+            write()
+    with pytest.raises((PermissionError, ValueError)):
+        mmap.mmap(store.fileno(), 0)
+    with pytest.raises(TypeError):
+        memoryview(store)[0] = 1
+
+
+def test_a_descriptor_that_was_closed_is_named():
+    shared = share(["a"])
+    fd = shared.store.fileno()
+    keep = os.dup(fd)
+    os.close(fd)
+    with pytest.raises(OSError, match="closed by other code"):
+        shared.store.fileno()
+    assert shared == ["a"]
+    os.dup2(keep, fd)
+    os.close(keep)
+
+
+def test_dropped_objects_leave_nothing():
+    def shared_memory():
+        with open("/proc/self/maps") as file:
+            return sum("memfd:rustloader-shared" in line for line in file)
+
+    gc.collect()
+    before, mapped = open_files().keys(), shared_memory()
+    for _ in range(200):
+        things = [share(["a"]), share((1,)), share({"a": 1}), share(np.zeros(5)), share(torch.zeros(5))]
+        iterator = iter(things[0])
+    assert shared_memory() == mapped + 7 and next(iterator) == "a"
+    things.clear()
+    del iterator
+    gc.collect()
+    assert (open_files().keys(), shared_memory()) == (before, mapped)
+    with pytest.raises(ZeroDivisionError):
+        share(1 // (3 - number) for number in range(5))
+    gc.collect()
+    assert (open_files().keys(), shared_memory()) == (before, mapped)
+
+
+# Limits
+
+
+def error_of(make, *args):
+    try:
+        make(*args)
+    except (MemoryError, OSError) as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def test_a_memory_cgroup_that_is_too_small_is_an_error_with_sizes():
+    def body():
+        big = np.broadcast_to(np.zeros(1), (1 << 27,))
+        found = [error_of(share, big), error_of(share, (b"x" * (1 << 20) for _ in range(1000)))]
+        found.append(error_of(share, (str(number) * 100 for number in range(2_000_000))))
+        return [*found, share(["a"]) == ["a"]]
+
+    with cgroups.of_400_mb() as (join, limit, kills):
+        *errors, works = cgroups.in_cgroup(join, body)
+        assert works and kills() == 0
+    for kind, text in errors:
+        assert kind == "MemoryError" and limit in text and "bytes are left; share less" in text, text
+    assert f"{1 << 30} bytes were wanted after 0 bytes" in errors[0][1]
+
+
+def test_an_address_space_that_is_too_small_is_a_memory_error():
+    def body():
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
+        return error_of(share, (b"x" * (1 << 20) for _ in range(100)))
+
+    report = in_child(lambda: {"value": body()})
+    kind, text = report["value"]
+    assert kind == "MemoryError" and "ulimit -v" in text, text
+
+
+def test_a_limit_of_file_sizes_is_no_signal():
+    def body():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        return error_of(share, (b"x" * (1 << 16) for _ in range(100)))
+
+    report = in_child(lambda: {"value": body()})
+    kind, text = report["value"]
+    assert kind == "OSError" and "ulimit -f" in text, text

@@ -1,0 +1,187 @@
+"""Shared objects in workers: every start method, both loaders, batches, kills."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support import BOTH, DataLoader, gone, run_script, rustloader, wait_until, worker_pids
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    share = rustloader.share
+
+ORIGINAL = [f"images/{number:05d}.jpg" for number in range(1200)]
+
+
+def inodes():
+    """The shared objects that this process has mapped: inode and bytes of private memory."""
+    found, private = [], 0
+    with open("/proc/self/smaps") as file:
+        current = False
+        for line in file:
+            if "-" in line.split()[0]:
+                current = "memfd:rustloader-shared" in line
+                if current:
+                    found.append(int(line.split()[4]))
+            elif current and line.startswith("Private_Dirty"):
+                private += int(line.split()[1])
+    return sorted(set(found)), private
+
+
+class Shared(torch.utils.data.Dataset):
+    def __init__(self, paths, labels, array, tensor, pair):
+        self.paths, self.labels, self.array, self.tensor, self.pair = paths, labels, array, tensor, pair
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        path = self.paths[index]
+        # smaps takes milliseconds to read.
+        mapped = inodes() if index % 300 == 299 else None
+        return path, self.labels[path], self.array[index], self.tensor[index].tolist(), self.pair[index % 2], mapped
+
+
+def as_it_is(batch):
+    return batch
+
+
+def dataset():
+    labels = {path: number for number, path in enumerate(ORIGINAL)}
+    array, tensor = np.arange(2400.0).reshape(1200, 2), torch.arange(2400).reshape(2, 1200).T
+    return Shared(*map(share, (ORIGINAL, labels, array, tensor, (1, "b"))))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("loader", BOTH)
+def test_workers_read_the_same_memory(loader, method):
+    data = dataset()
+    expected, _ = inodes()
+    own = {os.fstat(thing.store.fileno()).st_ino for thing in (data.paths, data.labels, data.tensor, data.pair)}
+    assert own < set(expected)
+    settings = dict(num_workers=2, multiprocessing_context=method, collate_fn=as_it_is)
+    seen = 0
+    for batch in loader(data, batch_size=300, **settings):
+        for path, label, row, rows, part, _ in batch:
+            assert (path, label) == (ORIGINAL[seen], seen) and part == (1, "b")[seen % 2]
+            assert row.tolist() == [2 * seen, 2 * seen + 1] and rows == [seen, seen + 1200]
+            seen += 1
+        mapped, private = batch[-1][-1]
+        assert set(mapped) >= own and len(set(mapped) & set(expected)) == 5 and private == 0
+    assert seen == 1200
+
+
+class Whole(torch.utils.data.Dataset):
+    """Its samples are the shared objects themselves."""
+
+    def __init__(self, *things):
+        self.things = things
+
+    def __len__(self):
+        return len(self.things)
+
+    def __getitem__(self, index):
+        return self.things[index]
+
+
+@pytest.mark.parametrize("loader", BOTH)
+def test_shared_objects_travel_in_batches(loader):
+    things = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
+    got = [batch[0] for batch in loader(Whole(*things), batch_size=1, num_workers=1, collate_fn=as_it_is)]
+    assert [type(thing) for thing in got] == [type(thing) for thing in things]
+    assert got[0] == ORIGINAL and got[1] == {"a": [1]} and torch.equal(got[2], things[2]) and got[3] == (1, 2)
+
+
+@pytest.mark.parametrize("loader", BOTH)
+def test_batches_of_arrays_are_as_without_sharing(loader):
+    """ForkingPickler has a reducer for arrays after the first shared one."""
+    array = share(np.arange(90_000.0).reshape(3, 30_000))
+    for batch in loader(
+        Whole(array, array[1:], np.ones(3), np.ones(30_000)), batch_size=2, collate_fn=as_it_is, num_workers=2
+    ):
+        assert all(type(part) is np.ndarray and part.flags.writeable for part in batch)
+    kinds = list(loader(Whole({1, 2}, {"x": array[0]}), batch_size=None, num_workers=1, collate_fn=as_it_is))
+    assert kinds[0] == {1, 2} and kinds[1]["x"].sum() == array[0].sum()
+
+
+@pytest.mark.parametrize("loader", BOTH)
+def test_default_collate_takes_shared_rows(loader):
+    data = torch.utils.data.TensorDataset(share(torch.arange(12.0).reshape(4, 3)))
+    (batch,) = next(iter(loader(data, batch_size=4, num_workers=1)))
+    assert type(batch) is torch.Tensor and torch.equal(batch, torch.arange(12.0).reshape(4, 3))
+
+
+HEAD = """
+import os, signal, sys
+import torch
+import rustloader
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.items = rustloader.share([str(n) for n in range(1000)])
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        return len(self.items[index])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_killed_program_leaves_no_shared_memory(method, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    source = (
+        HEAD
+        + f"""
+if __name__ == "__main__":
+    data = Data()
+    iterator = iter(rustloader.DataLoader(data, batch_size=10, num_workers=2, multiprocessing_context={method!r}))
+    next(iterator)
+    pids = [worker.pid for worker in iterator._workers]
+    print(os.fstat(data.items.store.fileno()).st_ino, *pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    file = tmp_path / "program.py"
+    file.write_text(source)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    _, *pids = map(int, done.stdout.split())
+    assert wait_until(lambda: all(gone(pid) for pid in pids), 60)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.warns
+def test_a_killed_worker_harms_no_other():
+    data = dataset()
+    iterator = iter(DataLoader(data, batch_size=10, num_workers=2, collate_fn=as_it_is, max_restarts=1))
+    next(iterator)
+    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
+    assert sum(len(batch) for batch in iterator) == 1190
+    assert data.paths == ORIGINAL
+
+
+def test_forked_children_and_threads_read_at_the_same_time():
+    done = run_script(
+        HEAD
+        + """
+import threading
+data, wrong = Data(), []
+def read():
+    for _ in range(20):
+        wrong.extend(n for n in range(1000) if data.items[n] != str(n))
+threads = [threading.Thread(target=read) for _ in range(4)]
+[thread.start() for thread in threads]
+pid = os.fork()
+if pid == 0:
+    read()
+    del data
+    os._exit(len(wrong))
+[thread.join() for thread in threads]
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), wrong, data.items[-1])
+"""
+    )
+    assert "0 [] 999" in str(done), done
