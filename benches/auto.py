@@ -9,7 +9,7 @@ with fixed numbers run the same epochs in turn, in an order that changes from ep
     twelve    samples of 115 ms: 12 workers
 
 The figures are medians over the rounds, of each epoch. The best fixed number is the one whose median over all epochs is
-the smallest.
+the smallest; the ratios are of epochs that ran in the same turn.
 """
 
 import argparse
@@ -97,8 +97,14 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "auto": by_epoch,
         "fixed": of_fixed,
         "best": best,
-        "of_best": [seconds / of_fixed[best] for seconds in by_epoch],
+        "of_best": [
+            statistics.median(ratios) for ratios in zip(*map(_ratios, times["auto"], times[best]), strict=True)
+        ],
     }
+
+
+def _ratios(times: list[float], others: list[float]) -> list[float]:
+    return [seconds / other for seconds, other in zip(times, others, strict=True)]
 
 
 def lines(result: dict[str, Any]) -> str:

@@ -154,12 +154,6 @@ def pin(loader: Any, count: int) -> bool:
     return True
 
 
-def count_of_loader(loader: Any) -> int | None:
-    """The number of workers that "auto" has set for a loader; None without "auto"."""
-    figures = ledger.find(loader)
-    return None if figures is None or figures.tuner is None or (tuner := of(loader)) is None else tuner.count
-
-
 def _seeded_by_worker(loader: Any) -> bool:
     return (options.of_loader(loader, "seed_by") or options.current().get("seed_by", "worker")) == "worker"
 

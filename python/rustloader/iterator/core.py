@@ -288,7 +288,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             super()._reset(loader, first_iter)
             return
         core = self._engine()
-        retuned = not first_iter and self._retune(loader)
+        if not first_iter:
+            self._retune(loader)
         _Streams._reset(self, loader, first_iter)
         if self._last is StopIteration:
             self._last = None
@@ -299,7 +300,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             if self._seeding is not None:
                 self._seeding = fetching.next_epoch(loader, self._seeding)
             told = self._epoch_message()
-        if not first_iter and (retuned or self._shutdown or self._last is not None or not core.is_ours):
+        if not first_iter and (self._shutdown or self._last is not None or not core.is_ours):
             self._restart()
             core = self._engine()
             first_iter = True
@@ -323,23 +324,20 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if self._tuner is not None:
             self._tuner.watch(self)
 
-    def _retune(self, loader: Any) -> bool:
-        """Takes the number of workers that a persistent loader with num_workers="auto" is to have. Returns True if it
-        has changed."""
+    def _retune(self, loader: Any) -> None:
+        """Takes the number of workers that a persistent loader with num_workers="auto" is to have. If it has changed,
+        the workers leave, so that the epoch starts others."""
         if not self._may_retune():
-            return False
+            return
         self._note_memory()
         tuned = tuner.follow(loader)
         self._tuner = tuned
-        if tuned is None:
-            return False
-        if tuned.count == self._num_workers:
-            return False
+        if tuned is None or tuned.count == self._num_workers:
+            return
         self._shutdown_workers()
         self._num_workers = tuned.count
         self._engine_settings = dataclasses.replace(self._engine_settings, num_workers=tuned.count)
         ledger.of(self).note_workers(tuned.count)
-        return True
 
     def _may_retune(self) -> bool:
         """Whether the workers of a persistent loader may be replaced by others."""
