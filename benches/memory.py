@@ -3,11 +3,13 @@
 Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
 shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
 cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
-the batches that it may prefetch.
+the batches that it may prefetch. With --left: what two epochs leave behind after 12 s, and two more when their loader
+is gone.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -26,6 +28,8 @@ from rows import IMAGE, MB, Samples, images_f32, images_u8
 
 import rustloader
 
+# Seconds after which pages that wait for the next epoch should be gone.
+LEFT_AFTER = 12
 LOADERS = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
 
 
@@ -121,8 +125,27 @@ def use(case: Case, loader: Any, step: float) -> None:
             del batch, images, labels
 
 
-def measure(case: Case, name: str, step: float) -> int:
-    """The peak in bytes, in a new process."""
+def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[int]:
+    use(case, loaders[0], step)
+    return [group.peak()]
+
+
+def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[int]:
+    """Bytes some seconds after an epoch, and at once when the loader of another one is gone."""
+    use(case, loaders[0], step)
+    time.sleep(LEFT_AFTER)
+    late = group.used()
+    use(case, loaders[0], step)
+    loaders.clear()
+    gc.collect()
+    return [late, group.used()]
+
+
+Measure = Callable[[Case, list[Any], float, Cgroup], list[int]]
+
+
+def measure(case: Case, name: str, step: float, what: Measure) -> list[int]:
+    """Bytes above the level before, in a new process."""
     reader, writer = os.pipe()
     with cgroup() as group:
         pid = os.fork()
@@ -131,10 +154,10 @@ def measure(case: Case, name: str, step: float) -> int:
             try:
                 group.enter()
                 dataset = case.dataset()
-                loader = LOADERS[name](dataset, batch_size=case.batch_size, num_workers=case.workers)
+                loaders = [LOADERS[name](dataset, batch_size=case.batch_size, num_workers=case.workers)]
                 before = group.used()
-                use(case, loader, step)
-                os.write(writer, str(group.peak() - before).encode())
+                found = [after - before for after in what(case, loaders, step, group)]
+                os.write(writer, json.dumps(found).encode())
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -146,7 +169,38 @@ def measure(case: Case, name: str, step: float) -> int:
             said = file.read()
         if status != 0:
             raise SystemExit(f"{case.name} with {name}: the process failed")
-        return int(said)
+        return list(json.loads(said))
+
+
+def table(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
+    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<38}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
+    results = []
+    for case in cases:
+        peaks: dict[str, list[int]] = {name: [] for name in LOADERS}
+        for _ in range(options.rounds):
+            for name, taken in peaks.items():
+                taken += measure(case, name, options.step, peak_of)
+        theirs, ours = (statistics.median(taken) for taken in peaks.values())
+        print(f"{case.name:<38}{theirs / MB:>9,.0f}{ours / MB:>12,.0f}{ours / theirs:>8.2f}", flush=True)
+        results.append({"case": case.name, "peaks": peaks})
+    return results
+
+
+def table_of_left(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
+    after = f"after {LEFT_AFTER} s"
+    print(f"memory left behind in MiB, medians of {options.rounds}\n\n{'':<38}{after:>21}{'without the loader':>21}")
+    print(f"{'':<38}{'torch':>9}{'rustloader':>12}{'torch':>9}{'rustloader':>12}")
+    results = []
+    for case in cases:
+        left: dict[str, list[list[int]]] = {name: [] for name in LOADERS}
+        for _ in range(options.rounds):
+            for name, taken in left.items():
+                taken.append(measure(case, name, options.step, left_of))
+        theirs, ours = ([statistics.median(it) / MB for it in zip(*taken, strict=True)] for taken in left.values())
+        figures = "".join(f"{it:>9,.1f}{our:>12,.1f}" for it, our in zip(theirs, ours, strict=True))
+        print(f"{case.name:<38}{figures}", flush=True)
+        results.append({"case": case.name, "left": left})
+    return results
 
 
 def main() -> int:
@@ -159,6 +213,7 @@ def main() -> int:
         metavar="SECONDS",
         help="that the loop keeps each batch (default: %(default)s)",
     )
+    parser.add_argument("--left", action="store_true", help="measure what is left behind, not the peak")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args()
@@ -169,18 +224,8 @@ def main() -> int:
     except OSError as error:
         print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
         return 2
-    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<38}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
-    results = []
-    for case in CASES:
-        if options.only is not None and options.only not in case.name:
-            continue
-        peaks: dict[str, list[int]] = {name: [] for name in LOADERS}
-        for _ in range(options.rounds):
-            for name, taken in peaks.items():
-                taken.append(measure(case, name, options.step))
-        theirs, ours = (statistics.median(taken) for taken in peaks.values())
-        print(f"{case.name:<38}{theirs / MB:>9,.0f}{ours / MB:>12,.0f}{ours / theirs:>8.2f}", flush=True)
-        results.append({"case": case.name, "peaks": peaks})
+    cases = [case for case in CASES if options.only is None or options.only in case.name]
+    results = (table_of_left if options.left else table)(options, cases)
     if options.save:
         options.save.write_text(json.dumps(results, indent=1) + "\n")
     return 0

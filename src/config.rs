@@ -49,7 +49,10 @@ pub const POOL_ARENAS: usize = 4;
 /// The pool's idle pages take at most the machine's memory divided by this.
 pub const POOL_SHARE: u64 = 16;
 /// How long an unused arena stays in the pool: longer than the pause between two epochs usually is.
+/// Workers that had no task for as long return their idle pages, too.
 pub const POOL_IDLE: Duration = Duration::from_secs(10);
+/// Bytes of the stack of the thread that releases them: it runs no Python code.
+pub const CARETAKER_STACK: usize = 128 << 10;
 
 // --- Allocator ---
 

@@ -44,6 +44,7 @@ __all__ = [
     "StoppableIndices",
     "TimedCollate",
     "Totals",
+    "WarmPages",
     "WorkerStopped",
     "WorkerTotals",
     "__version__",
@@ -64,6 +65,7 @@ __all__ = [
     "observed",
     "seed_words",
     "set_reporting",
+    "tend_pages",
 ]
 
 __version__: Final[str]
@@ -248,6 +250,9 @@ class Engine:
     @property
     def is_ours(self) -> bool:
         """False in a forked child. Lock-free."""
+
+    def belongs_to(self, pages: WarmPages) -> None:
+        """Keeps the engine's memory for the next epoch of a loader. Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
         """Tells the workers to leave and wakes a waiting ``next``, unless ``exiting``. Lock-free."""
@@ -707,11 +712,23 @@ class SharedIterator:
     def __next__(self) -> Any: ...
     def __length_hint__(self) -> int: ...
 
+@final
+class WarmPages:
+    """A loader's claim on shared memory that waits for its next epoch. The pages go when the claim is freed."""
+
+    def __new__(cls) -> WarmPages: ...
+    def announce(self, workers: int) -> None:
+        """Lets a loader with so many workers inherit the memory of one that is freed before this one begins."""
+
 def begin_forks() -> None:
-    """Marks this thread's forks until ``end_forks`` as the workers of one iterator."""
+    """Marks this thread's forks until ``end_forks`` as the workers of one iterator. No fork finds the thread that
+    returns idle pages."""
 
 def end_forks() -> None:
     """Ends the group that ``begin_forks`` began."""
+
+def tend_pages() -> None:
+    """Starts the thread that returns idle pages again, if a fork has ended it."""
 
 def descends(pid: int) -> bool:
     """Whether a process is a child or grandchild (under the fork server) of this one; False if ``pid`` is no pid."""

@@ -18,6 +18,7 @@ from rustloader.auto import arguments
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+    from rustloader.metrics import ledger
     from rustloader.torch_side import TorchIter, in_torch, is_torchs
 else:
     from rustloader import unsupported
@@ -148,6 +149,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             options.give(self, given)
             if auto is not None:
                 arguments.give(self, auto)
+            if self.num_workers > 0 and sys.platform.startswith("linux"):
+                ledger.of(self).pages.announce(self.num_workers)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_text(self)

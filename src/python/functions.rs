@@ -6,7 +6,9 @@ use pyo3::prelude::*;
 
 use crate::interop::torch_symbols::has_callbacks;
 use crate::seeds::{self, Place};
-use crate::shm::{forks, pool};
+use crate::shm::arena::Arena;
+use crate::shm::pool::{self, Owner};
+use crate::shm::{caretaker, forks};
 use crate::sys::cgroup::{self, Roots};
 use crate::sys::{memory, pidfd};
 
@@ -66,13 +68,55 @@ pub fn seed_words(base_seed: u64, place: u64, ordinal: u64, worker: u64, epoch: 
 }
 
 #[pyfunction]
-pub fn begin_forks() {
-    forks::begin_group();
+pub fn begin_forks(py: Python<'_>) {
+    // The group is this thread's.
+    py.detach(forks::begin_group);
 }
 
 #[pyfunction]
 pub fn end_forks() {
     forks::end_group();
+}
+
+/// A loader's claim on arenas that wait for its next epoch. `_core.pyi` documents it.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct WarmPages(Option<Owner>);
+
+#[pymethods]
+impl WarmPages {
+    #[new]
+    fn new() -> Self {
+        Self(Some(Owner::default()))
+    }
+
+    fn announce(&self, workers: &Bound<'_, PyAny>) {
+        // What is no number of workers is refused at the first epoch, as in torch.
+        if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
+            owner.announce(workers);
+        }
+    }
+}
+
+impl WarmPages {
+    /// Claims the arena that an iterator of the loader has taken.
+    pub fn begin(&self, arena: &Arena) {
+        if let Some(owner) = &self.0 {
+            owner.begin(arena);
+        }
+    }
+}
+
+impl Drop for WarmPages {
+    fn drop(&mut self) {
+        let owner = self.0.take();
+        // Releasing pages takes milliseconds. Without an interpreter the process ends, and they go with it.
+        let _ = Python::try_attach(|py| py.detach(|| drop(owner)));
+    }
+}
+
+#[pyfunction]
+pub fn tend_pages(py: Python<'_>) {
+    py.detach(caretaker::tend);
 }
 
 #[pyfunction]

@@ -22,8 +22,8 @@ mod _core {
             Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
         },
         functions::{
-            _trim_pool, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits, observed,
-            seed_words, set_reporting,
+            _trim_pool, WarmPages, begin_forks, cpu_quota, descends, end_forks, engine_batches,
+            memory_limits, observed, seed_words, set_reporting, tend_pages,
         },
         port::PyPort,
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},

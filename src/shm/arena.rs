@@ -82,6 +82,8 @@ pub struct Arena {
     retired: AtomicBool,
     /// No worker is attached: the arena is in the pool or retired, and released blocks lose their pages at once.
     parking: Parking,
+    /// The number of the loader that it waits for in the pool; 0 for none.
+    pub(super) owner: AtomicU64,
 }
 
 impl Arena {
@@ -165,7 +167,7 @@ impl Arena {
     ) -> Self {
         let generation = sys::fork::generation();
         let (retired, parking) = (AtomicBool::new(false), Parking::default());
-        Self { map, fd, geometry, generation, made_here, retired, parking }
+        Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
     /// The arena of a forked worker, over the inherited mapping: a second one would cost address space.

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::arena::{Arena, delivered_blocks};
 use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
+use super::caretaker;
 use crate::error::Result;
 use crate::sync::Ordering;
 use crate::sys::fork::on_fork;
@@ -110,6 +111,7 @@ pub fn reap() {
 
 /// Counts the forks of this thread until [`end_group`] as one: the workers of one iterator.
 pub fn begin_group() {
+    caretaker::pause();
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
 
@@ -119,6 +121,8 @@ pub fn end_group() {
     if GROUP.with_borrow(|depth| *depth == 0) {
         finish();
     }
+    caretaker::resume();
+    caretaker::tend();
 }
 
 /// Moves the marks of this thread's forks into the table.
@@ -159,6 +163,9 @@ fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
 extern "C" fn before_fork() {
     // A panic must not cross into the C library.
     let _ = std::panic::catch_unwind(|| {
+        if GROUP.with_borrow(|depth| *depth == 0) {
+            caretaker::pause();
+        }
         reap();
         PENDING.with_borrow_mut(|pending| {
             if delivered_blocks() > 0 || table().arenas.values().any(|watched| watched.owned.is_some()) {
@@ -172,6 +179,8 @@ extern "C" fn after_fork_in_parent() {
     let _ = std::panic::catch_unwind(|| {
         if GROUP.with_borrow(|depth| *depth == 0) {
             finish();
+            // Not `tend`: Python counts the threads when the fork has returned.
+            caretaker::resume();
         }
     });
 }

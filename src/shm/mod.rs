@@ -28,7 +28,7 @@
 //!   the swap that takes all; the model has two pushers and the owner, who may reuse a block at once.
 //!
 //! Not modelled are single Release stores with an Acquire load and no answer, whose order is the pair's: arena-made,
-//! block-made, stack-file, handed-over, fork-table, forks-counted, forks-handled, pool-emptied, and the flags closing,
+//! block-made, stack-file, handed-over, fork-table, forks-counted, forks-handled, pool-emptied, caretaker-left, and the flags closing,
 //! exiting, finish-wanted and pin-stop. pages-or-promise has the shape of asleep-or-published; an error there would only
 //! misjudge the machine's headroom. Other shared words (status pages, warm and promised bytes) stand alone: no other read
 //! depends on them. The scheduler runs under a lock.
@@ -38,6 +38,8 @@ pub mod alloc;
 #[cfg(not(loom))]
 pub mod arena;
 pub mod block;
+#[cfg(not(loom))]
+pub mod caretaker;
 pub mod doorbell;
 #[cfg(not(loom))]
 pub mod forks;

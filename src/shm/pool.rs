@@ -1,14 +1,19 @@
 //! A pool of arenas that outlive their iterators: the next epoch finds warm pages.
 //!
 //! The pool belongs to the process and holds at most [`POOL_ARENAS`] arenas, idle pages up to a sixteenth of the machine's
-//! memory and half of the available memory, for at most [`POOL_IDLE`]. It has no thread: it trims at each start and end
-//! of an iterator and, while one waits, a few times a second.
+//! memory and half of the available memory, for at most [`POOL_IDLE`]. Then the [`caretaker`] retires them.
+//!
+//! An arena waits for the next epoch of its [`Owner`], the loader that used it last, and goes with it. A loader that has not
+//! begun may inherit it: a program that makes a loader for each epoch binds the new one to the name of the old one, which
+//! ends just before the new one begins. Any loader may take any arena that fits.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as Stamp;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::arena::Arena;
+use super::caretaker;
 use super::layout::{Geometry, Needs};
 use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
 use crate::sync::Ordering;
@@ -19,20 +24,86 @@ struct Idle {
     /// Bytes of pages in idle blocks.
     bytes: u64,
     since: Duration,
+    /// The number of its owner; 0 without one.
+    owner: u64,
 }
 
-static POOL: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
+struct Pool {
+    idle: Vec<Idle>,
+    /// The owners that live, with the number of workers of those that have not begun.
+    owners: BTreeMap<u64, Option<u32>>,
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool { idle: Vec::new(), owners: BTreeMap::new() });
 /// The fork generation whose process the pool's contents belong to.
 static GENERATION: Stamp = Stamp::new(0);
+/// The number of the last owner.
+static OWNERS: Stamp = Stamp::new(0);
+
+/// A loader. Its idle arenas are released when it is dropped.
+#[derive(Debug)]
+pub struct Owner(u64);
+
+impl Default for Owner {
+    fn default() -> Self {
+        Self(OWNERS.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+}
+
+impl Owner {
+    /// Announces a loader of `workers` workers, which may inherit arenas until it begins.
+    pub fn announce(&self, workers: u32) {
+        if let Some(mut pool) = pool() {
+            pool.owners.insert(self.0, Some(workers));
+        }
+    }
+
+    /// Makes it the owner of an arena that its iterator has taken.
+    pub fn begin(&self, arena: &Arena) {
+        // Also in a forked child, where the pool knows no owners.
+        if let Some(mut pool) = pool() {
+            pool.owners.insert(self.0, None);
+        }
+        arena.owner.store(self.0, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let Some(mut pool) = pool() else { return };
+        pool.owners.remove(&self.0);
+        let (owners, mut gone) = (std::mem::take(&mut pool.owners), Vec::new());
+        for mut idle in std::mem::take(&mut pool.idle) {
+            if idle.owner == self.0 {
+                idle.owner = heir(&owners, &idle.arena).unwrap_or(0);
+            }
+            if idle.owner == 0 { gone.push(idle) } else { pool.idle.push(idle) }
+        }
+        pool.owners = owners;
+        drop(pool);
+        if !gone.is_empty() {
+            super::forks::reap();
+            retire(gone);
+            caretaker::wake();
+        }
+    }
+}
+
+/// A loader that has not begun, and has as many workers.
+fn heir(owners: &BTreeMap<u64, Option<u32>>, arena: &Arena) -> Option<u64> {
+    let workers = Some(arena.geometry().workers);
+    owners.iter().find_map(|(owner, waits)| (*waits == workers).then_some(*owner))
+}
 
 /// Locks the pool; `None` in a child that was forked while another thread held the lock.
-fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
+fn pool() -> Option<MutexGuard<'static, Pool>> {
     let current = sys::fork::generation();
     // SYNC: pool-emptied (pairs with the Release below).
     if GENERATION.load(Ordering::Acquire) != current {
         // A forked child: the inherited arenas are unusable, and the lock may be held forever.
         let mut inherited = POOL.try_lock().ok()?;
-        inherited.drain(..).for_each(|idle| std::mem::forget(idle.arena));
+        inherited.idle.drain(..).for_each(|idle| std::mem::forget(idle.arena));
+        inherited.owners.clear();
         // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees it finds nothing of the parent.
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
@@ -40,7 +111,7 @@ fn pool() -> Option<MutexGuard<'static, Vec<Idle>>> {
     Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Takes a pooled or new arena.
+/// Takes a pooled or new arena, without an owner.
 pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     trim();
     let ring_slots = Geometry::ring_slots_of(needs)?;
@@ -50,9 +121,11 @@ pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
             let geometry = idle.arena.geometry();
             (geometry.workers, geometry.ring_slots, geometry.shared_queue) == wanted
         };
-        pool.iter().rposition(fits).map(|index| pool.remove(index).arena)
+        pool.idle.iter().rposition(fits).map(|index| pool.idle.remove(index).arena)
     });
     if let Some(arena) = pooled {
+        caretaker::wake();
+        arena.owner.store(0, Ordering::Relaxed);
         arena.reset_control();
         return Ok(arena);
     }
@@ -65,7 +138,7 @@ pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     Ok(arena)
 }
 
-/// Returns an arena whose workers have all left cleanly.
+/// Returns an arena whose workers have all left cleanly. Retires it if its owner is gone without an heir.
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
@@ -73,30 +146,49 @@ pub fn put(arena: Arc<Arena>) {
     let most = (sys::memory::total_ram_and_swap() / POOL_SHARE).min(room.bytes / 2);
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {
-        pool.push(Idle { arena, bytes, since: sys::clock::monotonic() });
-        while pool.len() > POOL_ARENAS
-            || !pool.is_empty() && pool.iter().map(|idle| idle.bytes).sum::<u64>() > most
+        let mut owner = arena.owner.load(Ordering::Relaxed);
+        if owner != 0 && !pool.owners.contains_key(&owner) {
+            owner = heir(&pool.owners, &arena).unwrap_or(0);
+            if owner == 0 {
+                drop(pool);
+                return arena.retire();
+            }
+        }
+        pool.idle.push(Idle { arena, bytes, since: sys::clock::monotonic(), owner });
+        while pool.idle.len() > POOL_ARENAS
+            || !pool.idle.is_empty() && pool.idle.iter().map(|idle| idle.bytes).sum::<u64>() > most
         {
-            dropped.push(pool.remove(0));
+            dropped.push(pool.idle.remove(0));
         }
     }
     retire(dropped);
+    caretaker::start(care);
 }
 
 /// Retires the arenas that were idle for too long.
 pub fn trim() {
+    care();
+}
+
+/// As [`trim`]. Returns the time until the next arena has been idle for too long.
+fn care() -> Option<Duration> {
     super::forks::reap();
     let now = sys::clock::monotonic();
-    let old = pool().map(|mut pool| pool.extract_if(.., |idle| now - idle.since > POOL_IDLE).collect());
-    retire(old.unwrap_or_default());
+    let mut pool = pool()?;
+    let old = pool.idle.extract_if(.., |idle| now - idle.since >= POOL_IDLE).collect();
+    let next = pool.idle.iter().map(|idle| idle.since + POOL_IDLE - now).min();
+    drop(pool);
+    retire(old);
+    next
 }
 
 /// Retires all arenas in the pool; returns their number.
 pub fn clear() -> usize {
     super::forks::reap();
-    let all: Vec<Idle> = pool().map(|mut pool| pool.drain(..).collect()).unwrap_or_default();
+    let all: Vec<Idle> = pool().map(|mut pool| pool.idle.drain(..).collect()).unwrap_or_default();
     let count = all.len();
     retire(all);
+    caretaker::stop();
     count
 }
 

@@ -4,8 +4,17 @@ use super::failpoint::failpoint;
 
 /// Starts a detached thread with `stack` bytes of stack. The thread must block signals itself.
 pub fn spawn(name: &str, stack: usize, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    spawn_joinable(name, stack, work).map(drop)
+}
+
+/// As [`spawn`], for a thread that is joined.
+pub fn spawn_joinable(
+    name: &str,
+    stack: usize,
+    work: impl FnOnce() + Send + 'static,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
     let builder = std::thread::Builder::new().name(name.into()).stack_size(stack);
-    failpoint!("thread", Err(std::io::Error::last_os_error()), builder.spawn(work).map(drop))
+    failpoint!("thread", Err(std::io::Error::last_os_error()), builder.spawn(work))
 }
 
 /// Names the calling thread for `ps -L`, `py-spy` and debuggers, up to the kernel's 15 bytes.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::stack::StackOffer;
-use crate::config::{IDLE_SLICE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
+use crate::config::{IDLE_SLICE, POOL_IDLE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
@@ -243,7 +243,7 @@ impl Port {
             sleeper.awake();
             match woken {
                 Ok(sys::futex::Wake::TimedOut) => {
-                    lock(&self.allocator).trim(self.arena.budget(self.worker))?;
+                    self.trim()?;
                 }
                 Ok(_) => {}
                 // A sandbox refuses futexes: poll instead.
@@ -253,6 +253,14 @@ impl Port {
         }
         sleeper.awake();
         Ok(found?.map_or(Received::Stop, Received::Task))
+    }
+
+    /// Returns idle pages beyond those that the batches under way need, and all of them if there are none for long.
+    fn trim(&self) -> Result<()> {
+        let since = self.status().since_ns.load(Ordering::Relaxed);
+        let idle = Duration::from_nanos(sys::clock::monotonic_ns().saturating_sub(since));
+        let budget = if idle < POOL_IDLE { self.arena.budget(self.worker) } else { 0 };
+        lock(&self.allocator).trim(budget)
     }
 
     fn poll(&self) -> Result<Option<TaskEntry>> {

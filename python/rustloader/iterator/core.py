@@ -239,6 +239,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         assert group is not None
         core = group.engine
         ledger.of(self).add(core.meter)
+        core.belongs_to(ledger.of(self).pages)
         limit = self._engine_settings.max_restarts
         if limit:
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map

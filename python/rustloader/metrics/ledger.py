@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any
 
-from rustloader._core import Meter, Totals
+from rustloader._core import Meter, Totals, WarmPages
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
@@ -41,6 +41,8 @@ class Ledger:
     def __init__(self, loaders: Ledger | None = None) -> None:
         # For an iterator: its loader's ledger, which receives the same counts.
         self._loaders = loaders
+        # Pages that wait for the loader's next epoch. They go with the loader and its iterators, as this does.
+        self.pages: WarmPages = WarmPages() if loaders is None else loaders.pages
         # Iterators that the engine has served.
         self.iterators = 0
         # Settings of the last of them.

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks
+from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks, tend_pages
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
 from rustloader.workers import main, process
@@ -224,3 +225,6 @@ def _forget_in_child() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_in_child)
+# Python 3.13 counts the threads after these hooks, to warn of forks with threads: there the next iterator does it.
+if sys.version_info[:2] != (3, 13):
+    os.register_at_fork(after_in_parent=tend_pages)

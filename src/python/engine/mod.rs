@@ -21,6 +21,7 @@ use self::call::Call;
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
+use super::functions::WarmPages;
 use super::gate::closed;
 use super::port::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
@@ -128,6 +129,10 @@ impl PyEngine {
             finish_wanted: AtomicBool::new(false),
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
         })
+    }
+
+    fn belongs_to(&self, pages: &WarmPages) {
+        pages.begin(&self.handle.arena);
     }
 
     fn shipment(&self) -> (i32, i32, Sizes, (i32, u64)) {
