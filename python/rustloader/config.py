@@ -25,6 +25,9 @@ KILLED_AFTER = 5.0
 INTERRUPT_AFTER = 0.02
 # Seconds to wait for the fork server to report how a worker ended, or to end itself.
 STATUS_AFTER = 1.0
+# Seconds after which a spawned worker stops waiting for its turn to import torch. The main module of a program may wait
+# for other workers.
+GATE_SECONDS = 10.0
 # CPU seconds that each worker may spend on snapshots of its dataset in an epoch: this many, so that small states have
 # one after each batch from the start, plus this share of the time since the epoch began, so that large states cost no
 # more than this share of the batch rate.

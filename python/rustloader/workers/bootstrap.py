@@ -12,6 +12,9 @@ from typing import Any
 
 from rustloader._core import Engine, Port
 from rustloader.fetch.seeds import Seeding
+from rustloader.workers import pickled_once
+from rustloader.workers.gates import Gate
+from rustloader.workers.pickled_once import PickledOnce
 from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
 
@@ -116,21 +119,36 @@ class Payload:
 
     It travels to a fresh interpreter in a memfd. multiprocessing would write it into a pipe, which holds 64 KiB: with a
     larger dataset each start would wait until the interpreter has imported torch, one worker after the other.
+
+    Args:
+        common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
+        gate: What makes a spawned worker wait for its turn to import torch.
     """
 
-    def __init__(self, connection: Connection, dataset: Any, job: Job, worker_id: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        dataset: Any,
+        job: Job,
+        worker_id: int,
+        common: PickledOnce | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
+        self._common, self._gate = common, gate
         self._file: Any = None
 
     def __reduce__(self) -> Any:
         self.close()
         self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
         # The connection comes first, so that it is unpickled before the dataset.
-        contents = self.connection, *self._dataset, self.job.of_worker(self.worker_id), self.worker_id
+        reduction.dump(self.connection, self._file)
+        contents = None if self._common else (*self._dataset, self.job.of_worker(self.worker_id))
         reduction.dump(contents, self._file)
         self._file.flush()
-        return _receive, (reduction.DupFd(self._file.fileno()),)
+        own, common = reduction.DupFd(self._file.fileno()), self._common and self._common.for_child()
+        return _receive, (own, common, self._gate.for_child() if self._gate else [], self.worker_id)
 
     def close(self) -> None:
         """Closes the file. The start needs it open."""
@@ -144,8 +162,13 @@ class Payload:
         return self._dataset.pop()
 
 
-def _receive(duplicate: Any) -> Payload:
+def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int) -> Payload:
     """Reads the payload in a fresh interpreter."""
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
-        return Payload(*pickle.load(file))
+        connection = pickle.load(file)
+        # Everything is imported. The next worker's turn must not depend on what the dataset does.
+        for fd in held:
+            os.close(fd)
+        dataset, job = pickle.load(file) if common is None else pickled_once.load(common)
+        return Payload(connection, dataset, job, worker_id)

@@ -20,7 +20,10 @@ from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
 from rustloader.workers import main, process
 from rustloader.workers.bootstrap import Connection, Job, Payload
+from rustloader.workers.gates import Gates
 from rustloader.workers.memory_events import OomKills
+from rustloader.workers.pickled_once import PickledOnce
+from rustloader.workers.preparation import calling_first
 
 # The signals that `sys/deferred_signals.rs` defers.
 _DEFERRED = (
@@ -106,29 +109,40 @@ class WorkerGroup:
         survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
         job.sigterm_seconds = SIGTERM.get() if survives_sigterm else None
         job.unblock = unblock
-        begin_forks()
-        try:
-            return [self._start_one(worker_id, context, dataset, job) for worker_id in worker_ids]
-        finally:
-            end_forks()
+        method = process.start_method(context)
+        with contextlib.ExitStack() as stack:
+            common, gates = None, None
+            if len(worker_ids) > 1 and method != "fork":
+                if job.starts is None and (common := PickledOnce.of((dataset, job))) is not None:
+                    stack.callback(common.close)
+                if method == "spawn":
+                    gates = Gates(len(worker_ids))
+                    stack.callback(gates.close)
+            begin_forks()
+            stack.callback(end_forks)
+            return [self._start_one(worker_id, context, dataset, job, common, gates) for worker_id in worker_ids]
 
-    def _start_one(self, worker_id: int, context: Any, dataset: Any, job: Job) -> int:
-        payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id)
-        worker = context.Process(target=main.run, args=(payload,))
-        worker.daemon = True
-        try:
+    def _start_one(
+        self, worker_id: int, context: Any, dataset: Any, job: Job, common: PickledOnce | None, gates: Gates | None
+    ) -> int:
+        with contextlib.nullcontext() if gates is None else gates.next() as gate:
+            payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id, common, gate)
+            worker = context.Process(target=main.run, args=(payload,))
+            worker.daemon = True
             try:
-                process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
-            finally:
-                payload.close()
-            self.processes[worker_id : worker_id + 1] = [worker]
-            self.engine.started(worker_id, worker.pid)
-            pid: int = worker.pid
-            return pid
-        except BaseException as error:
-            # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
-            clean_up_after(error, lambda: process.kill(worker))
-            raise
+                try:
+                    with contextlib.nullcontext() if gate is None else calling_first(worker, gate.calls):
+                        process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
+                finally:
+                    payload.close()
+                self.processes[worker_id : worker_id + 1] = [worker]
+                self.engine.started(worker_id, worker.pid)
+                pid: int = worker.pid
+                return pid
+            except BaseException as error:
+                # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
+                clean_up_after(error, lambda: process.kill(worker))
+                raise
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds

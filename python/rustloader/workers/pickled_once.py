@@ -1,0 +1,137 @@
+"""Pickles what all workers of a start get alike once, if no program can tell that from one pickle for each worker.
+
+torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or answer
+differently each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. With
+any of these in it, the dataset is pickled for each worker here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import mmap
+import operator
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any
+
+# Objects of other packages may be tied to one process, or their code may show how often it runs.
+_PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
+# What pickling calls of an object's class.
+_HOOKS = (
+    "__reduce_ex__",
+    "__reduce__",
+    "__getstate__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+    "__getattribute__",
+    "__getattr__",
+)
+# The same for what is a list or a dict.
+_ITEMS = ("__iter__", "items")
+# multiprocessing's own reducers of methods and partial functions, whose results name no process.
+_PLAIN_REDUCERS = {
+    reduction._reduce_method,  # type: ignore[attr-defined]
+    reduction._reduce_method_descriptor,  # type: ignore[attr-defined]
+    reduction._reduce_partial,  # type: ignore[attr-defined]
+}
+
+
+class _NotPlain(Exception):
+    """The value has an object in it that must be pickled for each worker."""
+
+
+def _is_plain(module: Any) -> bool:
+    return str(module).partition(".")[0] in _PLAIN
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether pickling an object of a class runs no code but that of known packages."""
+    for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
+        for base in kind.__mro__:
+            if name in vars(base):
+                # What the standard library has added to a class, as for named tuples, names its own module.
+                module = getattr(vars(base)[name], "__module__", None) or base.__module__
+                if not _is_plain(module):
+                    return False
+                break
+    return True
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """The reducers of types. The first object of a type adds it, or ends the pickling."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        registered = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        if kind in registered:
+            if registered[kind] not in _PLAIN_REDUCERS:
+                raise _NotPlain
+            return self.setdefault(kind, registered[kind])
+        if kind in copyreg.dispatch_table:
+            reducer = copyreg.dispatch_table[kind]
+            if not _is_plain(getattr(reducer, "__module__", None)):
+                raise _NotPlain
+            return self.setdefault(kind, reducer)
+        if issubclass(kind, type):
+            # Classes travel by name.
+            raise KeyError(kind)
+        if not _is_plain_class(kind):
+            raise _NotPlain
+        return self.setdefault(kind, _reduce)
+
+
+# What the pickler does with types that are not in its table.
+_reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
+
+
+class PickledOnce:
+    """A pickle in a memfd, which workers map. It is in memory once, however many workers read it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    @classmethod
+    def of(cls, value: Any) -> PickledOnce | None:
+        """Pickles a value. None if it has to be pickled for each worker, or cannot be pickled at all."""
+        file = None
+        try:
+            file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
+            pickler = pickle.Pickler(file)
+            pickler.dispatch_table = _Table()
+            pickler.dump(value)
+            file.flush()
+        except Exception:
+            # The pickle for the first worker raises the error, if it is one.
+            if file is not None:
+                _close(file)
+            return None
+        return cls(file)
+
+    def for_child(self) -> Any:
+        """The descriptor, in a form that the pickle of a process takes."""
+        return reduction.DupFd(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file. Each start needs it open."""
+        _close(self._file)
+
+
+def _close(file: Any) -> None:
+    # A failed write has raised before.
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def load(duplicate: Any) -> Any:
+    """Unpickles the value in a worker."""
+    fd = duplicate.detach()
+    try:
+        # Workers that were spawned share the position in the file.
+        contents = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    with contents:
+        return pickle.loads(contents)
