@@ -22,7 +22,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-auto compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
+	compare-memory compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
 	reliability-figures ecosystem wheel dist docs clean
 
 help: ## Show this text
@@ -171,6 +171,9 @@ compare-scheduling: build ## Compare uneven batches, slow storage, large sampler
 
 compare-auto: build ## Measure num_workers="auto" against fixed numbers of workers (ARGS='--rows eight')
 	$(BIN)/python benches/auto.py $(ARGS)
+
+compare-starts: build ## Compare the time to the first batch under forkserver and spawn (ARGS='--rows spawn')
+	$(BIN)/python benches/starts.py $(ARGS)
 
 compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
 	$(BIN)/python benches/resuming.py $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils import data as torch_data
@@ -126,6 +126,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             stall_timeout: float | None = None,
             on_error: str | Callable[[Any, Exception], Any] | None = None,
             max_errors: int | float | None = None,
+            worker_affinity: str | Sequence[int | Collection[int]] | None = None,
         ) -> None:
             self.dispatch = dispatch
             self.reorder_window = reorder_window
@@ -135,6 +136,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             self.stall_timeout = stall_timeout
             self.on_error = on_error
             self.max_errors = max_errors
+            self.worker_affinity = worker_affinity
 
     else:
 

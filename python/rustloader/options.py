@@ -15,7 +15,7 @@ import multiprocessing
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
@@ -204,6 +204,42 @@ def window(value: int | str | None) -> dict[str, int]:
     return {name: min(limit, sys.maxsize)}  # more than a machine can hold
 
 
+_AFFINITY = "'spread', or a list with one core, or several, for each worker"
+
+
+def _check_affinity(name: str, value: Any) -> None:
+    text = f"{name} must be {_AFFINITY}, got {value!r}"
+    if value == "spread":
+        return
+    if isinstance(value, str):
+        raise ValueError(text)
+    if not isinstance(value, list | tuple):
+        raise TypeError(text)
+    entries = [entry if isinstance(entry, list | tuple | set | frozenset | range) else [entry] for entry in value]
+    for core in (core for entry in entries for core in entry):
+        if isinstance(core, bool) or not isinstance(core, int):
+            raise TypeError(text)
+        if core < 0:
+            raise ValueError(text)
+    if not entries or not all(entries):
+        raise ValueError(text)
+
+
+def _parse_affinity(text: str) -> str | list[list[int]]:
+    """ "spread", or the cores of each worker, as in "0/1/2-3+6"."""
+    if text.lower() == "spread":
+        return "spread"
+    workers = []
+    for worker in text.split("/"):
+        ends = [
+            (int(first), int(last or first)) for first, _, last in (part.partition("-") for part in worker.split("+"))
+        ]
+        workers.append([core for first, last in ends for core in range(first, last + 1)])
+    if not all(workers):
+        raise ValueError(text)
+    return workers
+
+
 def _one_of(*choices: str) -> dict[str, Any]:
     """The checks of an option that is one of several words."""
 
@@ -390,6 +426,18 @@ class Options:
         expected="a nonnegative integer or a fraction",
         flag="--max-errors",
         metavar="N",
+        keyword=True,
+    )
+    worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
+        'Cores that each worker runs on: "spread" deals those of this process to the workers, a list has one core, or '
+        "several, for each worker (default: None, all cores of this process).",
+        "cores of the workers: spread, or those of each worker, as in 0/1/2-3",
+        unset=(None,),
+        check=_check_affinity,
+        parse=_parse_affinity,
+        expected="spread or cores such as 0/1/2-3",
+        flag="--worker-affinity",
+        metavar="CORES",
         keyword=True,
     )
     stateful: bool | None = _field(

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 def read(path: str) -> str | None:
@@ -68,3 +68,14 @@ def proportional(pid: int) -> int | None:
     """Resident bytes of a process with each page divided by the processes that map it (PSS); None if not readable."""
     lines = (read(f"/proc/{pid}/smaps_rollup") or "").splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), None)
+
+
+def core_ranges(cores: Iterable[int]) -> str:
+    """Numbers of cores as the kernel writes them: "0-3,8"."""
+    ranges: list[list[int]] = []
+    for core in sorted(cores):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

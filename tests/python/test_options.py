@@ -39,6 +39,7 @@ OTHER = {
     "stall_timeout": (2.5, "2.5"),
     "on_error": ("skip", "skip"),
     "max_errors": (0.25, "0.25"),
+    "worker_affinity": ([[0], [1, 4], [2, 3]], "0/1+4/2-3"),
     "stateful": (True, "1"),
 }
 
@@ -172,20 +173,28 @@ WRONG = [
     ("max_errors", float("nan"), ValueError),
     ("max_errors", True, TypeError),
     ("max_errors", "1", TypeError),
+    ("worker_affinity", "all", ValueError),
+    ("worker_affinity", 0, TypeError),
+    ("worker_affinity", {0, 1}, TypeError),
+    ("worker_affinity", [], ValueError),
+    ("worker_affinity", [0, []], ValueError),
+    ("worker_affinity", [0, [-1]], ValueError),
+    ("worker_affinity", [True], TypeError),
+    ("worker_affinity", ["01"], TypeError),
     ("stateful", 1, TypeError),
 ]
 
 
 @pytest.mark.parametrize("name, value, error", WRONG)
 def test_it_checks_its_values(name, value, error):
-    with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
+    with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
         rustloader.Options(**{name: value})
     if name in options.keywords():
-        with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
+        with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             rustloader.DataLoader(range(2), **{name: value})
         loader = rustloader.DataLoader(range(2), num_workers=1, **{name: OTHER[name][0]})
         setattr(loader, name, value)
-        with pytest.raises(error, match=f"^{name} must be .*, got {value!r}$"):
+        with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             options.in_force(loader, name)
 
 

@@ -22,6 +22,7 @@ if sys.platform.startswith("linux"):
 
     import rustloader._core as _core
     from rustloader._core import ARENA_MIN
+    from rustloader.cli.crowding import crowding
     from rustloader.procfs import read
 
 
@@ -251,6 +252,11 @@ def _cores() -> Iterator[Finding]:
     yield _finding("cores", f'{text}; num_workers="auto" begins with {first_guess()}', advice)
 
 
+def _ranks() -> Iterator[Finding]:
+    if (found := crowding()) is not None:
+        yield _finding("ranks", *found)
+
+
 class _Squares:
     def __len__(self) -> int:
         return 64
@@ -277,7 +283,7 @@ def _trial() -> Iterator[Finding]:
 
 
 _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _memory_files, _pidfd, _limits)
-_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _trial)
+_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks, _trial)
 
 
 def _reason(error: OSError) -> str:

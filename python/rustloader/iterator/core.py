@@ -28,7 +28,7 @@ from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
-from rustloader.workers import deaths, process
+from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
 from rustloader.workers.restarts import Restarts
@@ -188,6 +188,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             max_errors=None if self._failures is None else self._failures.allowed,
             epoch=0 if self._failures is None else self._failures.epoch,
             poison=None if self._restarts is None else {},
+            cores=affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers),
         )
 
     def _first_job(self) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class EngineSettings:
     reorder_window: int | str | None
     max_restarts: int
     stall_timeout: float | None
+    worker_affinity: str | Sequence[int | Collection[int]] | None
     # Whether workers send snapshots of their datasets.
     snapshots: bool = False
 
@@ -41,6 +43,7 @@ class EngineSettings:
             reorder_window=options.in_force(loader, "reorder_window"),
             max_restarts=options.in_force(loader, "max_restarts"),
             stall_timeout=options.in_force(loader, "stall_timeout"),
+            worker_affinity=options.in_force(loader, "worker_affinity"),
         )
 
 

@@ -15,6 +15,7 @@ from rustloader.fetch.seeds import Seeding
 from rustloader.workers import pickled_once
 from rustloader.workers.gates import Gate
 from rustloader.workers.pickled_once import PickledOnce
+from rustloader.workers.preparation import Call
 from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
 
@@ -98,6 +99,8 @@ class Job:
     # Task number: place in its index batch: text of the error that the sample there has instead of being made. None:
     # workers that die are not started again.
     poison: dict[int, dict[int, str]] | None = None
+    # The cores of each worker. None: those of the main process.
+    cores: list[list[int]] | None = None
 
     def of_worker(self, worker_id: int) -> Job:
         """The job without the starts of other workers, which may be large."""
@@ -136,6 +139,8 @@ class Payload:
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
+        # Cores that a forked worker moves to. Another one has done so before it has imported anything.
+        self.cores = None if job.cores is None else job.cores[worker_id]
         self._common, self._gate = common, gate
         self._file: Any = None
 
@@ -149,6 +154,11 @@ class Payload:
         self._file.flush()
         own, common = reduction.DupFd(self._file.fileno()), self._common and self._common.for_child()
         return _receive, (own, common, self._gate.for_child() if self._gate else [], self.worker_id)
+
+    def first_calls(self) -> list[Call]:
+        """What a worker that is not forked calls before it imports anything."""
+        calls = [] if self.cores is None else [Call(os.sched_setaffinity, 0, self.cores)]
+        return calls if self._gate is None else [*calls, *self._gate.calls()]
 
     def close(self) -> None:
         """Closes the file. The start needs it open."""
@@ -171,4 +181,6 @@ def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int) -> Pa
         for fd in held:
             os.close(fd)
         dataset, job = pickle.load(file) if common is None else pickled_once.load(common)
-        return Payload(connection, dataset, job, worker_id)
+        payload = Payload(connection, dataset, job, worker_id)
+        payload.cores = None
+        return payload

@@ -131,7 +131,9 @@ class WorkerGroup:
             worker.daemon = True
             try:
                 try:
-                    with contextlib.nullcontext() if gate is None else calling_first(worker, gate.calls):
+                    is_forked = process.start_method(context) == "fork"
+                    has_calls = not is_forked and (gate is not None or payload.cores is not None)
+                    with calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext():
                         process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
                 finally:
                     payload.close()

@@ -33,6 +33,8 @@ from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
 
 def run(payload: Payload) -> None:
     connection, job = payload.connection, payload.job
+    if payload.cores is not None:
+        os.sched_setaffinity(0, payload.cores)
     port = connection.open()
     context = WorkerContext()
     try:

@@ -1,0 +1,61 @@
+"""``worker_affinity``: the cores that each worker runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+from rustloader.procfs import core_ranges
+
+
+def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: int) -> list[list[int]] | None:
+    """The cores of each worker, or None if they have those of the main process.
+
+    Raises:
+        ValueError: There are fewer entries than workers, or this process may not use a core.
+    """
+    if affinity is None:
+        return None
+    usable = sorted(os.sched_getaffinity(0))
+    if isinstance(affinity, str):
+        return spread(own_part(usable), workers)
+    if len(affinity) < workers:
+        raise ValueError(
+            f"worker_affinity has cores for {len(affinity)} of {workers} workers; give it one entry for each worker, "
+            "or 'spread'"
+        )
+    cores = [[entry] if isinstance(entry, int) else sorted(entry) for entry in affinity[:workers]]
+    for worker, of_worker in enumerate(cores):
+        for core in of_worker:
+            if core not in usable:
+                raise ValueError(
+                    f"worker_affinity gives core {core} to worker {worker}, but this process may use only "
+                    f"{core_ranges(usable)}; name some of these, or start the program with more (taskset, Slurm, the "
+                    "container's cpuset)"
+                )
+    return cores
+
+
+def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
+    """Deals cores to workers: neighbouring cores to each, or one core to several workers if there are too few."""
+    count = len(cores)
+    if workers >= count:
+        return [[cores[worker % count]] for worker in range(workers)]
+    return [list(cores[worker * count // workers : (worker + 1) * count // workers]) for worker in range(workers)]
+
+
+def own_part(cores: Sequence[int]) -> Sequence[int]:
+    """The cores of this rank. Ranks that their launcher has not bound to cores share those of the launcher."""
+    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not (rank.isdecimal() and ranks.isdecimal()) or int(rank) >= int(ranks) or not _are_launchers(cores):
+        return cores
+    return spread(cores, int(ranks))[int(rank)]
+
+
+def _are_launchers(cores: Sequence[int]) -> bool:
+    """Whether the process that has started this one runs on the same cores."""
+    try:
+        return os.sched_getaffinity(os.getppid()) == set(cores)
+    except OSError:
+        # It has ended.
+        return True

@@ -1,0 +1,224 @@
+"""`worker_affinity`: the cores that workers run on, from their first import on; what doctor says of ranks."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from sample_data import Numbers
+from support import DataLoader, epoch, run_script, rustloader
+from torch.utils.data import get_worker_info
+
+from rustloader import procfs
+from rustloader.cli import crowding, doctor
+from rustloader.options import option_of
+from rustloader.workers import affinity
+
+pytestmark = pytest.mark.ours
+
+MINE = sorted(os.sched_getaffinity(0))
+needs_two = pytest.mark.skipif(len(MINE) < 2, reason="this process may use one core only")
+
+
+class Cores(Numbers):
+    """Sample: the worker, its cores when the dataset arrived there, and now."""
+
+    arrived = None
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, arrived=sorted(os.sched_getaffinity(0)))
+
+    def __getitem__(self, i):
+        return get_worker_info().id, self.arrived, sorted(os.sched_getaffinity(0))
+
+
+def cores(method="fork", workers=2, dataset=None, **kw):
+    loader = DataLoader(dataset or Cores(workers), num_workers=workers, batch_size=None, collate_fn=tuple, **kw)
+    loader.multiprocessing_context = method
+    return epoch(loader)
+
+
+@needs_two
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_run_on_their_cores_before_the_dataset_comes(method):
+    first, second = MINE[:2]
+    got = cores(method, worker_affinity=[second, (first, second)])
+    arrived = [None, None] if method == "fork" else [[second], [first, second]]
+    assert got == [(0, arrived[0], [second]), (1, arrived[1], [first, second])]
+    assert sorted(os.sched_getaffinity(0)) == MINE
+
+
+@needs_two
+def test_spread_deals_the_cores_to_the_workers():
+    got = cores(workers=2, worker_affinity="spread")
+    assert [now for _, _, now in got] == affinity.spread(MINE, 2)
+    with rustloader.installed(worker_affinity="spread"):
+        assert cores(workers=2) == got
+
+
+def test_without_the_option_workers_have_all_cores():
+    assert [now for _, _, now in cores()] == [MINE, MINE]
+
+
+@needs_two
+@pytest.mark.warns
+def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
+    class Dies(Cores):
+        def __getitem__(self, i):
+            if i == 1 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os._exit(1)
+            return super().__getitem__(i)
+
+    got = cores(dataset=Dies(2), worker_affinity=MINE[:2][::-1], max_restarts=1)
+    assert [now for _, _, now in got] == [[MINE[1]], [MINE[0]]]
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "dealt"),
+    [
+        (4, 4, [[10], [11], [12], [13]]),
+        (4, 2, [[10, 11], [12, 13]]),
+        (4, 3, [[10], [11], [12, 13]]),
+        (2, 5, [[10], [11], [10], [11], [10]]),
+        (1, 2, [[10], [10]]),
+    ],
+)
+def test_how_cores_are_dealt(count, workers, dealt):
+    assert affinity.spread(range(10, 10 + count), workers) == dealt
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "part"),
+    [
+        ("0", "2", [0, 1]),
+        ("1", "2", [2, 3]),
+        ("5", "8", [1]),
+        ("", "2", [0, 1, 2, 3]),
+        ("2", "2", [0, 1, 2, 3]),
+        ("x", "y", [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_with_the_cores_of_their_launcher_divide_them(rank, ranks, part, monkeypatch):
+    monkeypatch.setattr(affinity, "_are_launchers", lambda cores: True)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert list(affinity.own_part(range(4))) == part
+    monkeypatch.setattr(affinity, "_are_launchers", lambda cores: False)
+    assert list(affinity.own_part(range(4))) == [0, 1, 2, 3]
+
+
+def test_the_launchers_cores(monkeypatch):
+    assert affinity._are_launchers(sorted(os.sched_getaffinity(os.getppid())))
+    assert not affinity._are_launchers([*MINE, 100_000])
+    monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
+    assert affinity._are_launchers([100_000])
+
+
+@needs_two
+@pytest.mark.parametrize("bound", [False, True])
+def test_two_ranks_of_one_machine(bound):
+    """A launcher with two ranks of two workers each, bound to cores or not."""
+    source = f"""
+    import os
+    from rustloader.workers import affinity
+    if {bound}:
+        os.sched_setaffinity(0, {{{MINE[1]}}})
+    print(affinity.of_workers("spread", 2))
+    """
+    launch = f"""
+    import os, subprocess, sys
+    os.sched_setaffinity(0, {MINE[:2]})
+    for rank in "01":
+        env = dict(os.environ, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
+        print(subprocess.check_output([sys.executable, "-c", {textwrap.dedent(source)!r}], env=env, text=True), end="")
+    """
+    status, out, err = run_script(launch, head="")
+    assert (status, err) == (0, "")
+    first, second = MINE[:2]
+    assert out.splitlines() == [str([[second]] * 2)] * 2 if bound else [str([[first]] * 2), str([[second]] * 2)]
+
+
+def test_a_core_that_the_process_may_not_use():
+    text = (
+        f"worker_affinity gives core 99999 to worker 1, but this process may use only {procfs.core_ranges(MINE)}; "
+        "name some of these, or start the program with more (taskset, Slurm, the container's cpuset)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        cores(worker_affinity=[MINE[0], [MINE[0], 99999]])
+
+
+def test_too_few_entries_and_too_many():
+    text = "worker_affinity has cores for 1 of 2 workers; give it one entry for each worker, or 'spread'"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        cores(worker_affinity=[MINE[0]])
+    assert len(cores(worker_affinity=[MINE[0], MINE[0], 99999])) == 2
+
+
+def test_without_workers_it_has_no_effect():
+    loader = DataLoader(range(2), worker_affinity=[99999])
+    assert [int(x) for x in loader] == [0, 1] and sorted(os.sched_getaffinity(0)) == MINE
+
+
+@pytest.mark.parametrize("text", ["", "0/", "a", "3-2", "0//1", "-1"])
+def test_texts_that_name_no_cores(text):
+    with pytest.raises(ValueError):
+        option_of("worker_affinity").parse(text)
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([8, 0, 1, 2, 5, 6], "0-2,5-6,8")])
+def test_cores_as_the_kernel_writes_them(numbers, text):
+    assert procfs.core_ranges(numbers) == text
+
+
+# doctor
+
+
+def test_a_process_alone_has_no_ranks(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(crowding, "ranks", lambda: [(1, {0})])
+    assert list(doctor._ranks()) == []
+
+
+@pytest.mark.parametrize(
+    ("others", "machine", "advice"),
+    [
+        ([{0, 1}], 8, "they crowd 2 of 8 cores: bind each rank"),
+        ([{0, 1}], 2, ""),
+        ([{2, 3}], 8, ""),
+    ],
+)
+def test_what_doctor_says_of_ranks(others, machine, advice, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(crowding, "ranks", lambda: [(1, {0, 1}), *enumerate(others, 2)])
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    (finding,) = doctor._ranks()
+    same = sum(cores == {0, 1} for cores in others)
+    assert finding.found == f"2 on this machine, {same} of them on the same cores as this one (0-1)"
+    assert finding.advice.startswith(advice) and (finding.state == "note") == bool(advice)
+
+
+def test_ranks_are_processes_of_one_parent_with_one_command():
+    command = (
+        "import sys; from rustloader.cli import crowding; sys.stdin.read(1); "
+        "print(len(crowding.ranks()), flush=True); sys.stdin.read()"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    try:
+        for process in started:
+            process.stdin.write("x")
+            process.stdin.flush()
+            assert process.stdout.readline() == "3\n"
+    finally:
+        for process in started:
+            process.communicate()
