@@ -30,6 +30,7 @@ __all__ = [
     "Engine",
     "IndexStream",
     "LeaseBuffer",
+    "Link",
     "Meter",
     "Observed",
     "ObservedWorker",
@@ -152,6 +153,14 @@ class Engine:
 
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker. If it replaces one that has died, its unanswered tasks are sent again."""
+
+    def attached(self, worker: int, fd: int, pid: int) -> Link:
+        """Registers a worker on another machine by the connected socket ``fd``, which the engine then owns. ``pid`` is
+        its process there. Otherwise as ``started``."""
+
+    @property
+    def ring_slots(self) -> int:
+        """Entries of a worker's ring, for ``Port.remote``."""
 
     def vacate(self, worker: int) -> None:
         """Prepares the slot of a dead worker (``VACANT``) for its next process: start that one, then call ``started``.
@@ -423,6 +432,22 @@ class Meter:
         """Removes ended iterators' meters from a list and adds their figures."""
 
 @final
+class Link:
+    """The main process's end of a connection to a worker on another machine."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection has ended."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has ended; None if the worker has left, and before the end."""
+
+    @property
+    def received(self) -> int:
+        """Bytes received."""
+
+@final
 class Port:
     """A worker's connection to the main process."""
 
@@ -439,6 +464,22 @@ class Port:
     @staticmethod
     def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
         """Opens the port in a forked child, over the inherited engine."""
+
+    @staticmethod
+    def remote(fd: int, ring_slots: int, load_index: Callable[[bytes], Any]) -> Port:
+        """Opens the port over a connected socket ``fd``, which it then owns. The end of the connection ends this
+        process."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the main process is on another machine."""
+
+    def ready(self) -> None:
+        """Tells a main process on another machine that the worker enters its loop."""
+
+    def finish(self, seconds: float) -> bool:
+        """Sends what is published to a main process on another machine, and closes the connection, without the GIL.
+        Returns whether all was sent within ``seconds``. Call it after ``leave``."""
 
     def watch(self, parent: tuple[int, int]) -> None:
         """Ends this process after the main process (pid, start time) has ended."""

@@ -94,7 +94,14 @@ STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
 # Whether the fork server of the program imports what workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
-SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM)
+# Seconds that the start of workers on other machines may take: of their processes, the import of torch, and the
+# transfer of the dataset.
+REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)
+SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM, REMOTE_START)
+# Seconds between two looks at workers that start or end on other machines.
+REMOTE_CHECK = 0.05
+# Seconds that a worker on another machine has to send its last results.
+REMOTE_FINISH = 5.0
 
 
 class StallLimits(NamedTuple):

@@ -197,7 +197,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let watched = &mut watch.watched[stall.worker as usize];
         let same = |shown: &Shown| Work::of(shown) == watched.work && !shown.process.has_exited();
         let Some(shown) = shown.filter(same) else { return Killed::WentOn };
-        if !shown.process.descends {
+        if !shown.process.descends && shown.process.link.is_none() {
             return Killed::No;
         }
         watched.killed = true;

@@ -230,6 +230,9 @@ fn ask(
     file: std::os::fd::BorrowedFd<'_>,
     patience: Duration,
 ) -> std::result::Result<String, String> {
+    if process.link.is_some() {
+        return Err("it runs on another machine".into());
+    }
     if !process.descends {
         return Err("it is not a child of the main process, which sends it no signals".into());
     }

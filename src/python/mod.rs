@@ -6,6 +6,7 @@ mod figures;
 mod functions;
 mod gate;
 mod port;
+mod remote;
 mod sharing;
 mod signals;
 
@@ -26,6 +27,7 @@ mod _core {
             memory_limits, observed, seed_words, set_reporting, tend_pages,
         },
         port::PyPort,
+        remote::PyLink,
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
         signals::DeferredSignals,
     };

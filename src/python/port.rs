@@ -7,8 +7,8 @@ use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use super::code;
 use super::engine::PyEngine;
+use super::{code, remote};
 use crate::codec::{self, Outgoing};
 use crate::config::INLINE_LIMIT;
 use crate::interop::collate;
@@ -19,6 +19,7 @@ use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sys::signal::{self, stack_signal};
+use crate::transport::Remote;
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
@@ -41,6 +42,8 @@ pub struct PyPort {
     stopwatch: Arc<Stopwatch>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,
+    /// The connection to the main process, if that is on another machine.
+    remote: Option<Arc<Remote>>,
 }
 
 impl PyPort {
@@ -98,6 +101,7 @@ impl PyPort {
             kept: Arc::default(),
             stopwatch: Arc::default(),
             unguarded: OnceLock::new(),
+            remote: None,
         })
     }
 
@@ -127,6 +131,29 @@ impl PyPort {
         // SAFETY: the number is the doorbell's; in a child the engine closes no descriptor, so that nothing else closes it.
         let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
         Self::over(engine.handle.arena.inherited(), doorbell, worker, load_index)
+    }
+
+    #[staticmethod]
+    fn remote(fd: i32, ring_slots: u32, load_index: Py<PyAny>) -> PyResult<Self> {
+        let remote = remote::open(fd, ring_slots)?;
+        let port = Self::over(remote.arena().clone(), remote.doorbell()?, 0, load_index)?;
+        Ok(Self { remote: Some(remote), ..port })
+    }
+
+    #[getter]
+    fn is_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
+    fn ready(&self) {
+        if let Some(remote) = &self.remote {
+            remote.ready();
+        }
+    }
+
+    fn finish(&self, py: Python<'_>, seconds: f64) -> bool {
+        let Some(remote) = &self.remote else { return true };
+        py.detach(|| remote.finish(remote::limit(seconds)))
     }
 
     /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is idle.

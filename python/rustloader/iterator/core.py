@@ -27,6 +27,7 @@ from rustloader.fetch.failures import EmptyBatchError, Failure, Reported
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
+from rustloader.remote.context import is_remote
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
@@ -127,7 +128,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._engine_settings = self._settings_for(loader)
             core, reason = fallback.make_engine(self._engine_settings)
         if reason is not None:
-            fallback.fall_back(self, reason)
+            fallback.fall_back(self, reason, fallback.context_of(loader))
             fallback.tell_lost_options(self, loader)
             self._passthrough = True
             try:
@@ -247,7 +248,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._restarts = Restarts(limit, passes_over)
         try:
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
-            ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
+            if not is_remote(self._context):
+                ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
             if self._pin_memory:
                 pinner = pinning.Pinner(self._pin_memory_device)
                 core.start_pinning(begin=pinner.begin, plain=pinner.plain, pin=pinner.pin, failure=pinner.failure)

@@ -20,6 +20,7 @@ from rustloader.config import stall_limits
 from rustloader.iterator import interrupts
 from rustloader.iterator.settings import EngineSettings
 from rustloader.metrics import ledger
+from rustloader.remote.context import is_remote
 from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
@@ -61,6 +62,8 @@ def context_of(loader: Any) -> Any:
 
 def _foreign_process(context: Any) -> str | None:
     """How the processes of a context differ from those of multiprocessing, or None."""
+    if is_remote(context):
+        return None
     kind = process_class(context)
     # The result of a factory function is known only after the call, so torch makes it.
     if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
@@ -97,8 +100,16 @@ def _foreign_part(cls: type, base: type) -> str | None:
     return None
 
 
-def fall_back(source: Any, reason: str) -> None:
-    """Records that a loader or an iterator runs on torch's iterator. Logs each reason once per loader."""
+def fall_back(source: Any, reason: str, context: Any = None) -> None:
+    """Records that a loader or an iterator runs on torch's iterator. Logs each reason once per loader.
+
+    Raises:
+        RuntimeError: ``context`` has its workers on other machines, which torch's iterator cannot use.
+    """
+    if is_remote(context):
+        raise RuntimeError(
+            f"a DataLoader with a {type(context).__name__} needs rustloader's engine, which cannot serve it: {reason}"
+        )
     if ledger.of(source).fall_back(reason):
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 

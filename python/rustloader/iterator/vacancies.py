@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from rustloader._core import Death, Engine
 from rustloader.errors import WorkerDiedError
 from rustloader.limited_log import faults as fault_log
 from rustloader.metrics import ledger
+from rustloader.remote.context import is_remote
 from rustloader.workers import deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import deferred_signals
@@ -35,7 +37,7 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
     # Before signals are blocked: what the helpers start inherits their mask.
     process.start_helpers(iterator._context)
     # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
-    with deferred_signals() as unblock, restarts.lock:
+    with _signals_of(iterator) as unblock, restarts.lock:
         if restarts.is_settled(death):
             return
         engine: Engine = iterator._engine()
@@ -53,6 +55,11 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
             restarts.settle(death)
         else:
             engine.postpone(death.worker_id, seconds)
+
+
+def _signals_of(iterator: Any) -> contextlib.AbstractContextManager[list[int]]:
+    """Defers signals while a process starts. On another machine that takes seconds, and cleans up after a signal."""
+    return contextlib.nullcontext([]) if is_remote(iterator._context) else deferred_signals()
 
 
 def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:

@@ -11,7 +11,7 @@ from typing import Any
 from rustloader._core import Death
 from rustloader.config import STATUS_AFTER
 from rustloader.errors import WorkerDiedError, WorkerStalledError
-from rustloader.workers import stalls
+from rustloader.workers import remote, stalls
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
 
@@ -39,9 +39,12 @@ def error_of(
     if death.stalled:
         kind, text = WorkerStalledError, stalls.text(death.worker_id, text)
 
+    end = process.end if isinstance(process, remote.RemoteProcess) else None
+    notes = (note, *history) if end is None else (note, f"It ran on another machine: {end}", *history)
+
     def make() -> WorkerDiedError:
         error = kind(text, worker_id=death.worker_id, pid=death.pid, exitcode=exitcode, index=index, restarts=restarts)
-        for line in (note, *history):
+        for line in notes:
             error.add_note(line)
         return error
 

@@ -18,7 +18,8 @@ from torch.utils.data import _utils
 from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks, tend_pages
 from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
-from rustloader.workers import main, process
+from rustloader.remote.context import is_remote
+from rustloader.workers import main, process, remote
 from rustloader.workers.bootstrap import Connection, Job, Payload
 from rustloader.workers.gates import Gates
 from rustloader.workers.memory_events import OomKills
@@ -51,6 +52,14 @@ def deferred_signals() -> Iterator[list[int]]:
         yield blocked
 
 
+def _survives_sigterm() -> bool:
+    """Whether the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler in (signal.SIG_DFL, signal.SIG_IGN):
+        return False
+    return str(getattr(handler, "__module__", "")).partition(".")[0] != "ray"
+
+
 class WorkerGroup:
     """The worker processes of one engine.
 
@@ -64,6 +73,8 @@ class WorkerGroup:
         self.engine = engine
         self.processes = processes
         self._on_exit = on_exit
+        # The dataset of workers on other machines.
+        self._blob: remote.Blob | None = None
         # Set when the workers start.
         self._oom_kills: OomKills | None = None
         # The last death of each worker, by generation, and whether its memory cgroup was out of memory.
@@ -81,6 +92,10 @@ class WorkerGroup:
         """
         if counts_oom_kills:
             self._oom_kills = OomKills()
+        if is_remote(context):
+            self._blob = remote.Blob(context, dataset, job)
+            self._start_remote(range(job.num_workers), self._blob, job)
+            return
         process.start_helpers(context)
         with deferred_signals() as unblock:
             self._start(range(job.num_workers), context, dataset, job, unblock)
@@ -91,9 +106,21 @@ class WorkerGroup:
         self.engine.vacate(worker_id)
         # Programs can reach this list and may have emptied it.
         if worker_id < len(self.processes):
-            quietly(process.note_end, self.processes[worker_id], True)
+            if self._blob is None:
+                quietly(process.note_end, self.processes[worker_id], True)
+        if self._blob is not None:
+            self._start_remote([worker_id], self._blob, job)
+            return int(self.processes[worker_id].pid)
         (pid,) = self._start([worker_id], context, dataset, job, unblock)
         return pid
+
+    def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
+        """Starts workers on other machines, at the same time."""
+        for worker in remote.start(self.engine, blob, worker_ids, job):
+            before = self.processes[worker.worker_id : worker.worker_id + 1]
+            self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
+            for it in before:
+                quietly(it.kill)
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
         """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
@@ -106,8 +133,7 @@ class WorkerGroup:
 
     def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job, unblock: list[int]) -> list[int]:
         """Starts processes, while signals are deferred."""
-        survives_sigterm = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
-        job.sigterm_seconds = SIGTERM.get() if survives_sigterm else None
+        job.sigterm_seconds = SIGTERM.get() if _survives_sigterm() else None
         job.unblock = unblock
         method = process.start_method(context)
         with contextlib.ExitStack() as stack:
@@ -203,7 +229,10 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
         for group, processes in ending:
             all_ended = group.engine.alive() == 0
             for worker in processes:
-                quietly(process.note_end, worker, all_ended)
+                if isinstance(worker, remote.RemoteProcess):
+                    quietly(worker.kill)
+                else:
+                    quietly(process.note_end, worker, all_ended)
             group.engine.finish()
             _live.discard(group)
 

@@ -52,6 +52,22 @@ def run(payload: Payload) -> None:
         context.restore()
 
 
+def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
+    """Runs a worker over a connection from another machine, in a process that belongs to other code."""
+    context = WorkerContext()
+    try:
+        worker = _Worker(port, context, dataset, job, worker_id)
+        # Only the worker may keep it alive.
+        del dataset
+        port.ready()
+        worker.loop()
+    except (KeyboardInterrupt, WorkerStopped):
+        pass
+    finally:
+        port.leave()
+        context.restore()
+
+
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
     """The seed of torch and Python, and NumPy's.
 
@@ -313,10 +329,20 @@ class _Worker:
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
     def send_pickle(self, task: int, data: Any) -> None:
-        if not self.port.send_pickle(task, *serialize.dumps(data)):
+        if not self.port.send_pickle(task, *self.portable(*serialize.dumps(data))):
             # Tensors share memory at offsets that views cannot express.
-            if not self.port.send_pickle(task, *serialize.dumps(data, views=False)):
+            if not self.port.send_pickle(task, *self.portable(*serialize.dumps(data, views=False))):
                 raise RuntimeError("a batch whose storages cannot be sent")
+
+    def portable(self, pickled: bytes, objects: list[Any], tied: bool) -> tuple[bytes, list[Any], bool]:
+        """A pickled batch, if it can be opened where it goes."""
+        if tied and self.port.is_remote:
+            raise RuntimeError(
+                "it has an object that only processes of the same machine can share (a descriptor, a connection, "
+                "memory of a device, or one with a reducer of its own in multiprocessing); return tensors, arrays or "
+                "plain objects"
+            )
+        return pickled, objects, tied
 
     def send_empty(self, task: int, failures: list[Failure]) -> None:
         """Answers a task whose samples have all failed. As an error, the answer counts and is no batch."""

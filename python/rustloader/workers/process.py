@@ -13,6 +13,7 @@ from typing import Any
 
 from rustloader._core import descends
 from rustloader.config import STATUS_AFTER
+from rustloader.remote.context import is_remote
 from rustloader.torch_side import in_torch
 from rustloader.workers import fork_server
 
@@ -45,6 +46,9 @@ def process_class(context: Any) -> Any:
 
 def start_method(context: Any) -> str:
     """How a context starts processes: "fork", "forkserver" or "spawn"."""
+    if is_remote(context):
+        own: str = context.get_start_method()
+        return own
     # Contexts need not know their method. The class does, as for multiprocessing itself.
     method: str = process_class(context)._start_method or multiprocessing.get_start_method()
     return method

@@ -7,7 +7,7 @@ mod state;
 mod submit;
 mod worker;
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -24,6 +24,7 @@ use super::figures::PyMeter;
 use super::functions::WarmPages;
 use super::gate::closed;
 use super::port::Sizes;
+use super::remote::PyLink;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
@@ -153,6 +154,23 @@ impl PyEngine {
             return Err(closed(py, &self.handle));
         }
         Ok(access.state().engine.started(worker, pid)?)
+    }
+
+    fn attached(&self, py: Python<'_>, worker: u32, fd: i32, pid: i32) -> PyResult<PyLink> {
+        // SAFETY: the caller passes ownership of the descriptor, which is open.
+        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+        let mut access = self.enter(py)?;
+        if self.handle.closing() {
+            return Err(closed(py, &self.handle));
+        }
+        access.state().engine.attached(worker, socket, pid)?;
+        let link = self.handle.process(worker).and_then(|process| process.link.clone());
+        link.map(PyLink).ok_or_else(|| PyValueError::new_err(format!("worker {worker} has no connection")))
+    }
+
+    #[getter]
+    fn ring_slots(&self) -> u32 {
+        self.handle.arena.geometry().ring_slots
     }
 
     fn vacate(&self, py: Python<'_>, worker: u32) -> PyResult<()> {

@@ -1,0 +1,68 @@
+"""A context whose workers are other processes of this machine, connected by loopback: no cluster is needed."""
+
+import multiprocessing
+import pickle
+import secrets
+from pathlib import Path
+
+from rustloader.remote.context import Call, RemoteContext
+from rustloader.workers import remote
+
+# The server imports torch once, and none of its children has a descriptor of the test.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["rustloader.workers.remote"])
+
+
+class Worker:
+    """A started process, as `Started` wants it."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def failure(self):
+        code = self.process.exitcode
+        return None if code is None else f"its process ended with exit code {code}"
+
+    def waits_for(self):
+        return "it may be slow"
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+class LoopbackContext(RemoteContext):
+    """Starts workers here. ``folder`` is for the dataset."""
+
+    _name = "loopback"
+
+    def __init__(self, folder: Path, serve=None, seconds: float = 60.0):
+        self.folder, self.serve, self.seconds = folder, serve or serve_file, seconds
+        self.workers: list[Worker] = []
+        self.calls: list[Call] = []
+
+    @property
+    def start_seconds(self):
+        return self.seconds
+
+    def address(self):
+        return "127.0.0.1"
+
+    def dumps(self, value):
+        return pickle.dumps(value)
+
+    def put(self, blob):
+        path = self.folder / secrets.token_hex(8)
+        path.write_bytes(blob)
+        return path
+
+    def launch(self, blob, call):
+        process = SERVER.Process(target=self.serve, args=(blob, call), daemon=True)
+        process.start()
+        self.calls.append(call)
+        self.workers.append(Worker(process))
+        return self.workers[-1]
+
+
+def serve_file(path: Path, call: Call) -> None:
+    remote.serve(path.read_bytes(), call, 60.0)

@@ -1,0 +1,355 @@
+"""Workers over connections: batches, errors, deaths and ends are those of local workers."""
+
+import dataclasses
+import os
+import pickle
+import random
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from remote_support import LoopbackContext, serve_file
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import rustloader
+from rustloader.errors import WorkerDiedError
+from rustloader.remote import handshake
+from rustloader.workers import remote
+
+
+class Noisy(Dataset):
+    """Samples that show the seeds of a worker, and its number."""
+
+    def __init__(self, size=60, numel=40):
+        self.size, self.numel = size, numel
+        self.data = np.arange(size)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        self.data[index] += 1  # writable, as in a local worker
+        return {
+            "x": torch.full((self.numel,), float(index)) + torch.rand(self.numel),
+            "y": np.random.rand(3) + random.random(),
+            "who": (index, info.id, info.num_workers, info.seed),
+            "text": f"sample {index}",
+        }
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        for at in range(info.id, 31, info.num_workers):
+            yield torch.tensor(at), torch.rand(2)
+
+
+class Odd(Noisy):
+    """A sample that is not there, one that ends the process, one that no other machine can open."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def __getitem__(self, index):
+        if index == 13:
+            match self.what:
+                case "error":
+                    raise KeyError("no sample 13")
+                case "exit":
+                    os._exit(7)
+                case "pipe":
+                    return os.dup(0), socket.socket()
+                case "sleep":
+                    time.sleep(1000)
+        return torch.tensor(index)
+
+
+def init(worker_id):
+    random.seed(worker_id)
+
+
+def epochs(dataset, context, count=2, **options):
+    torch.manual_seed(5)
+    loader = rustloader.DataLoader(
+        dataset, batch_size=4, num_workers=2, multiprocessing_context=context, persistent_workers=True, **options
+    )
+    return [list(loader) for _ in range(count)]
+
+
+def forget_workers(batches):
+    """Which worker makes a batch depends on who is free."""
+    for batch in batches:
+        del batch["who"]
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(same, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True, "worker_init_fn": init, "prefetch_factor": 5},
+        {"seed_by": "sample", "dispatch": "shared_queue", "reorder_window": 16},
+        {"seed_by": "batch", "shuffle": True, "drop_last": True},
+        {"generator": torch.Generator().manual_seed(3), "shuffle": True, "timeout": 60},
+    ],
+)
+def test_batches_are_those_of_local_workers(tmp_path, options):
+    def run(context):
+        if "generator" in options:
+            options["generator"].manual_seed(3)
+        both = epochs(Noisy(), context, **options)
+        if "dispatch" in options:
+            forget_workers(batch for batches in both for batch in batches)
+        return both
+
+    assert same(run(LoopbackContext(tmp_path)), run("fork"))
+
+
+def test_large_batches_are_those_of_local_workers(tmp_path):
+    dataset = Noisy(12, 500_000)
+    assert same(epochs(dataset, LoopbackContext(tmp_path)), epochs(dataset, "fork"))
+
+
+def test_an_iterable_dataset_makes_the_same_batches(tmp_path):
+    assert same(epochs(Stream(), LoopbackContext(tmp_path), 3), epochs(Stream(), "fork", 3))
+
+
+def test_any_order_has_all_batches(tmp_path):
+    (batches,) = epochs(Noisy(), LoopbackContext(tmp_path), 1, in_order=False, worker_threads=2)
+    assert sorted(int(index) for batch in batches for index in batch["who"][0]) == list(range(60))
+
+
+def test_an_error_of_the_dataset_has_the_same_text(tmp_path):
+    texts = []
+    for context in (LoopbackContext(tmp_path), "fork"):
+        with pytest.raises(KeyError, match="no sample 13") as caught:
+            epochs(Odd("error"), context)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_a_failed_sample_is_skipped(tmp_path):
+    (batches,) = epochs(Odd("error"), LoopbackContext(tmp_path), 1, on_error="skip")
+    assert torch.equal(torch.cat(batches), torch.tensor([at for at in range(60) if at != 13]))
+
+
+def test_an_object_of_one_machine_is_an_error_in_its_place(tmp_path):
+    with pytest.raises(RuntimeError, match="only processes of the same machine can share"):
+        epochs(Odd("pipe"), LoopbackContext(tmp_path), collate_fn=list)
+
+
+def test_a_death_names_the_worker_and_the_connection(tmp_path):
+    with pytest.raises(WorkerDiedError, match="exited unexpectedly") as caught:
+        epochs(Odd("exit"), LoopbackContext(tmp_path))
+    notes = "\n".join(caught.value.__notes__)
+    assert caught.value.worker_id == 1
+    # What it had made may be lost with it, where a local worker's would count.
+    assert "Worker 1 was to fetch the batch of index" in notes
+    assert "It ran on another machine: its process ended with exit code 7" in notes or "was closed" in notes
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
+def test_restarts_make_the_same_batches(tmp_path, dispatch):
+    options = {"seed_by": "sample", "shuffle": True, "dispatch": dispatch}
+    (expected,) = epochs(Noisy(), "fork", 1, **options)
+    context = LoopbackContext(tmp_path)
+    torch.manual_seed(5)
+    loader = rustloader.DataLoader(
+        Noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=5, **options
+    )
+    batches = []
+    for at, batch in enumerate(loader):
+        batches.append(batch)
+        if at in (2, 7):
+            context.workers[-1].process.kill()
+    forget_workers([*batches, *expected])
+    assert same(batches, expected)
+    # A worker whose tasks another one has taken is not replaced in this epoch.
+    assert 3 <= len(context.calls) <= 4
+    assert len({call.token for call in context.calls}) == len(context.calls)
+
+
+@pytest.mark.warns
+def test_a_stuck_worker_is_killed_and_replaced(tmp_path):
+    with pytest.raises(rustloader.WorkerStalledError):
+        epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0)
+
+
+def test_nothing_is_left(tmp_path):
+    epochs(Noisy(), LoopbackContext(tmp_path), 1)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+    context = LoopbackContext(tmp_path)
+    loader = rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context)
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    for worker in context.workers:
+        worker.process.join(10)
+        assert worker.process.exitcode is not None
+        worker.process.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        after = len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+        if after <= before:
+            break
+        time.sleep(0.01)
+    assert after <= before
+
+
+# Starts
+
+
+def fails(path, call):
+    raise SystemExit(3)
+
+
+def strange(path, call):
+    """Strangers come first: none holds the worker up, and none learns anything."""
+    for first in (b"", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(64), os.urandom(200)):
+        with socket.create_connection((call.address, call.port)) as stranger:
+            try:
+                stranger.sendall(first)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(1000) == b""
+            except OSError:
+                pass  # reset
+    wrong = dataclasses.replace(call, token=bytes(32))
+    with pytest.raises((handshake.HandshakeError, OSError)):
+        remote.serve(path.read_bytes(), wrong, 10.0)
+    serve_file(path, call)
+
+
+def other_version(path, call):
+    handshake.versions = lambda: {"rustloader": "9.9.9", "Python": "3.11"}
+    serve_file(path, call)
+
+
+def silent(path, call):
+    time.sleep(1000)
+
+
+def test_a_stranger_is_no_worker(tmp_path):
+    (batches,) = epochs(Noisy(), LoopbackContext(tmp_path, strange), 1)
+    assert len(batches) == 15
+
+
+@pytest.mark.parametrize(
+    ("serve", "text", "seconds"),
+    [
+        (fails, "its process ended with exit code 3", 60.0),
+        (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
+        (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path, serve, text, seconds):
+    context = LoopbackContext(tmp_path, serve, seconds)
+    with pytest.raises(RuntimeError, match="cannot start on another machine") as caught:
+        epochs(Noisy(), context)
+    assert text in str(caught.value)
+    for worker in context.workers:
+        worker.process.join(10)
+        assert worker.process.exitcode is not None
+
+
+class Unreadable(Noisy):
+    def __setstate__(self, state):
+        raise ImportError("no module named decoders")
+
+
+def test_a_dataset_that_cannot_be_read_there_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="cannot read the dataset") as caught:
+        epochs(Unreadable(), LoopbackContext(tmp_path))
+    assert "no module named decoders" in str(caught.value)
+
+
+def test_functions_keep_what_they_share_with_the_dataset(tmp_path):
+    dataset = Noisy()
+    (batches,) = epochs(dataset, LoopbackContext(tmp_path), 1, collate_fn=Sharing(dataset))
+    assert all(all(batch) for batch in batches)
+
+
+class Sharing:
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __call__(self, samples):
+        return [self.dataset is get_worker_info().dataset for _ in samples]
+
+
+# The context
+
+
+# torch's own iterator ends with an AttributeError after a failed construction.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_only_the_engine_can_use_the_context(tmp_path):
+    context = LoopbackContext(tmp_path)
+    assert context.get_start_method() == "loopback"
+    loader = torch.utils.data.DataLoader(Noisy(), num_workers=1, multiprocessing_context=context)
+    with pytest.raises(RuntimeError, match=r"use rustloader\.DataLoader"):
+        torch.utils.data.dataloader._MultiProcessingDataLoaderIter(loader)
+
+
+def test_a_loader_that_falls_back_raises(tmp_path):
+    class Replaced(torch.utils.data.IterDataPipe):
+        def __iter__(self):
+            yield 1
+
+    loader = rustloader.DataLoader(Replaced(), num_workers=1, multiprocessing_context=LoopbackContext(tmp_path))
+    with pytest.raises(RuntimeError, match="cannot serve it: its dataset is a DataPipe"):
+        iter(loader)
+
+
+def test_versions_that_matter_are_compared_and_builds_are_not():
+    ours = handshake.versions()
+    assert handshake.skew(ours | {"other": "1"}) is None
+    assert "torch 1.0 there and" in handshake.skew(ours | {"torch": "1.0"})
+    assert "NumPy unknown there" in handshake.skew({**ours, "NumPy": None} | {"NumPy": "unknown"})
+    assert "+" not in ours["torch"]
+
+
+def test_the_handler_of_ray_is_not_the_programs():
+    from rustloader.workers import group
+
+    def handler(number, frame):
+        pass
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for module, expected in (("ray._private.worker", False), ("train", True), ("rayon", True)):
+            handler.__module__ = module
+            signal.signal(signal.SIGTERM, handler)
+            assert group._survives_sigterm() is expected
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert group._survives_sigterm() is False
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_job_travels_without_what_the_blob_has(tmp_path):
+    from rustloader.workers.bootstrap import Job
+
+    context = LoopbackContext(tmp_path)
+    job = Job(0, True, len, False, 1, init, 2, starts=[None, None])
+    blob = remote.Blob(context, "dataset", job)
+    dataset, shared = pickle.loads(blob.reference.read_bytes())
+    assert (dataset, shared) == ("dataset", {"collate_fn": len, "init_fn": init, "on_error": "raise"})
+    sent = pickle.loads(blob.job_of(job, 1))
+    assert (sent.collate_fn, sent.init_fn, sent.base_seed, sent.num_workers) == (None, None, 1, 2)
