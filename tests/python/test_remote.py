@@ -1,18 +1,20 @@
 """Workers over connections: batches, errors, deaths and ends are those of local workers."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import random
 import signal
 import socket
-import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from remote_support import LoopbackContext, serve_file
+from support import open_files
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
@@ -193,25 +195,33 @@ def test_a_stuck_worker_is_killed_and_replaced(tmp_path):
         epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0)
 
 
+def connections():
+    """The sockets of this process, and the threads that serve them."""
+    sockets = [target for target in open_files().values() if target.startswith("socket:")]
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read().strip())
+    return Counter(sockets) + Counter(name for name in names if name == "rl_link")
+
+
 def test_nothing_is_left(tmp_path):
-    epochs(Noisy(), LoopbackContext(tmp_path), 1)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+    # Of all else that a loader may leave, conftest.py takes care after each test.
+    before = connections()
     context = LoopbackContext(tmp_path)
-    loader = rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context)
-    iterator = iter(loader)
+    iterator = iter(rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context))
     next(iterator)
+    now = connections() - before
+    assert now["rl_link"] == 2 and now.total() == 4
     del iterator
     for worker in context.workers:
-        worker.process.join(10)
+        worker.process.join(20)
         assert worker.process.exitcode is not None
         worker.process.close()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        after = len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
-        if after <= before:
-            break
+    deadline = time.monotonic() + 20
+    while connections() - before:
+        assert time.monotonic() < deadline, connections() - before
         time.sleep(0.01)
-    assert after <= before
 
 
 # Starts
