@@ -1,5 +1,6 @@
 """Shared objects in workers: every start method, both loaders, batches, kills."""
 
+import copyreg
 import os
 import signal
 import subprocess
@@ -95,6 +96,26 @@ def test_shared_objects_travel_in_batches(loader):
     got = [batch[0] for batch in loader(Whole(*things), batch_size=1, num_workers=1, collate_fn=as_it_is)]
     assert [type(thing) for thing in got] == [type(thing) for thing in things]
     assert got[0] == ORIGINAL and got[1] == {"a": [1]} and torch.equal(got[2], things[2]) and got[3] == (1, 2)
+
+
+def as_text(array):
+    return str, (f"reduced {array.sum()}",)
+
+
+def test_pickled_batches_with_arrays_are_as_without_sharing():
+    from rustloader.workers import serialize
+
+    share(np.ones(3))
+    # 1j: no plain tree, so that the batch is pickled.
+    payload, beside, _ = serialize.dumps([1j, np.ones(50_000)])
+    assert len(payload) < 1000 and len(beside) == 1
+    copyreg.pickle(np.ndarray, as_text)
+    try:
+        for loader in (torch.utils.data.DataLoader, DataLoader):
+            (batch,) = loader([np.ones(2)], batch_size=None, num_workers=1, collate_fn=as_it_is)
+            assert batch == "reduced 2.0", loader
+    finally:
+        del copyreg.dispatch_table[np.ndarray]
 
 
 @pytest.mark.parametrize("loader", BOTH)

@@ -352,8 +352,8 @@ def test_nothing_is_kept_alive_and_nothing_is_left():
 
     gc.disable()
     try:
-        loader = DataLoader(Numbers(40), num_workers=1)
         entries = len(ledger._ledgers)
+        loader = DataLoader(Numbers(40), num_workers=1)
         iterator = iter(loader)
         next(iterator)
         rustloader.stats(iterator), rustloader.stats(loader)

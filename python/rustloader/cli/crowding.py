@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Set
 
-from rustloader import procfs
+import rustloader.procfs as procfs
 
 
 def ranks() -> list[tuple[int, Set[int]]]:

@@ -114,7 +114,9 @@ def reduce_array(array: np.ndarray) -> Any:
     """Reduces a shared array to a descriptor if it is an argument of a new process, and to its elements otherwise."""
     data = data_of(array) if is_spawning() else None
     if data is None:
-        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        # ForkingPickler prefers this reducer to one that a program has put into copyreg's table.
+        reduce = copyreg.dispatch_table.get(np.ndarray)
+        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if reduce is None else reduce(array)
     view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides
     return _array_from_descriptor, (reduction.DupFd(data.store.fileno()), array.dtype, *view)
 

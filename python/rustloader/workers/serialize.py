@@ -237,11 +237,13 @@ class _Beside:
         return self._token(_beside, array) if is_plain_leaf(array) else _reduce_array(array)
 
 
+def _registered() -> _Reducers:
+    """The reducers of torch and of programs. In a batch an array in shared memory is like any other."""
+    return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
+
+
 def _table(reducers: _Reducers) -> _Reducers:
-    table = {**copyreg.dispatch_table, **_extra_reducers}
-    if table.get(np.ndarray) is reduce_shared_array:
-        # In a batch an array in shared memory is like any other.
-        del table[np.ndarray]
+    table = {**copyreg.dispatch_table, **_registered()}
     replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
     if torch.UntypedStorage not in replacing:
         # torch's reducer of tensors calls the program's reducer of storages.
@@ -269,7 +271,7 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
     if views and table.get(torch.Tensor) == beside._reduce_tensor:
         table = _Table(table)
     if _extra_reducers != _known:
-        for kind, reducer in _extra_reducers.items():
+        for kind, reducer in _registered().items():
             if _known.get(kind) is not reducer and kind in table and _is_foreign(reducer):
                 table[kind] = beside.noted(reducer)
     shared = _sharer._key
