@@ -3,7 +3,7 @@
 //! No fork finds it: [`pause`] joins it before, so that a child inherits none of its locks, and Python (from 3.12) does not
 //! warn of a fork with threads. It calls nothing of Python.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -31,6 +31,8 @@ struct State {
 static STATE: Mutex<State> =
     Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
+/// Whether there was ever work. A program that only imports the library forks without a hook of it.
+static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation that the state belongs to.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
@@ -51,6 +53,7 @@ fn state() -> Option<MutexGuard<'static, State>> {
 
 /// Calls `work` on the thread, now and as often as it asks. Without a thread the work is left to later calls.
 pub fn start(work: Work) {
+    USED.store(true, Ordering::Relaxed);
     let Some(mut state) = state() else { return };
     state.work = Some(work);
     state.asked = true;
@@ -96,6 +99,9 @@ pub fn resume() {
 
 /// Starts the thread again if a fork has ended it with work left.
 pub fn tend() {
+    if !USED.load(Ordering::Relaxed) {
+        return;
+    }
     if let Some(mut state) = state() {
         state.spawn();
     }

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import tempfile
 import time
 import types
+from pathlib import Path
 
 import torch
 from pinning_support import pinning
@@ -293,6 +295,25 @@ def forking():
     return walk(loader(Forking(8), batch_size=None), expected)[0]
 
 
+def shared_list():
+    """A dataset whose list lies in one file in memory."""
+    try:
+        items = rustloader.share([torch.tensor(i) for i in range(8)])
+    except Exception as error:
+        return [text_of(error)]
+    return walk(loader(items, batch_size=None), list(items))[0]
+
+
+def connected():
+    """A worker at the other end of a connection."""
+    from remote_support import LoopbackContext
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = LoopbackContext(Path(folder), server=multiprocessing.get_context("fork"))
+        images = DataLoader(Images(SIZE), num_workers=1, batch_size=BATCH, multiprocessing_context=context)
+        return walk(images, image_batches())[0]
+
+
 class Wide(Numbers):
     """A sample shows one megabyte, as a tensor of its own or as one that takes no memory."""
 
@@ -325,8 +346,9 @@ def wide_by_torchs_collate():
 
 
 def pooled():
-    """How many arenas wait for the next iterator."""
-    errors, _ = walk(loader(Numbers(8), batch_size=None), [torch.tensor(i) for i in range(8)])
+    """How many arenas wait for the loader's next iterator."""
+    waiting = loader(Numbers(8), batch_size=None)
+    errors, _ = walk(waiting, [torch.tensor(i) for i in range(8)])
     return errors, rustloader._core._trim_pool()
 
 

@@ -32,12 +32,13 @@ class Worker:
 
 
 class LoopbackContext(RemoteContext):
-    """Starts workers here. ``folder`` is for the dataset."""
+    """Starts workers here, by the multiprocessing context ``server``. ``folder`` is for the dataset."""
 
     _name = "loopback"
 
-    def __init__(self, folder: Path, serve=None, seconds: float = 60.0):
+    def __init__(self, folder: Path, serve=None, seconds: float = 60.0, server=SERVER):
         self.folder, self.serve, self.seconds = folder, serve or serve_file, seconds
+        self.server = server
         self.workers: list[Worker] = []
         self.calls: list[Call] = []
 
@@ -57,7 +58,7 @@ class LoopbackContext(RemoteContext):
         return path
 
     def launch(self, blob, call):
-        process = SERVER.Process(target=self.serve, args=(blob, call), daemon=True)
+        process = self.server.Process(target=self.serve, args=(blob, call), daemon=True)
         process.start()
         self.calls.append(call)
         self.workers.append(Worker(process))

@@ -19,6 +19,8 @@ HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create 
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"
+# The end of a connection: torch's text for a worker that has ended.
+LOST = r"RuntimeError: DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
 LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
@@ -42,6 +44,8 @@ BATCHES = {
     "growing": 8,
     "stuck": 3,
     "handled": 6,
+    "shared_list": 8,
+    "connected": 6,
 }
 # What the programs say when nothing is refused.
 USUAL = {"doomed": KILLED, "late": LATE, "stuck": STUCK + r"Its stack:\n.* in __getitem__\n.*"}
@@ -150,6 +154,14 @@ TABLE = [
     R("fstat", "EPERM EBADF", "worker"),
     R("seal_write", "EPERM", program="twice"),
     R("seal_write", "EPERM", "worker", "forking"),
+    R("pwrite", "ENOSPC", program="shared_list", error="MemoryError: cannot share this object: .*", calls="1 2"),
+    R("pwrite", "EINTR", program="shared_list", calls="1"),
+    R("get_seals", "EBADF", program="shared_list", error=r"OSError: .*F_GET_SEALS\) failed: .*closed by other code"),
+    R("get_seals", "EPERM", program="shared_list", error=r"ValueError: .*it is no sealed file in memory", calls="1"),
+    R("socket_send", "EPERM", program="connected", error=LOST),
+    R("socket_send", "EINTR EAGAIN", program="connected", calls="1 3"),
+    R("socket_receive", "EPERM", program="connected", error=LOST),
+    R("socket_receive", "EINTR EAGAIN", program="connected", calls="1 3"),
     R("atfork", "ENOMEM", handover="all", calls="1 1+"),
     # The handlers that mark what a child may read.
     R("atfork", "ENOMEM", handover="any", calls="2"),
