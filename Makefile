@@ -6,6 +6,7 @@ ARGS ?=
 
 VENV := .venv
 ECOSYSTEM := .venv-ecosystem
+RAY := .venv-ray
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 CARGO ?= cargo
@@ -23,7 +24,7 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
-	reliability-figures ecosystem wheel dist docs clean
+	reliability-figures ecosystem test-ray wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -197,6 +198,12 @@ reliability-figures: build ## Measure how fast faults are seen and how long shut
 ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and nine more on both loaders (another 6 GB)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(ARGS)
 
+# Ray listens on all interfaces: where the system allows it, in a network of its own, with the loopback alone.
+ALONE := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' alone
+test-ray: build $(RAY)/.made-with ## Run workers as actors of a small Ray cluster (another 300 MB)
+	@if $(ALONE) true 2>/dev/null; then set -- $(ALONE); else set --; fi; set -x; \
+	"$$@" $(RAY)/bin/python -m pytest tests/ray -W default $(ARGS)
+
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
@@ -221,7 +228,7 @@ $(DOCS)/.made: pyproject.toml
 	@touch $@
 
 clean: ## Remove everything that make created: .venv, builds, caches, the demo's images
-	rm -rf .venv .venv-ecosystem target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data demo.png
+	rm -rf .venv .venv-ecosystem .venv-ray target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data demo.png
 	rm -f python/rustloader/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -243,6 +250,9 @@ $(VENV)/.made-with: pyproject.toml scripts/venv.sh
 
 $(ECOSYSTEM)/.made-with: $(VENV)/.made-with tests/ecosystem/requirements.txt scripts/ecosystem.sh
 	@sh scripts/ecosystem.sh $(ECOSYSTEM) $(VENV)
+
+$(RAY)/.made-with: $(VENV)/.made-with scripts/ray.sh
+	@sh scripts/ray.sh $(RAY) $(VENV)
 
 HAS_CARGO = command -v $(CARGO) >/dev/null || { echo 'error: cargo was not found. Install Rust (rustup), or put its bin folder on PATH.' >&2; exit 1; }
 

@@ -1,0 +1,257 @@
+"""Workers as Ray actors: batches and faults are those of local workers."""
+
+import copy
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import rustloader
+import rustloader.ray
+from rustloader.workers import group
+
+
+def noisy(size=60, numel=40):
+    class Noisy(Dataset):
+        """Defined here, so that only cloudpickle can send it."""
+
+        def __init__(self):
+            self.data = np.arange(size)
+
+        def __len__(self):
+            return size
+
+        def __getitem__(self, index):
+            self.data[index] += 1
+            info = get_worker_info()
+            noise = torch.rand(numel), np.random.rand(2), random.random()
+            return index, *noise, (info.id, info.num_workers, info.seed)
+
+    return Noisy()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        for at in range(info.id, 31, info.num_workers):
+            yield torch.tensor(at), torch.rand(2)
+
+
+def epochs(dataset, context, count=2, **options):
+    torch.manual_seed(5)
+    options = {"batch_size": 4, "num_workers": 2, "persistent_workers": True, **options}
+    loader = rustloader.DataLoader(dataset, multiprocessing_context=context, **options)
+    return [list(loader) for _ in range(count)]
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def is_gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(done, seconds=40):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def init(worker_id):
+    random.seed(100 + worker_id)
+
+
+def test_batches_are_those_of_local_workers(cluster):
+    context = rustloader.ray.RayContext(num_cpus=1)
+    options = {"shuffle": True, "worker_init_fn": init, "prefetch_factor": 3, "timeout": 200}
+    assert same(epochs(noisy(), context, **options), epochs(noisy(), "fork", **options))
+    assert same(epochs(Stream(), context), epochs(Stream(), "fork"))
+
+
+def test_any_order_in_a_placement_group_has_all_batches(cluster):
+    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    options = {"in_order": False, "seed_by": "sample"}
+    (batches,) = epochs(noisy(), rustloader.ray.RayContext(placement_group=group), 1, **options)
+    (expected,) = epochs(noisy(), "fork", 1, **options)
+    ray.util.remove_placement_group(group)
+    for each in batches, expected:
+        each.sort(key=lambda batch: int(batch[0][0]))
+        for batch in each:
+            del batch[-1]  # which worker made it
+    assert same(batches, expected)
+
+
+class Odd(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise KeyError("no sample 13")
+        if index == 21:
+            time.sleep(10_000)
+        return index, os.getpid()
+
+
+def test_errors_and_timeouts_are_those_of_local_workers(cluster):
+    loader = rustloader.DataLoader(
+        Odd(),
+        batch_size=4,
+        num_workers=1,
+        multiprocessing_context=rustloader.ray.RayContext(),
+        on_error="skip",
+        timeout=5,
+        collate_fn=lambda samples: samples,
+    )
+    batches = []
+    with pytest.raises(RuntimeError, match=r"timed out after 5 seconds"):
+        for batch in loader:
+            batches.append(batch)
+    assert [index for batch in batches for index, _ in batch] == [at for at in range(20) if at != 13]
+    # Its worker would sleep on.
+    pid = batches[0][0][1]
+    del loader
+    wait_until(lambda: is_gone(pid))
+
+
+def test_an_epoch_is_resumed_by_other_actors(cluster):
+    def make():
+        torch.manual_seed(5)
+        return rustloader.StatefulDataLoader(
+            noisy(),
+            batch_size=4,
+            num_workers=1,
+            shuffle=True,
+            seed_by="sample",
+            multiprocessing_context=rustloader.ray.RayContext(),
+        )
+
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(rest) == 10 and same(list(resumed), rest)
+
+
+def test_a_driver_that_is_an_actor_itself_has_workers(cluster):
+    @ray.remote(num_cpus=0)
+    def train():
+        return epochs(Stream(), rustloader.ray.RayContext(), 1, num_workers=1)
+
+    assert same(ray.get(train.remote(), timeout=200), epochs(Stream(), "fork", 1, num_workers=1))
+
+
+def test_a_killed_actor_is_replaced_and_the_batches_are_the_same(cluster):
+    options = {"seed_by": "sample", "shuffle": True}
+    (expected,) = epochs(noisy(), "fork", 1, **options)
+    torch.manual_seed(5)
+    context = rustloader.ray.RayContext()
+    loader = rustloader.DataLoader(
+        noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=3, **options
+    )
+    iterator, batches, pids = iter(loader), [], []
+    for at in range(15):
+        if at in (3, 6):
+            pids.append(iterator._workers[at % 2].pid)
+            os.kill(pids[-1], signal.SIGKILL)
+        batches.append(next(iterator))
+    assert same([batch[:4] for batch in batches], [batch[:4] for batch in expected])
+    pids += [worker.pid for worker in iterator._workers]
+    assert len(set(pids)) == 4
+    del iterator
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_the_error_of_a_death_says_what_ray_knows(cluster):
+    iterator = iter(
+        rustloader.DataLoader(noisy(400), num_workers=1, multiprocessing_context=rustloader.ray.RayContext())
+    )
+    next(iterator)
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(rustloader.WorkerDiedError) as caught:
+        list(iterator)
+    assert any("It ran on another machine" in note for note in caught.value.__notes__)
+
+
+def test_an_actor_without_a_place_is_an_error_that_names_it(cluster, monkeypatch):
+    monkeypatch.setenv("RUSTLOADER_REMOTE_START_SECONDS", "2")
+    context = rustloader.ray.RayContext(num_cpus=50, resources={"decoding": 1})
+    with pytest.raises(RuntimeError, match=r"asks for CPU 50 \(in the cluster 4, free .*decoding 1 \(in the cluster 0"):
+        epochs(noisy(), context, 1)
+
+
+def test_a_context_can_be_copied_and_placed(cluster):
+    context = rustloader.ray.RayContext(num_cpus=0.5, resources={"far": 0.5})
+    for other in (copy.deepcopy(context), pickle.loads(pickle.dumps(context))):
+        assert repr(other) == repr(context) and other.get_start_method() == "ray"
+    far = {node["NodeID"] for node in ray.nodes() if "far" in node["Resources"]}
+
+    def collate(samples):
+        return ray.get_runtime_context().get_node_id()
+
+    (nodes,) = epochs(noisy(8), context, 1, collate_fn=collate)
+    assert set(nodes) == far
+
+
+def test_local_workers_are_as_without_ray(cluster):
+    assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    assert not group._survives_sigterm()
+
+
+KILLED = """
+import os, signal, sys
+import ray, rustloader, rustloader.ray, torch
+ray.init(address=sys.argv[1], log_to_driver=False)
+context = rustloader.ray.RayContext()
+iterator = iter(rustloader.DataLoader(list(range(1000)), num_workers=2, multiprocessing_context=context))
+next(iterator)
+print(*[worker.pid for worker in iterator._workers], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_workers_of_a_killed_driver_end(cluster):
+    run = subprocess.run([sys.executable, "-c", KILLED, cluster.address], capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_the_loss_of_a_node_is_a_death_that_is_made_good(cluster):
+    # The last test: the node does not come back.
+    torch.manual_seed(5)
+    context = rustloader.ray.RayContext()
+    loader = rustloader.DataLoader(
+        noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=3, seed_by="sample"
+    )
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(3)]
+    cluster.remove_node(cluster.second)
+    batches += list(iterator)
+    assert [index for batch in batches for index in batch[0].tolist()] == list(range(60))
