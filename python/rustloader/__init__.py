@@ -13,6 +13,10 @@ Loaders that a framework builds:
 Memory:
     share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
 
+To a device:
+    prefetch_to_device: Copies the batches of a loader to a device while the program computes.
+    DeviceLoader: What it returns.
+
 Random numbers:
     sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
 
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.options import Options as Options
+    from rustloader.prefetch.loader import DeviceLoader as DeviceLoader
+    from rustloader.prefetch.loader import prefetch_to_device as prefetch_to_device
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
 
@@ -103,6 +109,7 @@ _HOMES = {
     ),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "options": ("Options",),
+    "prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),
     "stateful_dataloader.loader": ("StatefulDataLoader",),
 }

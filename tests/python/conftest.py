@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from multiprocessing import forkserver
+from unittest import mock
 
 import pytest
 import torch
@@ -209,3 +210,13 @@ def no_silent_handover(request):
     logging.getLogger("rustloader").removeHandler(handler)
     if not any(map(request.node.get_closest_marker, ("handover", "warns"))):
         assert not lines, lines
+
+
+@pytest.fixture
+def device():
+    """A device without hardware that every `prefetch_to_device` copies to (standin.py)."""
+    from standin import StandIn
+
+    device = StandIn()
+    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+        yield device

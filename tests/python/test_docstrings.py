@@ -52,7 +52,7 @@ def sections(text):
 
 def entries(section):
     """The names before the colons."""
-    return [line.split(":")[0] for line in section.splitlines() if not line.startswith(" ")]
+    return [line.split(":")[0] for line in section.splitlines() if line and not line.startswith(" ")]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -81,9 +81,10 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CopyStats DataLoader ErrorLimitExceeded Failure Fallback FaultStats LoaderTimeoutError Options "
-    "PinningStats SchedulingStats SlowBatch StatefulDataLoader Stats Verdict VerdictKind WorkerDiedError "
-    "WorkerStalledError WorkerStats engine_batches install installed is_installed report sample_seed stats uninstall"
+    "ArenaStats CopyStats DataLoader DeviceLoader ErrorLimitExceeded Failure Fallback FaultStats LoaderTimeoutError "
+    "Options PinningStats SchedulingStats SlowBatch StatefulDataLoader Stats Verdict VerdictKind "
+    "WorkerDiedError WorkerStalledError WorkerStats engine_batches install installed is_installed "
+    "prefetch_to_device report sample_seed share stats uninstall"
 ).split()
 
 

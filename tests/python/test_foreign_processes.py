@@ -29,9 +29,9 @@ from support import (
 )
 
 if not TORCH_MODE:
-    from rustloader import _core, cleanup, report
+    from rustloader import _core, cleanup, interrupts, report
     from rustloader.config import StallLimits
-    from rustloader.iterator import fallback, interrupts
+    from rustloader.iterator import fallback
     from rustloader.workers import group, serialize, stalls
     from rustloader.workers import process as worker_process
 
@@ -281,9 +281,8 @@ def test_what_descends_from_this_process():
 @pytest.mark.parametrize("pid", ["os.getpid()", "0", "-1", "-os.getpid()"])
 def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
-        from rustloader import _core
+        from rustloader import _core, interrupts
         from rustloader.config import StallLimits
-        from rustloader.iterator import interrupts
         from rustloader.workers import serialize, stalls
         callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
         engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)

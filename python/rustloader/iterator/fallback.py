@@ -14,10 +14,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import options
+from rustloader import interrupts, options
 from rustloader._core import Engine
 from rustloader.config import stall_limits
-from rustloader.iterator import interrupts
 from rustloader.iterator.settings import EngineSettings
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote

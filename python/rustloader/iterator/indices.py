@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler
 
 from rustloader._core import IndexStream
-from rustloader.iterator.interrupts import is_interrupt
+from rustloader.interrupts import is_interrupt
 from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.torch_side import known_code
 

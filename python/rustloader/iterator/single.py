@@ -13,8 +13,8 @@ from rustloader.fetch import tables
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding
+from rustloader.interrupts import is_interrupt
 from rustloader.iterator import failures, fetching, indices, settings
-from rustloader.iterator.interrupts import is_interrupt
 from rustloader.metrics import ledger
 
 

@@ -158,6 +158,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
             found[OWN]["next"] = draws
         return found
 
+    def _state_before_end(self) -> dict[str, Any]:
+        """The state after the last batch of an epoch, whose end a prefetcher has seen and the program has not."""
+        iterator: _Iter = self._iterator
+        return iterator.state(0, False)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` has returned. The next ``iter()`` goes on from there.
 

@@ -14,9 +14,9 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import SeededFetcher
+from rustloader.interrupts import is_interrupt
 from rustloader.iterator import fetching, settings
 from rustloader.iterator.core import warn_of_length
-from rustloader.iterator.interrupts import is_interrupt
 from rustloader.iterator.single import guarded, prepare_fetcher
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals
 from rustloader.stateful_dataloader.recording import copied

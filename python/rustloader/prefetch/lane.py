@@ -1,0 +1,251 @@
+"""Copies batches to a device on a stream of their own, and keeps their memory until the device is done with it.
+
+Memory of a copy belongs to the copy stream: torch's allocator gives what is freed to the next copy at once, while the
+program's stream may still read it. So each storage is *lent*: an alias keeps it.
+
+* A lent storage that the program has dropped (its use count says so) is *retired*: an event is recorded in the streams
+  that the batch was delivered to. The alias goes once the events are done; if there are too many, the copy stream waits
+  for them, and the alias goes at once. Either way no copy begins before the program's work is done.
+* A storage that the program keeps for longer than `depth` batches is handed over to torch's allocator with
+  ``record_stream``. Only these cost the memory that ``record_stream`` is known for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from rustloader.prefetch.moving import Move
+from rustloader.prefetch.streams import Streams
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _count_of_one() -> int:
+    """The use count of a storage with one tensor over it. Versions of torch differ in whether its object counts."""
+    tensor = torch.empty(1)
+    address = tensor.untyped_storage()._cdata
+    return -1 if _use_count is None else int(_use_count(address))
+
+
+_ALONE = _count_of_one()
+
+
+class Copied:
+    """A batch whose copy is queued.
+
+    Attributes:
+        batch: The batch on the device.
+        made: Its memory, as in `Move`.
+        host: What the device may still read on the host.
+        done: The event after the copy.
+        loans: Its memory once it is delivered.
+    """
+
+    # As of an error in the place of a batch.
+    error = None
+    __slots__ = ("batch", "begun", "done", "host", "loans", "made", "nbytes")
+
+    def __init__(self, move: Move, batch: Any, host: Any, begun: Any, done: Any) -> None:
+        self.batch = batch
+        self.made, self.nbytes = move.made, move.nbytes
+        self.host: Any = (host, move.read)
+        self.begun, self.done = begun, done
+        self.loans: list[_Loan] | None = None
+
+
+class _Loan:
+    """A storage that was delivered. ``streams`` are those that its readers may use."""
+
+    __slots__ = ("address", "alias", "number", "streams")
+
+    def __init__(self, address: int, alias: torch.Tensor, number: int, stream: Any) -> None:
+        self.address, self.alias, self.number = address, alias, number
+        self.streams = [stream]
+
+    def is_dropped(self) -> bool:
+        """Whether the alias is the last tensor over the storage. False if torch does not say: it is handed over."""
+        return _use_count is not None and bool(_use_count(self.address) == _ALONE)
+
+
+class _Retired:
+    """Storages of a batch that the program has dropped, and by stream the events after its last use of them."""
+
+    __slots__ = ("aliases", "events", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.events: dict[Any, Any] = {}
+        self.aliases: list[torch.Tensor] = []
+
+
+class Lane:
+    """The copies of one prefetcher to one device.
+
+    A caller holds ``lock`` while it uses any method but `drop`. Each method may end early with what a signal handler
+    raises, and be called again.
+
+    Args:
+        streams: Of the device.
+        depth: Number of batches that are copied ahead.
+    """
+
+    def __init__(self, streams: Streams, depth: int) -> None:
+        self.streams, self.depth = streams, depth
+        self.stream = streams.make()
+        # Reentrant: a signal handler may raise between the lock and the body of `with`.
+        self.lock = threading.RLock()
+        # Whether a call is under way, which a signal handler or the collector may have interrupted.
+        self.is_busy = False
+        self.delivered = 0
+        self._pid = os.getpid()
+        self._lent: list[_Loan] = []
+        self._retired: deque[_Retired] = deque()
+        # What copies read on the host, with the event after each.
+        self._sources: deque[tuple[Any, Any]] = deque()
+        # Batches that iterators left behind while the lane was in use.
+        self._dropped: deque[Copied] = deque()
+
+    @property
+    def is_usable(self) -> bool:
+        """False in a forked child and while the interpreter exits: the device must be left alone."""
+        return os.getpid() == self._pid and not sys.is_finalizing()
+
+    def copy(self, host: Any, asks_pinned: bool = False) -> tuple[Copied, Move]:
+        """Queues the copy of a batch."""
+        streams, stream = self.streams, self.stream
+        move = Move(streams, asks_pinned)
+        with streams.using(stream):
+            begun = streams.record(stream, timed=True)
+            try:
+                batch = move(host)
+            except BaseException:
+                # Parts of it may be under way.
+                self._sources.append((streams.record(stream), (host, move.read)))
+                raise
+            done = streams.record(stream, timed=True)
+        return Copied(move, batch, host, begun, done), move
+
+    def lend(self, copied: Copied) -> None:
+        """Lets the calling thread's stream wait for the copy, and watches its memory from now on."""
+        streams = self.streams
+        stream = streams.current()
+        streams.wait(stream, copied.done)
+        if copied.loans is None:
+            loans = [_Loan(address, alias, self.delivered, stream) for address, alias in copied.made.items()]
+            sources = copied.done, copied.host
+            # Straight on, so that a signal handler finds all of this done or nothing.
+            self._lent += loans
+            self._sources += (sources,)
+            copied.loans, copied.made, copied.host = loans, {}, None
+            self.delivered += 1
+            return
+        for loan in copied.loans:
+            _add(loan.streams, stream)
+
+    def sweep(self) -> None:
+        """Lets go what the device is done with."""
+        streams = self.streams
+        self._forget_dropped()
+        while self._sources and streams.is_done(self._sources[0][0]):
+            self._sources.popleft()
+        if len(self._sources) > 2 * self.depth + 1:
+            # The program is far ahead of the device.
+            streams.synchronize(self._sources[0][0])
+            self._sources.popleft()
+        self._retire()
+        while self._retired and all(map(streams.is_done, self._retired[0].events.values())):
+            self._retired.popleft()
+        lately = {loan.number for loan in self._lent if loan.number == self.delivered - 1}
+        while len({retired.number for retired in self._retired}) > self.depth - len(lately):
+            self._order(self._retired[0])
+            self._retired.popleft()
+
+    def _retire(self) -> None:
+        """Records events after the last use of what was dropped since the last time."""
+        streams, current = self.streams, self.streams.current()
+        kept: list[_Loan] = []
+        found: dict[int, _Retired] = {}
+        events: dict[Any, Any] = {}
+        for loan in self._lent:
+            if loan.is_dropped():
+                _add(loan.streams, current)
+                retired = found.setdefault(loan.number, _Retired(loan.number))
+                retired.aliases.append(loan.alias)
+                for stream in loan.streams:
+                    if stream not in events:
+                        events[stream] = streams.record(stream)
+                    retired.events[stream] = events[stream]
+            elif self.delivered - loan.number > self.depth + 1:
+                for stream in loan.streams:
+                    streams.hand_over(loan.alias, stream)
+            else:
+                kept.append(loan)
+        retired_now = [*found.values()]
+        # No call from here on: a signal handler could raise in it, and storages would be in neither list.
+        self._retired += retired_now
+        self._lent = kept
+
+    def _order(self, retired: _Retired) -> None:
+        for event in retired.events.values():
+            self.streams.wait(self.stream, event)
+
+    def settle(self) -> None:
+        """Lets go of everything: at the end of a loop, however it ended. Waits for the copies that are under way."""
+        streams = self.streams
+        self._forget_dropped()
+        for loan in self._lent:
+            is_dropped = loan.is_dropped()
+            for stream in loan.streams:
+                if is_dropped:
+                    streams.wait(self.stream, streams.record(stream))
+                else:
+                    streams.hand_over(loan.alias, stream)
+        self._lent = []
+        for retired in self._retired:
+            self._order(retired)
+        self._retired.clear()
+        while self._sources:
+            streams.synchronize(self._sources[0][0])
+            self._sources.popleft()
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            copied = self._dropped[0]
+            if copied.host is not None:
+                self._sources.append((copied.done, copied.host))
+            # Not delivered: only the copy stream has used its memory.
+            self._dropped.popleft()
+
+    def drop(self, copied: list[Copied]) -> None:
+        """Drops batches that were not delivered, and settles if no call is under way.
+
+        Safe from a destructor: it never waits for another thread.
+        """
+        if not self.is_usable:
+            return
+        self._dropped.extend(copied)
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            # What is recorded during a capture would become a part of the graph.
+            if not self.is_busy and not self.streams.is_capturing():
+                self.settle()
+        finally:
+            self.lock.release()
+
+    def __del__(self) -> None:
+        if self.is_usable:
+            with contextlib.suppress(Exception):
+                self.settle()
+
+
+def _add(streams: list[Any], stream: Any) -> None:
+    if stream not in streams:
+        streams.append(stream)

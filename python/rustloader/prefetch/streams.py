@@ -1,0 +1,180 @@
+"""The streams, events and copies of one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class Streams:
+    """Streams of a device, by torch's module for its kind: ``torch.cuda``, ``torch.xpu`` or a backend's own.
+
+    Args:
+        device: The device, with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def make(self) -> Any:
+        """A new stream."""
+        return self._module.Stream(device=self.device)
+
+    def current(self) -> Any:
+        """The calling thread's stream."""
+        return self._module.current_stream(self.device)
+
+    def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Makes a stream the calling thread's for the body of a ``with`` statement."""
+        context: contextlib.AbstractContextManager[object] = self._module.stream(stream)
+        return context
+
+    def record(self, stream: Any, timed: bool = False) -> Any:
+        """A new event, which is done when all work that the stream has so far is done."""
+        event = self._module.Event(enable_timing=timed)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Lets later work of the stream begin after the event. The calling thread does not wait."""
+        stream.wait_event(event)
+
+    def is_done(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any) -> None:
+        """Waits in the calling thread until the event is done."""
+        event.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time from one event to another; both are timed and done."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's stream is captured into a graph."""
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
+    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Lets torch's allocator wait for the stream when the tensor's memory is freed."""
+        tensor.record_stream(stream)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, queued in the calling thread's stream; the tensor itself if it is there."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def traced(self, call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """What a call returns, the tensors on the device that it made, and the tensors of the host that it read."""
+        with _Trace(self.device) as trace:
+            made = call()
+        return made, trace.made, trace.read
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.is_pinned()
+
+
+class NoStreams(Streams):
+    """A device without streams, such as Apple's: each copy is a part of its one queue."""
+
+    def make(self) -> Any:
+        return None
+
+    def current(self) -> Any:
+        return None
+
+    def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def record(self, stream: Any, timed: bool = False) -> Any:
+        return None
+
+    def wait(self, stream: Any, event: Any) -> None:
+        pass
+
+    def is_done(self, event: Any) -> bool:
+        return True
+
+    def synchronize(self, event: Any) -> None:
+        pass
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return 0.0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+        pass
+
+
+class _Trace(TorchDispatchMode):
+    """Notes what torch's operators read on the host and make on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.made: list[torch.Tensor] = []
+        self.read: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
+        self.made += [it for it in tree_leaves(made) if _is_on(it, self._device.type)]
+        return made
+
+
+def _is_on(value: object, kind: str) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == kind
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of their own that a tensor consists of: of a sparse one its indices and values."""
+    anything: Any = tensor
+    if is_traceable_wrapper_subclass(anything):
+        names, _ = anything.__tensor_flatten__()
+        return [part for name in names for part in parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return []
+    return [tensor]
+
+
+def streams_of(device: torch.device | str | int | None) -> Streams | None:
+    """The streams of a device; None: it is the CPU.
+
+    Args:
+        device: The device, or None for the accelerator of this process. Without an index it is the calling thread's
+            current one.
+
+    Raises:
+        ValueError: The device holds no data (``meta``).
+        RuntimeError: This torch or this machine lacks the device.
+    """
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = torch.device("cpu") if found is None else found
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    if device.type == "meta":
+        raise ValueError(f"device must be an accelerator or the CPU, got {str(device)!r}, which holds no data")
+    module = torch.get_device_module(device)
+    index: int | None = device.index
+    if index is None:
+        current = getattr(module, "current_device", None)
+        device = torch.device(device.type, 0 if current is None else current())
+    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream"))
+    return Streams(device) if has_streams else NoStreams(device)

@@ -1,0 +1,256 @@
+"""A device without hardware: its streams, events, copies and memory are under the control of a test.
+
+Work is queued and runs when the test lets it: `StandIn.run` runs what one stream has, `run_some` runs streams in random
+order, `run_all` everything. Waits of one stream for another hold as on a device. Memory that is freed goes to its
+stream's pool and is given out again at once, the last freed first, as torch's allocator does.
+
+It looks for races without having to meet them: each piece of work has a vector clock of what must have run before it.
+Memory that is written while earlier work may still use it, or read before it is written, is noted in `faults`.
+"""
+
+import contextlib
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+from rustloader.prefetch.streams import Streams
+
+POISON = 0xEE
+
+
+class Stream:
+    def __init__(self, number):
+        self.number = number
+        self.queue = []
+        # What must have run before the next piece of work: the count of pieces by stream.
+        self.clock = {}
+        self.queued = 0
+
+    def __repr__(self):
+        return f"stream {self.number}"
+
+
+class Event:
+    def __init__(self, clock):
+        self.clock = clock
+        self.done = False
+        self.time = None
+
+
+class Block:
+    """Memory of the device. It belongs to the stream that it was allocated in."""
+
+    def __init__(self, nbytes, stream):
+        self.memory = np.full(nbytes, POISON, np.uint8)
+        self.stream = stream
+        # Work that has used it: (stream, count, clock).
+        self.uses = []
+        self.write = None
+        # The streams that the allocator waits for when it is freed.
+        self.recorded = []
+
+
+class StandIn(Streams):
+    def __init__(self, rng=None):
+        self.device = torch.device("cuda", 0)
+        self.rng = rng
+        self.default = Stream(0)
+        self.streams = [self.default]
+        self.thread = threading.local()
+        # What the program has seen done: all that it queues later runs after that.
+        self.seen = {}
+        self.idle = []
+        self.pending = []
+        self.blocks = {}
+        self.faults = []
+        self.copies = 0
+        self.time = 0.0
+        self.capturing = False
+        self.pinned = True
+        # Called before each copy; may raise.
+        self.before_copy = lambda: None
+        self.traces = []
+        self.handed_over = 0
+        self.allocated = 0
+
+    # What `Streams` has.
+
+    def make(self):
+        self.streams.append(Stream(len(self.streams)))
+        return self.streams[-1]
+
+    def current(self):
+        return getattr(self.thread, "stream", self.default)
+
+    @contextlib.contextmanager
+    def using(self, stream):
+        before = self.current()
+        self.thread.stream = stream
+        try:
+            yield
+        finally:
+            self.thread.stream = before
+
+    def record(self, stream, timed=False):
+        event = Event(self._clock_of(stream))
+
+        def run():
+            event.done, event.time = True, self.time
+
+        self._queue(stream, run)
+        return event
+
+    def wait(self, stream, event):
+        stream.clock = joined(stream.clock, event.clock)
+        self._queue(stream, lambda: None, event)
+
+    def is_done(self, event):
+        if event.done:
+            self.seen = joined(self.seen, event.clock)
+        return event.done
+
+    def synchronize(self, event):
+        while not event.done:
+            assert any(self._step(stream) for stream in self.streams), "nothing can run: the streams wait in a circle"
+        self.is_done(event)
+
+    def seconds(self, begin, end):
+        assert begin.done and end.done
+        return end.time - begin.time
+
+    def is_capturing(self):
+        return self.capturing
+
+    def hand_over(self, tensor, stream):
+        self.handed_over += 1
+        block = self.block(tensor)
+        if stream not in block.recorded:
+            block.recorded.append(stream)
+
+    def copy(self, tensor):
+        if tensor.data_ptr() in self.blocks:
+            return tensor
+        self.before_copy()
+        stream = self.current()
+        moved = self._allocate(tensor, stream)
+        block, host = self.block(moved), tensor
+        self.copies += 1
+
+        def run():
+            block.memory[: host.nbytes] = host.contiguous().numpy().reshape(-1).view(np.uint8)
+            self.time += 1.0
+
+        count, clock = self._queue(stream, run)
+        for by, earlier, _ in block.uses:
+            if clock.get(by.number, 0) < earlier:
+                self.faults.append(f"memory is written while {by} may still use it")
+        block.uses, block.write, block.recorded = [(stream, count, clock)], (stream, count), []
+        for trace in self.traces:
+            trace.append(moved)
+        return moved
+
+    def traced(self, call):
+        made = []
+        self.traces.append(made)
+        try:
+            return call(), made, []
+        finally:
+            self.traces.remove(made)
+
+    def is_pinned(self, tensor):
+        return self.pinned
+
+    # The memory.
+
+    def _allocate(self, like, stream):
+        for block, events in self.pending[:]:
+            if all(map(self.is_done, events)):
+                self.pending.remove((block, events))
+                self.idle.append(block)
+        found = [it for it in self.idle if it.stream is stream and it.memory.nbytes == like.nbytes]
+        if found:
+            block = found[-1]
+            self.idle.remove(block)
+        else:
+            block = Block(like.nbytes, stream)
+            self.allocated += 1
+        # A view of its own: torch keeps it until the storage is freed.
+        view = block.memory[:]
+        weakref.finalize(view, self._free, block, view.ctypes.data).atexit = False
+        self.blocks[view.ctypes.data] = block
+        return torch.from_numpy(view).view(like.dtype).view(like.shape)
+
+    def _free(self, block, address):
+        del self.blocks[address]
+        if block.recorded:
+            self.pending.append((block, [self.record(stream) for stream in block.recorded]))
+        else:
+            self.idle.append(block)
+
+    def block(self, tensor):
+        return self.blocks[tensor.untyped_storage().data_ptr()]
+
+    @property
+    def live(self):
+        """Number of blocks that a tensor holds."""
+        return len(self.blocks)
+
+    # The work of the program.
+
+    def read(self, tensor, then, stream=None):
+        """Queues a kernel that reads a tensor and calls `then` with its values. It holds no reference to the tensor."""
+        stream = stream or self.current()
+        block, dtype, nbytes = self.block(tensor), tensor.dtype, tensor.nbytes
+
+        def run():
+            then(torch.from_numpy(block.memory[:nbytes].copy()).view(dtype).tolist())
+
+        count, clock = self._queue(stream, run)
+        by, written = block.write
+        if clock.get(by.number, 0) < written:
+            self.faults.append(f"{stream} reads memory that {by} may not have written yet")
+        block.uses.append((stream, count, clock))
+
+    def join(self, stream, other):
+        """Lets a stream wait for what another one has."""
+        self.wait(stream, self.record(other))
+
+    # The running.
+
+    def _clock_of(self, stream):
+        return {**joined(stream.clock, self.seen), stream.number: stream.queued + 1}
+
+    def _queue(self, stream, run, after=None):
+        stream.clock = clock = self._clock_of(stream)
+        stream.queued += 1
+        stream.queue.append((run, after))
+        return stream.queued, clock
+
+    def _step(self, stream):
+        """Runs the next piece of a stream's work, if that may run."""
+        if not stream.queue or (stream.queue[0][1] is not None and not stream.queue[0][1].done):
+            return False
+        run, _ = stream.queue.pop(0)
+        run()
+        return True
+
+    def run(self, stream):
+        """Runs a stream until it has to wait."""
+        while self._step(stream):
+            pass
+
+    def run_some(self, steps):
+        """Runs up to that many pieces of work of random streams."""
+        for _ in range(steps):
+            self._step(self.rng.choice(self.streams))
+
+    def run_all(self):
+        while any(self._step(stream) for stream in self.streams):
+            pass
+        assert not any(stream.queue for stream in self.streams), "the streams wait in a circle"
+
+
+def joined(one, other):
+    return {key: max(one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}

@@ -1,0 +1,447 @@
+"""`prefetch_to_device`: order, errors, ends, types and states, on a device without hardware (`standin.py`)."""
+
+import gc
+import sys
+import threading
+import types
+from unittest import mock
+
+import pytest
+import torch
+from prefetch_support import prefetch, tensors
+from sample_data import Numbers
+from support import DataLoader, run_script, rustloader, values
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.prefetch.streams import NoStreams, Streams, streams_of
+
+
+class Failing:
+    """Gives what is listed, and raises what is an error. As torch's loaders, it goes on after an error."""
+
+    def __init__(self, *items):
+        self.items = list(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.items:
+            raise StopIteration
+        item = self.items.pop(0)
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+# Order, ends, errors
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_batches_come_in_order_and_the_end_stays_the_end(device, depth, count):
+    batches = prefetch(tensors(count), depth=depth)
+    for _ in range(3):
+        iterator, got = iter(batches), []
+        for batch in iterator:
+            device.read(batch, got.append)
+        assert next(iterator, None) is None
+        device.run_all()
+        assert got == [[k] * 4 for k in range(count)]
+    assert device.faults == [] and len(batches) == count
+
+
+def test_batches_are_copied_ahead_and_the_first_one_waits_for_no_other(device):
+    taken = []
+    source = (taken.append(k) or torch.tensor([k]) for k in range(20))
+    iterator = iter(prefetch(source, depth=3))
+    ahead = []
+    for k in range(6):
+        assert next(iterator) is not None
+        ahead.append(len(taken) - (k + 1))
+    assert ahead == [0, 1, 2, 3, 3, 3]
+    assert device.copies == len(taken) == 9
+
+
+def test_the_consumers_stream_waits_and_the_program_does_not(device):
+    iterator, got = iter(prefetch(tensors(2, 7))), []
+    device.read(next(iterator), got.append)
+    device.run(device.default)
+    assert got == [], "the kernel ran before the copy"
+    device.run_all()
+    assert got == [[7] * 4] and device.faults == []
+
+
+def test_an_error_keeps_its_place_and_the_loader_goes_on_after_it(device):
+    one, two, three = tensors(3)
+    iterator = iter(prefetch(Failing(one, two, ValueError("third"), three, KeyError("fifth")), depth=4))
+    got = []
+    for expected in (0, 1):
+        device.read(next(iterator), got.append)
+        device.run_all()
+        assert got.pop() == [expected] * 4
+    with pytest.raises(ValueError, match="third"):
+        next(iterator)
+    device.read(next(iterator), got.append)
+    with pytest.raises(KeyError, match="fifth"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    device.run_all()
+    assert got == [[2] * 4]
+
+
+def test_what_a_loader_raises_that_is_no_exception_keeps_its_place_too(device):
+    iterator = iter(prefetch(Failing(tensors(1)[0], SystemExit(3)), depth=3))
+    next(iterator)
+    with pytest.raises(SystemExit):
+        next(iterator)
+
+
+def test_a_copy_that_fails_is_an_error_in_its_place(device):
+    calls = []
+
+    def before_copy():
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory on the device")
+
+    device.before_copy = before_copy
+    iterator, got = iter(prefetch(tensors(3))), []
+    device.read(next(iterator), got.append)
+    with pytest.raises(torch.OutOfMemoryError, match="on the device"):
+        next(iterator)
+    device.read(next(iterator), got.append)
+    assert next(iterator, None) is None
+    device.run_all()
+    assert got == [[0] * 4, [2] * 4] and device.faults == []
+
+
+def test_arguments_are_checked():
+    for depth in (0, -1, 1.0, True, None):
+        with pytest.raises(ValueError, match=f"depth must be a positive integer, got {depth}"):
+            prefetch([], depth=depth)
+    with pytest.raises(TypeError, match="takes an iterable of batches, not an object of type <class 'int'>"):
+        prefetch(3)
+    with pytest.raises(ValueError, match="'meta', which holds no data"):
+        prefetch([], device="meta")
+
+
+# Devices
+
+
+def test_on_the_cpu_batches_are_handed_on_as_they_are():
+    items = [torch.ones(2), {"a": "b"}, object()]
+    for device in ("cpu", torch.device("cpu")):
+        batches = prefetch(items, device=device)
+        assert all(one is other for one, other in zip(batches, items, strict=True))
+        assert batches.device == torch.device("cpu") and len(batches) == 3
+        batches.close()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_without_an_accelerator_the_device_is_the_cpu():
+    loader = DataLoader(Numbers(6), batch_size=2, num_workers=1)
+    assert values(prefetch(loader)) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises((RuntimeError, AssertionError)):
+        prefetch(loader, device="cuda")
+
+
+class FakeModule(types.ModuleType):
+    def __init__(self, *names):
+        super().__init__("fake")
+        for name in names:
+            setattr(self, name, mock.Mock())
+        self.current_device = lambda: 3
+
+
+@pytest.mark.parametrize("names", [("Stream", "Event", "current_stream", "stream"), ("Event",)])
+def test_the_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
+    module = FakeModule(*names)
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        streams = streams_of("cuda")
+        assert streams.device == torch.device("cuda", 3)
+        assert type(streams) is (Streams if "Stream" in names else NoStreams)
+        assert streams_of("cuda:1").device == torch.device("cuda", 1)
+        with (
+            mock.patch.object(torch.accelerator, "is_available", lambda: True),
+            mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+        ):
+            assert streams_of(None).device == torch.device("cuda", 3)
+
+
+def test_the_module_of_the_device_is_called_as_torch_documents_it():
+    module = FakeModule("Stream", "Event", "current_stream", "stream")
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        streams = streams_of("cuda:1")
+    stream, event = streams.make(), streams.record("a stream", timed=True)
+    module.Stream.assert_called_once_with(device=torch.device("cuda", 1))
+    module.Event.assert_called_once_with(enable_timing=True)
+    event.record.assert_called_once_with("a stream")
+    streams.wait(stream, event)
+    stream.wait_event.assert_called_once_with(event)
+    assert streams.current() is module.current_stream.return_value
+    module.current_stream.assert_called_once_with(torch.device("cuda", 1))
+    assert streams.using(stream) is module.stream.return_value
+    event.query.return_value, event.elapsed_time.return_value = False, 1500.0
+    assert streams.is_done(event) is False and streams.seconds(event, "end") == 1.5
+    streams.synchronize(event)
+    event.synchronize.assert_called_once_with()
+    tensor = mock.Mock()
+    streams.hand_over(tensor, stream)
+    tensor.record_stream.assert_called_once_with(stream)
+    assert streams.is_capturing() is False
+    module.is_current_stream_capturing = lambda: True
+    assert streams.is_capturing() is True
+
+
+def test_a_device_without_streams_gets_each_batch_in_its_turn():
+    streams = object.__new__(NoStreams)
+    streams.device = torch.device("cpu")
+    streams.copy = lambda tensor: tensor.clone()
+    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: streams):
+        items = tensors(5)
+        got = list(prefetch(items))
+    assert [x.tolist() for x in got] == [x.tolist() for x in items]
+    assert all(one is not other for one, other in zip(got, items, strict=True))
+
+
+# Ends before the end
+
+
+def test_a_loop_that_breaks_off_leaves_nothing(device):
+    batches = prefetch(tensors(10), depth=3)
+    for epoch in range(5):
+        for _, batch in zip(range(4), batches, strict=False):
+            device.read(batch, lambda values: None)
+        del batch
+        gc.collect()
+        assert device.live == 0, epoch
+    device.run_all()
+    assert device.faults == []
+
+
+def test_close_ends_the_loops_and_frees_their_batches(device):
+    with prefetch(tensors(10), depth=3) as batches:
+        first, second = iter(batches), iter(batches)
+        for _ in range(3):
+            next(first)
+            next(second)
+        assert device.live > 0
+    assert device.live == 0
+    for iterator in (first, second):
+        with pytest.raises(RuntimeError, match="after close"):
+            next(iterator)
+    assert len(list(batches)) == 10
+    device.run_all()
+    assert device.faults == []
+
+
+def test_batches_that_an_earlier_loop_held_when_it_failed_are_freed(device):
+    batches = prefetch(Failing(*tensors(3), ValueError("no"), *tensors(3)), depth=2)
+    iterator = iter(batches)
+    for _ in range(3):
+        device.read(next(iterator), lambda values: None)
+    with pytest.raises(ValueError, match="no"):
+        next(iterator)
+    # The iterator is still there, as in the frame of an error that was caught.
+    assert device.live == 0
+    device.run_all()
+    assert device.faults == []
+
+
+def test_kept_batches_outlive_everything(device):
+    batches = prefetch(tensors(6))
+    kept = list(batches)
+    del batches
+    gc.collect()
+    device.run_all()
+    assert [x.tolist() for x in kept] == [[k] * 4 for k in range(6)]
+    assert device.handed_over >= 6
+    del kept
+    assert device.live == 0
+
+
+def test_a_handler_that_closes_within_next_frees_everything(device):
+    def source():
+        yield torch.ones(1)
+        yield torch.ones(1)
+        batches.close()
+        yield torch.ones(1)
+
+    batches = prefetch(source())
+    iterator = iter(batches)
+    next(iterator)
+    next(iterator)
+    gc.collect()
+    assert device.live == 0
+    with pytest.raises(RuntimeError, match="after close"):
+        next(iterator)
+
+
+def test_next_within_next_is_refused(device):
+    def source():
+        yield torch.ones(1)
+        with pytest.raises(RuntimeError, match="within another next"):
+            next(iterator)
+        yield torch.zeros(1)
+
+    iterator = iter(prefetch(source()))
+    assert len(list(iterator)) == 2
+
+
+def test_a_capture_is_refused_and_loses_nothing(device):
+    iterator = iter(prefetch(tensors(2)))
+    device.capturing = True
+    with pytest.raises(RuntimeError, match="while a graph is captured"):
+        next(iterator)
+    device.capturing = False
+    assert len(list(iterator)) == 2
+
+
+def test_a_forked_child_is_refused(device):
+    iterator = iter(prefetch(tensors(2)))
+    with mock.patch("os.getpid", lambda: 1), pytest.raises(RuntimeError, match="forked process"):
+        next(iterator)
+    assert len(list(iterator)) == 2
+
+
+# Several streams and threads
+
+
+def test_the_stream_that_calls_next_is_the_one_that_waits(device):
+    batches = prefetch(tensors(8), depth=3)
+    streams, got = [device.make(), device.make()], []
+    for k, batch in enumerate(batches):
+        with device.using(streams[k % 2]):
+            # The batch was delivered to the default stream.
+            device.join(streams[k % 2], device.default)
+            device.read(batch, got.append)
+            device.join(device.default, streams[k % 2])
+    iterator = iter(batches)
+    for k in range(8):
+        with device.using(streams[k % 2]):
+            device.read(next(iterator), got.append)
+    device.run_all()
+    assert sorted(got) == sorted([[k] * 4 for k in range(8)] * 2) and device.faults == []
+
+
+def test_two_consumers_get_each_batch_once(device):
+    count = 200
+    iterator, got, errors = iter(prefetch(tensors(count), depth=3)), [], []
+
+    def consume():
+        with device.using(device.make()):
+            try:
+                for batch in iterator:
+                    got.append(batch)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=consume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    device.run_all()
+    assert errors == [] and sorted(x[0].item() for x in got) == list(range(count))
+
+
+# Signals
+
+
+def in_destructor(frame):
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
+    """A profile function raises at the k-th return of a call, for every k: where Python would run a handler."""
+    folder = rustloader.__path__[0]
+    rounds, where = 0, []
+    for at in range(1, 2000):
+        counted, interrupts = [0], 0
+
+        def profile(frame, event, argument, counted=counted, at=at):
+            # Python runs no handler between the return of `__next__` and the loop.
+            own = frame.f_code.co_filename.startswith(f"{folder}/prefetch/")
+            if own and event in ("c_return", "call") and not in_destructor(frame):
+                counted[0] += 1
+                if counted[0] == at:
+                    where.append((event, frame.f_code.co_name, frame.f_lineno))
+                    raise KeyboardInterrupt
+
+        items = [*tensors(3), ValueError("error"), *tensors(2, 3)]
+        iterator, got = iter(prefetch(Failing(*items), depth=2)), []
+        while True:
+            sys.setprofile(profile)
+            try:
+                batch = next(iterator)
+            except KeyboardInterrupt:
+                interrupts += 1
+                continue
+            except ValueError:
+                got.append("error")
+                continue
+            except StopIteration:
+                break
+            finally:
+                sys.setprofile(None)
+            device.read(batch, got.append)
+            device.run_all()
+        assert got == [[0] * 4, [1] * 4, [2] * 4, "error", [3] * 4, [4] * 4], where[-1]
+        assert iterator._position.taking == 0
+        rounds += interrupts
+        if not interrupts:
+            break
+    assert rounds > 100 and counted[0] < at and device.faults == []
+
+
+def test_signals_at_random_moments_lose_no_batch():
+    # In a process of its own: pytest-timeout has the alarm of this one.
+    status, _, err = run_script("""
+        import gc
+        from sample_data import Numbers
+        import rustloader.prefetch.loader
+        from rustloader.prefetch.streams import NoStreams
+        class Interrupted(Exception): pass
+        armed = [False]
+        def handler(signum, frame):
+            if armed[0]:
+                raise Interrupted
+        signal.signal(signal.SIGALRM, handler)
+        class Cloning(NoStreams):
+            # Its copies are done at once, in C: a handler cannot raise within the stand-in's own code.
+            device = torch.device("cuda", 0)
+            def __init__(self):
+                self.copy = torch.Tensor.clone
+        rustloader.prefetch.loader.streams_of = lambda asked: Cloning()
+        for workers in (0, 2):
+            loader = rustloader.StatefulDataLoader(Numbers(1500), num_workers=workers, batch_size=None)
+            iterator = iter(rustloader.prefetch_to_device(loader))
+            got, interrupts, ended = [], 0, False
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+            while not ended:
+                batch = None
+                try:
+                    armed[0] = True
+                    for batch in iterator:
+                        break
+                    else:
+                        ended = True
+                    armed[0] = False
+                except Interrupted:
+                    armed[0] = False
+                    interrupts += 1
+                if batch is not None:
+                    got.append(batch)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            del iterator
+            gc.collect()
+            assert interrupts > 10, interrupts
+            assert [x.item() for x in got] == list(range(1500)), len(got)
+    """)
+    assert (status, err) == (0, ""), err

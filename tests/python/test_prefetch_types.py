@@ -1,0 +1,237 @@
+"""The types of batches that `prefetch_to_device` moves, on a device without hardware (`standin.py`)."""
+
+import collections
+import collections.abc
+import copy
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import torch
+from prefetch_support import prefetch, tensors
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.prefetch.moving import Move
+    from rustloader.prefetch.streams import Streams, parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    rest: list
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class View(collections.abc.Mapping):
+    def __init__(self, inner):
+        self.inner = dict(inner)
+
+    def __getitem__(self, key):
+        return self.inner[key]
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Record(collections.UserDict):
+    """Keeps an attribute of its own."""
+
+    kind = None
+
+
+class Steps(collections.abc.Sequence):
+    def __init__(self, items):
+        self.items = list(items)
+
+    def __getitem__(self, k):
+        return self.items[k]
+
+    def __len__(self):
+        return len(self.items)
+
+
+class Graph:
+    """Moves as Lightning and PyG expect it; counts."""
+
+    calls = ()
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device, non_blocking=False):
+        moved = Graph(move_here(self.x))
+        moved.calls = (*self.calls, (device, non_blocking))
+        return moved
+
+
+class InPlace:
+    """Changes itself and returns nothing, without `non_blocking`."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = move_here(self.x)
+
+
+move_here = None
+
+
+@pytest.fixture
+def moved(device):
+    """What a prefetcher makes of a batch, with the copy done."""
+    global move_here
+    move_here = device.copy
+
+    def moved(batch):
+        (got,) = prefetch([batch])
+        device.run_all()
+        return got
+
+    yield moved
+    move_here = None
+
+
+def is_on(device, tensor):
+    return tensor.untyped_storage().data_ptr() in device.blocks
+
+
+def test_containers_keep_their_types(device, moved):
+    x = torch.arange(3)
+    record = Record(x=x, n=1)
+    record.kind = "a kind"
+    batch = {
+        "list": [x, "text", 3],
+        "tuple": (x, None),
+        "pair": Pair(x, 2.5),
+        "frozen": Frozen(x, "name"),
+        "slotted": Slotted(x, [x, 1]),
+        "ordered": collections.OrderedDict(b=x, a=1),
+        "default": collections.defaultdict(list, x=x),
+        "record": record,
+        "view": View({"x": x}),
+        "steps": Steps([x, 1]),
+        "deque": collections.deque([x, 1], maxlen=5),
+        "space": types.MappingProxyType({"x": x}),
+    }
+    before = {name: copy.copy(value) for name, value in batch.items() if name not in ("view", "steps", "space")}
+    got = moved(batch)
+    assert [type(value) for value in got.values()] == [type(value) for value in batch.values()]
+    assert list(got) == list(batch)
+    for found in (
+        got["list"][0],
+        got["tuple"][0],
+        got["pair"].first,
+        got["frozen"].x,
+        got["slotted"].x,
+        got["slotted"].rest[0],
+        got["ordered"]["b"],
+        got["default"]["x"],
+        got["record"]["x"],
+        got["view"]["x"],
+        got["steps"][0],
+        got["deque"][0],
+        got["space"]["x"],
+    ):
+        assert is_on(device, found) and found.tolist() == [0, 1, 2]
+    assert got["record"].kind == "a kind" and got["deque"].maxlen == 5 and got["default"].default_factory is list
+    assert got["list"][1:] == ["text", 3] and got["frozen"].name == "name" and got["slotted"].rest[1] == 1
+    # The loader's own objects are as they were.
+    assert all(batch[name] is not got[name] for name in batch)
+    assert not is_on(device, batch["frozen"].x) and not is_on(device, batch["record"]["x"])
+    assert repr(before["list"]) == repr(batch["list"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None,
+        "text",
+        b"bytes",
+        3,
+        2.5,
+        1j,
+        range(4),
+        torch.Size([1, 2]),
+        {"a": [1, "b", (None,)]},
+        np.ones(3),
+        {1, 2},
+        Frozen,
+        object(),
+        Steps([1, 2]),
+        torch.float32,
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_what_has_no_tensors_stays_the_same_object(device, batch):
+    (got,) = prefetch([batch])
+    assert got is batch and device.copies == 0
+
+
+def test_a_tensor_that_a_batch_has_twice_is_copied_once(device, moved):
+    x = torch.ones(3)
+    one, (other, rest) = moved((x, [x, torch.ones(3)]))
+    assert one is other and rest is not one and device.copies == 2
+
+
+def test_objects_move_themselves(device, moved):
+    graph, inplace = Graph(torch.arange(2)), InPlace(torch.arange(3))
+    got, same = moved([graph, inplace])
+    assert got is not graph and got.calls == ((device.device, True),) and is_on(device, got.x)
+    assert same is inplace and is_on(device, inplace.x)
+
+
+def test_an_object_that_fails_to_move_is_an_error_in_its_place(device):
+    class Refusing:
+        def to(self, device, **kw):
+            raise ValueError("it stays here")
+
+    iterator = iter(prefetch([tensors(1)[0], Refusing(), tensors(1)[0]], depth=3))
+    next(iterator)
+    with pytest.raises(ValueError, match="it stays here"):
+        next(iterator)
+    next(iterator)
+    assert next(iterator, None) is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
+def test_torchs_own_types_move_by_their_own_way():
+    """On the device `meta`: what `Streams` notes of the tensors that such a type makes."""
+    streams = object.__new__(Streams)
+    streams.device = torch.device("meta")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    sparse = torch.eye(3).to_sparse()
+    rows = torch.eye(3).to_sparse_csr()
+    columns = torch.eye(3).to_sparse_csc()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    move = Move(streams)
+    got = move([packed, sparse, rows, columns, parameter, torch.ones(5)])
+    assert type(got[0]) is type(packed) and got[0].data.is_meta
+    assert all(x.device.type == "meta" for x in got[1:])
+    assert got[1].is_sparse and got[2].layout is torch.sparse_csr and got[3].layout is torch.sparse_csc
+    storages = {part.untyped_storage()._cdata for x in got[1:] for part in parts(x)}
+    assert storages <= set(move.made) and len(storages) == 2 + 3 + 3 + 1 + 1
+    assert got[0].data.untyped_storage()._cdata in move.made
+    # What these types read themselves is kept until the copy is done.
+    assert any(x is packed.data or x.data_ptr() == packed.data.data_ptr() for x in move.read)
+
+
+def test_only_the_accelerators_tensors_are_copied(device):
+    there = device.copy(torch.ones(2))
+    (got,) = prefetch([there])
+    assert got is there and device.copies == 1
