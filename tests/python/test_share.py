@@ -289,9 +289,7 @@ def test_arrays_and_tensors_as_items():
 
 
 def test_what_cannot_be_shared_says_why():
-    with pytest.raises(
-        TypeError, match="a list, a tuple, a dict, an array, a tensor or an iterable of items, not a int"
-    ):
+    with pytest.raises(TypeError, match="an array, a tensor, an iterable of items or a dataset, not a int"):
         share(5)
     with pytest.raises(TypeError, match="not a str"):
         share("abc")
@@ -303,6 +301,8 @@ def test_what_cannot_be_shared_says_why():
         share(torch.zeros(2, requires_grad=True))
     with pytest.raises(TypeError, match="only dense tensors"):
         share(torch.zeros(2).to_sparse())
+    with pytest.raises(TypeError, match=r"a DataFrame is not shared as a whole: share\(x\[column\].to_numpy\(\)\)"):
+        share(type("DataFrame", (list,), {"__dataframe__": None})())
     with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
         share(["a", lambda: 0])
     assert "item 1 (counted from 0)" in raised.value.__notes__[0]

@@ -11,6 +11,8 @@ from torch.utils.data import Subset, TensorDataset, _utils, dataset
 from torch.utils.data._utils import collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from rustloader.sharing.arrays import SharedTensor
+from rustloader.sharing.sequences import SharedList, SharedTuple
 from rustloader.torch_side import known_code
 
 # Gathers the rows of tensors: a list of tensors, or None if torch has to make the batch.
@@ -53,6 +55,10 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather) -> None:
             fetcher._begin(gather)
 
 
+# Sequences of indices whose access runs no code of the program.
+_INDICES = (list, tuple, range, SharedList, SharedTuple)
+
+
 class TableFetcher(_MapDatasetFetcher):
     """torch's fetcher of a table. A batch that a gather would not make as torch does takes torch's way."""
 
@@ -92,13 +98,16 @@ class TableFetcher(_MapDatasetFetcher):
             return None
         while type(table) is Subset:
             # Other sequences may run code, which torch's way would run again.
-            if type(table.indices) not in (list, tuple, range) or "__getitems__" in vars(table):
+            if type(table.indices) not in _INDICES or "__getitems__" in vars(table):
                 return None
             index = _at(table.indices, index)
             table = table.dataset
         if type(table) is not TensorDataset or index is None or hasattr(table, "__getitems__"):
             return None
-        return self._gather(table.tensors, index)
+        tensors = table.tensors
+        if type(tensors) is tuple and any(type(tensor) is SharedTensor for tensor in tensors):
+            tensors = tuple(tensor.plain() if type(tensor) is SharedTensor else tensor for tensor in tensors)
+        return self._gather(tensors, index)
 
 
 def _at(indices: Any, index: list[Any] | None) -> list[Any] | None:

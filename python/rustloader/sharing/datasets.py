@@ -1,0 +1,214 @@
+"""Sharing what is large among the attributes of a dataset."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
+from rustloader.sharing.sizes import check_items, is_shared, sampled, size_of
+
+logger = logging.getLogger("rustloader")
+
+# Items of a list, a tuple or a dict up to which they are shared one by one if one of them is large: each takes a
+# descriptor.
+_FEW = 64
+_CONTAINERS = (list, tuple, dict)
+_ARRAYS = (np.ndarray, torch.Tensor)
+
+
+def is_dataset(x: Any) -> bool:
+    """Whether an object is a dataset: one of torch's class, or one with items and attributes that is no container."""
+    if isinstance(x, Dataset):
+        return True
+    kind = type(x)
+    is_container = hasattr(kind, "__iter__") or isinstance(x, (*_ARRAYS, SharedList, SharedTuple, SharedDict))
+    return not is_container and hasattr(kind, "__getitem__") and hasattr(x, "__dict__")
+
+
+class _Node:
+    """A dataset, or a container or a method of one, that may have to be made anew."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.changes = False
+        # Those that hold this one, and change with it.
+        self.holders: list[_Node] = []
+
+    def change(self) -> None:
+        """Marks this node and all that hold it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            if not node.changes:
+                node.changes = True
+                waiting.extend(node.holders)
+
+
+class Sharing:
+    """One call of ``share(dataset)``: finds what is large, shares it, and makes the datasets anew that hold it."""
+
+    def __init__(self, threshold: int, share: Callable[[Any, str], Any]) -> None:
+        self._threshold = threshold
+        self._share = share
+        # By the original's id; the nodes keep the originals, so that ids stay theirs.
+        self._nodes: dict[int, _Node] = {}
+        self._kept: list[Any] = []
+        self._shared: dict[int, Any] = {}
+        self._new: dict[int, Any] = {}
+        self._largest = (0, "")
+        self._has_shared = False
+
+    def run(self, dataset: Any) -> Any:
+        """Returns a copy of a dataset with shared attributes; the dataset itself if nothing in it is large."""
+        self._visit(dataset, type(dataset).__name__, None)
+        if not self._nodes[id(dataset)].changes:
+            self._tell_nothing(type(dataset).__name__)
+        return self._anew(dataset)
+
+    def _tell_nothing(self, name: str) -> None:
+        if self._has_shared:
+            logger.info("share(dataset): what is large in %s is shared already", name)
+            return
+        size, largest = self._largest
+        logger.warning(
+            "share(dataset): nothing in %s is shared: no list, tuple, dict, array or tensor among its attributes, or "
+            "those of the datasets in it, has %d bytes (threshold) or more that can be shared%s",
+            name,
+            self._threshold,
+            f"; the largest is {largest}, with about {size} bytes" if largest else "",
+        )
+
+    # Finding what is large, and sharing it
+
+    def _visit(self, value: Any, name: str, holder: _Node | None) -> None:
+        """Shares what is large in a value, and notes in its holders that they change."""
+        waiting = [(value, name, holder)]
+        while waiting:
+            value, name, holder = waiting.pop()
+            known = self._nodes.get(id(value))
+            if known is None and id(value) not in self._shared:
+                parts = self._parts(value, name)
+                if parts is not None:
+                    known = self._nodes[id(value)] = _Node(value)
+                    waiting.extend((part, label, known) for part, label in reversed(parts))
+                else:
+                    self._share_leaf(value, name)
+            if holder is None:
+                continue
+            if known is not None:
+                known.holders.append(holder)
+            if known.changes if known is not None else id(value) in self._shared:
+                holder.change()
+
+    def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
+        """The parts of a value that is looked into, with their names; None for one that is shared whole or stays."""
+        if is_dataset(value):
+            return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]
+        if type(value) is MethodType and is_dataset(value.__self__):
+            return [(value.__self__, f"{name}.__self__")]
+        if type(value) not in _CONTAINERS:
+            return None
+        items = sampled(value)
+        if any(map(is_dataset, items)) or (len(value) <= _FEW and any(map(self._is_looked_into, items))):
+            return list(_named(value, name))
+        return None
+
+    def _is_looked_into(self, part: Any) -> bool:
+        return type(part) is MethodType or size_of(part) >= self._threshold
+
+    def _share_leaf(self, value: Any, name: str) -> None:
+        if isinstance(value, (SharedList, SharedTuple, SharedDict)) or (
+            isinstance(value, _ARRAYS) and is_shared(value)
+        ):
+            self._has_shared = True
+            return
+        size = size_of(value)
+        self._largest = max(self._largest, (size, name))
+        if size < self._threshold:
+            return
+        if type(value) not in (*_CONTAINERS, np.ndarray, torch.Tensor):
+            if isinstance(value, (*_CONTAINERS, *_ARRAYS, set, frozenset)):
+                logger.info(_STAYS, name, type(value).__name__, size / 1e6, "its class would be lost")
+            return
+        try:
+            if type(value) in _CONTAINERS:
+                check_items(value)
+            shared = self._share(value, name)
+        except (MemoryError, OSError) as error:
+            error.add_note(f"rustloader.share() failed at {name}")
+            raise
+        except Exception as error:
+            logger.warning(_STAYS, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
+            return
+        logger.info(_IS, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
+        self._kept.append(value)
+        self._shared[id(value)] = shared
+
+    # Making the holders anew
+
+    def _anew(self, value: Any) -> Any:
+        """A value with the shared objects in it; the value itself if it has none."""
+        if id(value) in self._shared:
+            return self._shared[id(value)]
+        node = self._nodes.get(id(value))
+        if node is None or node.value is not value or not node.changes:
+            return value
+        if id(value) not in self._new:
+            self._make(value)
+        return self._new[id(value)]
+
+    def _make(self, value: Any) -> None:
+        if type(value) is MethodType:
+            self._new[id(value)] = MethodType(value.__func__, self._anew(value.__self__))
+        elif type(value) is tuple:
+            self._new[id(value)] = tuple(map(self._anew, value))
+        elif type(value) is list:
+            made: list[Any] = []
+            # Before its items, which may hold it.
+            self._new[id(value)] = made
+            made.extend(map(self._anew, value))
+        elif type(value) is dict:
+            pairs: dict[Any, Any] = {}
+            self._new[id(value)] = pairs
+            pairs.update((key, self._anew(part)) for key, part in value.items())
+        else:
+            self._new[id(value)] = dataset = _copied(value)
+            state = vars(dataset)
+            # Not by setattr, which a frozen dataclass or a property refuses.
+            state.update({name: self._anew(part) for name, part in state.items()})
+
+
+_STAYS = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
+_IS = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
+
+
+def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:
+    pairs = container.items() if type(container) is dict else enumerate(container)
+    return ((part, f"{name}[{key!r}]") for key, part in pairs)
+
+
+def _copied(dataset: Any) -> Any:
+    """A shallow copy."""
+    kind = type(dataset)
+    if hasattr(kind, "__del__"):
+        raise TypeError(
+            f"a {kind.__name__} has a __del__, which would end what its copy still uses: share its large attributes in "
+            "its __init__, self.paths = rustloader.share(paths)"
+        )
+    if any(vars(base).get("__slots__") for base in kind.__mro__) or hasattr(kind, "__copy__"):
+        return copy.copy(dataset)
+    try:
+        # Not copy.copy, which calls __getstate__: what that leaves out for another process is still of use in this one.
+        made = object.__new__(kind)
+    except TypeError:
+        return copy.copy(dataset)
+    vars(made).update(vars(dataset))
+    return made

@@ -1,0 +1,351 @@
+"""`share(dataset)`: a copy of the dataset whose large attributes are shared."""
+
+import dataclasses
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+from isolation import in_child
+from support import BOTH, rustloader
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.sharing.arrays import SharedTensor
+    from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
+
+    share = rustloader.share
+
+LARGE = [f"images/{number:06d}.jpg" for number in range(20_000)]
+
+
+class Images(Dataset):
+    def __init__(self, paths=LARGE, **more):
+        self.paths = paths
+        self.__dict__.update(more)
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.paths[index]
+
+
+def lines(caplog, level=logging.INFO):
+    return [record.getMessage() for record in caplog.records if record.levelno == level and record.name == "rustloader"]
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog):
+    caplog.set_level(logging.INFO, "rustloader")
+
+
+def test_large_attributes_are_shared_on_a_copy(caplog):
+    given = dict(
+        labels={path: number for number, path in enumerate(LARGE)},
+        pairs=tuple((path, 1) for path in LARGE),
+        array=np.arange(200_000),
+        tensor=torch.arange(200_000),
+        small=["a", "b"],
+        name="x" * (2 << 20),
+    )
+    dataset = Images(**given)
+    before = dict(vars(dataset))
+    shared = share(dataset)
+    assert type(shared) is Images and shared is not dataset
+    assert {name: type(value) for name, value in vars(shared).items()} == {
+        "paths": SharedList,
+        "labels": SharedDict,
+        "pairs": SharedTuple,
+        "array": np.ndarray,
+        "tensor": SharedTensor,
+        "small": list,
+        "name": str,
+    }
+    assert vars(dataset).keys() == before.keys() and all(vars(dataset)[name] is before[name] for name in before)
+    assert shared.paths == LARGE and shared.labels == given["labels"] and shared.pairs == given["pairs"]
+    assert np.array_equal(shared.array, given["array"]) and not shared.array.flags.writeable
+    assert torch.equal(shared.tensor, given["tensor"]) and shared.small is given["small"]
+    assert not lines(caplog, logging.WARNING)
+    told = lines(caplog)
+    assert len(told) == 5 and all(" in shared memory" in line for line in told)
+    assert told[0].startswith("share(dataset): Images."), told
+    # Once more: there is nothing left to do.
+    caplog.clear()
+    assert share(shared) is shared
+    assert lines(caplog) == ["share(dataset): what is large in Images is shared already"]
+    assert not lines(caplog, logging.WARNING)
+
+
+@pytest.mark.warns
+def test_the_threshold_counts_what_objects_take():
+    size = sys.getsizeof(LARGE) + sum(map(sys.getsizeof, LARGE))
+    assert type(share(Images(), threshold=int(size * 0.9)).paths) is SharedList
+    assert type(share(Images(), threshold=int(size * 1.1)).paths) is list
+    rows = [[number, str(number)] for number in range(10_000)]
+    assert type(share(Images(rows)).paths) is SharedList
+    assert type(share(Images(rows[:1000])).paths) is list
+
+
+def test_datasets_in_datasets():
+    table = TensorDataset(torch.arange(400_000.0).reshape(-1, 4), torch.arange(100_000))
+    inner, small = Images(), Images(["a"])
+    both = ConcatDataset([inner, small, Subset(inner, list(range(19_999, -1, -1)))])
+    shared = share(both, threshold=100_000)
+    assert [type(part) for part in shared.datasets] == [Images, Images, Subset]
+    first, second, third = shared.datasets
+    assert type(first.paths) is SharedList and third.dataset is first and type(third.indices) is SharedList
+    assert second is small and type(both.datasets[0].paths) is list and both.datasets[2].dataset is inner
+    assert list(shared) == list(both)
+    tables = share(StackDataset(a=table, b=table), threshold=100_000)
+    assert type(tables.datasets) is dict and tables.datasets["a"] is tables.datasets["b"]
+    assert [type(tensor) for tensor in tables.datasets["a"].tensors] == [SharedTensor, SharedTensor]
+    assert torch.equal(tables[7]["a"][0], table[7][0])
+
+
+def test_many_datasets_in_a_list():
+    parts = [Images([str(number)] * 50_000 if number % 100 == 0 else ["a"]) for number in range(300)]
+    shared = share(ConcatDataset(parts))
+    assert sum(type(part.paths) is SharedList for part in shared.datasets) == 3
+    assert sum(new is old for new, old in zip(shared.datasets, parts, strict=True)) == 297
+
+
+def test_circles_and_bound_methods():
+    class Circular(Images):
+        def __init__(self):
+            super().__init__()
+            self.child, self.read, self.parts = Images(["a"], parent=self), self.get, [self]
+
+        def get(self):
+            return self
+
+    dataset = Circular()
+    shared = share(dataset)
+    assert shared.child.parent is shared and shared.read() is shared and shared.parts[0] is shared
+    assert type(shared.paths) is SharedList
+    assert dataset.child.parent is dataset and dataset.read() is dataset and type(dataset.paths) is list
+    endless = []
+    endless.append(endless)
+    assert share(Images(endless=endless)).endless is endless
+
+
+def test_the_same_list_twice_is_shared_once():
+    shared = share(Images(images=LARGE, again=[LARGE, LARGE], splits={"train": LARGE, "val": ["b"]}))
+    assert shared.paths is shared.images is shared.again[0] is shared.again[1] is shared.splits["train"]
+    assert type(shared.splits) is dict and shared.splits["val"] == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "property", "slots", "copied", "getattr", "state", "list"])
+def test_every_way_to_hold_attributes(kind):
+    if kind == "frozen":
+        made = Frozen(LARGE)
+    elif kind == "property":
+        made = Guarded(LARGE)
+    elif kind == "slots":
+        made = Slots(LARGE)
+    elif kind == "copied":
+        made = Copied(LARGE)
+    elif kind == "getattr":
+        made = Delegating(Images())
+    elif kind == "state":
+        made = Handle(LARGE)
+    else:
+        made = Listed([1, 2])
+        made.paths = LARGE
+    shared = share(made)
+    assert shared is not made and type(shared) is type(made)
+    assert shared.paths == LARGE and type(shared.paths) is SharedList and type(made.paths) is list
+    if kind == "slots":
+        assert shared.slot == made.slot == 5
+    if kind == "copied":
+        assert shared.copies == 1
+    if kind == "state":
+        assert shared.handle is made.handle
+    if kind == "list":
+        assert list(shared) == [1, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Dataset):
+    paths: list
+
+
+class Guarded(Images):
+    def __setattr__(self, name, value):
+        if name in self.__dict__:
+            raise AttributeError("set once")
+        super().__setattr__(name, value)
+
+
+class Slots(Images):
+    __slots__ = ("slot",)
+
+    def __init__(self, paths):
+        super().__init__(paths)
+        self.slot = 5
+
+
+class Copied(Images):
+    copies = 0
+
+    def __copy__(self):
+        made = Copied(self.paths)
+        made.copies = self.copies + 1
+        return made
+
+
+class Delegating(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+class Handle(Images):
+    def __init__(self, paths):
+        super().__init__(paths)
+        self.handle = object()
+
+    def __getstate__(self):
+        return {**self.__dict__, "handle": None}
+
+
+class Listed(list, Dataset):
+    __getitem__ = list.__getitem__
+
+
+class Closing(Images):
+    def __del__(self):
+        pass
+
+
+class Duck:
+    def __init__(self):
+        self.paths = LARGE
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.paths[index]
+
+
+def test_a_dataset_needs_no_base_class():
+    shared = share(Duck())
+    assert type(shared) is Duck and type(shared.paths) is SharedList and shared[5] == LARGE[5]
+
+
+@pytest.mark.warns
+def test_a_copy_whose_original_closes_things_is_refused():
+    with pytest.raises(TypeError, match=r"a Closing has a __del__, .*share its large attributes in its __init__"):
+        share(Closing())
+    small = Closing(["a"])
+    assert share(small) is small
+
+
+@pytest.mark.warns
+def test_nothing_to_share_is_told(caplog):
+    small = Images(["a", "bc"], transform=len)
+    assert share(small) is small
+    (line,) = lines(caplog, logging.WARNING)
+    assert "nothing in Images is shared: no list, tuple, dict, array or tensor" in line
+    assert "has 1048576 bytes (threshold) or more" in line and "the largest is Images.paths, with about" in line
+    caplog.clear()
+    assert share(small, threshold=10**9) is small and "1000000000 bytes (threshold)" in caplog.text
+
+
+class Item:
+    def __init__(self, table, number):
+        self.table, self.number = table, number
+
+
+@pytest.mark.warns
+def test_what_cannot_be_shared_stays_and_is_named(caplog, tmp_path):
+    common = {number: "x" * 100 for number in range(1000)}
+    np.save(tmp_path / "array.npy", np.zeros(300_000))
+    mapped = np.load(tmp_path / "array.npy", mmap_mode="r")
+    given = dict(
+        functions=[(lambda: 0) for _ in range(20_000)],
+        common=[Item(common, number) for number in range(1000)],
+        objects=np.array(LARGE * 10, dtype=object),
+        grad=torch.zeros(500_000, requires_grad=True),
+        mapped=mapped,
+        view=np.asarray(mapped),
+        moved=torch.zeros(500_000).share_memory_(),
+        ordered=type("Own", (list,), {})(LARGE),
+    )
+    dataset = Images(**given)
+    shared = share(dataset)
+    assert type(shared.paths) is SharedList
+    assert all(getattr(shared, name) is value for name, value in given.items())
+    told = lines(caplog, logging.WARNING)
+    for name, reason in (
+        ("functions", "pickle"),
+        ("common", "its items hold common objects, and each item would get a copy of them"),
+        ("objects", "dtype object holds Python objects"),
+        ("grad", "requires grad is not shared"),
+    ):
+        assert any(f"Images.{name}, a " in line and "stays as it is: " in line and reason in line for line in told), (
+            told
+        )
+    assert len(told) == 4
+    assert any("Images.ordered, a Own of about" in line and "its class would be lost" in line for line in lines(caplog))
+
+
+def test_items_of_classes_are_shared_if_they_have_nothing_in_common():
+    items = [Item((number, str(number)), number) for number in range(10_000)]
+    shared = share(Images(items))
+    assert type(shared.paths) is SharedList and shared[77].table == (77, "77") and len(shared) == 10_000
+
+
+def test_large_arrays_of_a_list_are_shared_one_by_one():
+    arrays = [np.full(200_000, number) for number in range(5)] + [np.zeros(3)]
+    shared = share(Images(arrays))
+    assert type(shared.paths) is list and shared.paths[5] is arrays[5]
+    assert all(not array.flags.writeable and array[0] == number for number, array in enumerate(shared.paths[:5]))
+
+
+def test_too_little_memory_names_the_attribute():
+    def body():
+        import resource
+
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        dataset = Images(array=np.broadcast_to(np.zeros(1), (1 << 25,)))
+        resource.setrlimit(resource.RLIMIT_AS, (size + (128 << 20),) * 2)
+        try:
+            share(dataset)
+        except MemoryError as error:
+            return [str(error), *error.__notes__]
+
+    text, note = in_child(lambda: {"value": body()})["value"]
+    assert "ulimit -v" in text and str(1 << 28)[:4] in text, text
+    assert note == "rustloader.share() failed at Images.array"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("loader", BOTH)
+def test_workers_read_it(loader, method):
+    dataset = share(Subset(Images(), list(range(0, 20_000, 20))), threshold=50_000)
+    got = [
+        path
+        for batch in loader(dataset, batch_size=100, num_workers=2, multiprocessing_context=method)
+        for path in batch
+    ]
+    assert got == LARGE[::20]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shared_table_is_gathered_as_a_plain_one(workers):
+    table = TensorDataset(torch.arange(400_000.0).reshape(-1, 4), torch.arange(100_000))
+    plain = Subset(table, list(range(99_999, 0, -11)))
+    shared = share(plain, threshold=50_000)
+    assert type(shared.indices) is SharedList and type(shared.dataset.tensors[0]) is SharedTensor
+    batches = zip(*(rustloader.DataLoader(each, 1000, num_workers=workers) for each in (plain, shared)), strict=True)
+    for one, other in batches:
+        assert type(other) is list and all(type(part) is torch.Tensor for part in other)
+        assert all(map(torch.equal, one, other))
