@@ -149,6 +149,14 @@ pub const COLLECT_FROM: u64 = 32 * MIB;
 pub const COLLECT_BATCHES: u64 = 4;
 /// Bytes that a worker's objects may hold after that; above it, its tensors use the heap.
 pub const RETAINED_MAX: u64 = GIB;
+/// Bytes from which an array that NumPy makes in a worker lies in its region.
+pub const ARRAY_MIN: usize = 64 << 10;
+/// Bytes that such arrays may have together. What a dataset keeps for long counts, too, and is better off in ordinary memory.
+pub const ARRAYS_FROM: u64 = 64 * MIB;
+/// The same limit in batches of the largest recent size; the higher of both applies.
+pub const ARRAYS_BATCHES: u64 = 4;
+/// How long a fork in a worker waits for the child's private copies of these arrays: a memory copy, unless the child is stopped.
+pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
 /// How often a worker without a pidfd checks that the main process runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 /// Time for the current item once the main process is gone.

@@ -79,6 +79,10 @@ pub struct WorkerTotals {
     pub alive: bool,
     /// Batches and errors sent.
     pub tasks: u64,
+    /// Leaves sent from where they lay, without a copy.
+    pub adopted: u64,
+    /// Bytes of these.
+    pub adopted_bytes: u64,
     /// Nanoseconds in each state, by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
     /// Nanoseconds of CPU time before the first task; 0 before that.
@@ -107,6 +111,8 @@ impl WorkerTotals {
             pid,
             alive,
             tasks: page.sent.load(Ordering::Relaxed),
+            adopted: page.adopted.load(Ordering::Relaxed),
+            adopted_bytes: page.adopted_bytes.load(Ordering::Relaxed),
             spent_ns,
             // SYNC: start-time (pairs with the Release in `StatusPage::change`).
             start_cpu_ns: page.start_cpu_ns.load(Ordering::Acquire),
@@ -120,6 +126,8 @@ impl WorkerTotals {
     /// Adds the totals of a later worker of the same number.
     fn add(&mut self, later: &Self) {
         self.tasks = self.tasks.wrapping_add(later.tasks);
+        self.adopted = self.adopted.wrapping_add(later.adopted);
+        self.adopted_bytes = self.adopted_bytes.wrapping_add(later.adopted_bytes);
         for (sum, more) in self.spent_ns.iter_mut().zip(&later.spent_ns) {
             *sum = sum.wrapping_add(*more);
         }
@@ -504,6 +512,8 @@ mod tests {
             pid: 7,
             alive: true,
             tasks: 2,
+            adopted: 7,
+            adopted_bytes: 8,
             spent_ns: [1; WorkerState::COUNT],
             start_cpu_ns: 3,
             start_queued_ns: 4,
@@ -526,6 +536,8 @@ mod tests {
             pid: 8,
             alive: false,
             tasks: 4,
+            adopted: 14,
+            adopted_bytes: 16,
             spent_ns: [2; WorkerState::COUNT],
             start_cpu_ns: 6,
             start_queued_ns: 8,

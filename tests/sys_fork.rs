@@ -1,11 +1,12 @@
 //! What a forked child sees of its parent's objects, and limits of a process, which only a child can try.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustloader::error::Error;
 use rustloader::sys::event::EventFd;
+use rustloader::sys::fork::ForkHandlers;
 use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
@@ -60,8 +61,10 @@ extern "C" fn child() {
 #[test]
 fn handlers_run_around_a_fork_and_the_generation_rises_in_the_child() {
     let before = fork::generation();
-    assert!(fork::on_fork(prepare, parent, child).unwrap());
-    assert!(!fork::on_fork(prepare, parent, child).unwrap());
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    let install = || fork::on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED).unwrap();
+    assert!(install());
+    assert!(!install());
     TRACED.set(true);
     in_child(|| {
         fork::generation() > before

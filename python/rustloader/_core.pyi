@@ -318,6 +318,8 @@ class WorkerTotals:
     start_cpu: Final[float]
     start_queued: Final[float]
     tasks: Final[int]
+    adopted: Final[int]
+    adopted_bytes: Final[int]
     starting: Final[float]
     idle: Final[float]
     fetch: Final[float]
@@ -329,7 +331,7 @@ class WorkerTotals:
     fetch_cpu: Final[float]
     fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """The difference from an earlier moment, in tasks, the times of its states and those of measured fetches."""
+        """The difference from an earlier moment, in tasks, leaves, and the times of states and of measured fetches."""
 
 @final
 class SlowTask:
@@ -499,13 +501,23 @@ class Port:
     def at_sample(self, place: int) -> None:
         """Shows the place in the index batch of the sample that is fetched next, for the report of a death."""
 
-    def send(self, task: int, batch: Any, leaves_are_ours: bool) -> bool:
-        """Sends a plain batch. Returns False, and sends nothing, if it must be pickled: always unless
-        ``leaves_are_ours``, that is, with a custom reducer of tensors or arrays. MemoryError: no room."""
+    def send(self, task: int, batch: list[Any], leaves_are_ours: bool) -> bool:
+        """Sends a plain batch, the one item of a list. Returns False, and sends nothing, if it must be pickled: always
+        unless ``leaves_are_ours``, that is, with a custom reducer of tensors or arrays. MemoryError: no room.
 
-    def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
-        """Sends a pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are not
-        plain. ``tied``: unpickling needs this process alive. MemoryError: no room."""
+        Arrays in the region are not copied if they die with the batch. To find out, this empties the list."""
+
+    def send_pickle(self, task: int, batch: list[Any], pickle: bytes, objects: list[Any], tied: bool) -> bool:
+        """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are
+        not plain. ``tied``: unpickling needs this process alive. Otherwise it may empty both lists, as `send`.
+        MemoryError: no room."""
+
+    def use_numpy_arena(self) -> bool:
+        """Lets NumPy make large arrays in this worker's region, in this thread. Returns False, and changes nothing,
+        if NumPy is older than 1.22, or the program has set a handler of its own."""
+
+    def enter_thread(self) -> None:
+        """Does the same in a further thread, if `use_numpy_arena` has succeeded."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""

@@ -94,6 +94,8 @@ STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
 # Whether the fork server of the program imports what workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
+# Whether large arrays that NumPy makes in workers lie in shared memory.
+NUMPY_ARENA = Switch("RUSTLOADER_NUMPY_ARENA", True)
 # Seconds that the start of workers on other machines may take: of their processes, the import of torch, and the
 # transfer of the dataset.
 REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)

@@ -40,5 +40,9 @@ def short_index(index: str, limit: int = 40) -> str:
 
 def type_name(value: object) -> str:
     """The name of a value's type, with its module unless that is ``builtins``."""
-    kind = type(value)
+    return name_of(type(value))
+
+
+def name_of(kind: type) -> str:
+    """The name of a type, with its module unless that is ``builtins``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -13,11 +13,49 @@ use crate::worker::port::{Keep, Port};
 pub struct Outgoing<'a> {
     port: &'a Port,
     leaves: Vec<(Leaf, Keep)>,
+    /// Whether arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
+    takes_arrays: bool,
 }
 
 impl<'a> Outgoing<'a> {
-    pub fn new(port: &'a Port) -> Self {
-        Self { port, leaves: Vec::new() }
+    pub fn new(port: &'a Port, takes_arrays: bool) -> Self {
+        Self { port, leaves: Vec::new(), takes_arrays }
+    }
+
+    /// Whether arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message holds all other
+    /// blocks from here on, because objects of the batch may be their last holders.
+    pub fn begin_settling(&mut self) -> bool {
+        if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
+            return false;
+        }
+        for (leaf, keep) in self.leaves.iter_mut().filter(|(_, keep)| *keep == Keep::Yes) {
+            self.port.hand_over_early(leaf.block);
+            *keep = Keep::HandedOver;
+        }
+        true
+    }
+
+    /// Takes the blocks of the adopted arrays that nothing in the worker refers to any more, and copies the others by
+    /// `copy(source, target, bytes)`.
+    pub fn settle(&mut self, copy: impl Fn(*const u8, *mut u8, usize)) -> Result<()> {
+        for at in 0..self.leaves.len() {
+            let (leaf, Keep::Unknown { offset }) = self.leaves[at] else { continue };
+            if self.port.is_freed(leaf.block) {
+                self.port.take_freed(leaf.block);
+                self.leaves[at].1 = Keep::Freed;
+                continue;
+            }
+            let (block, target) = settle(|| self.port.allocate(leaf.len), std::thread::sleep)?;
+            let source = self.port.arena().block_memory(self.port.worker(), leaf.block, leaf.len)?;
+            let skip = offset as usize;
+            copy(source.as_ptr().wrapping_add(skip), target.wrapping_add(skip), leaf.len as usize - skip);
+            self.leaves[at] = (Leaf { block, len: leaf.len }, Keep::No);
+            // Another thread may have freed it during the copy.
+            if self.port.take_freed(leaf.block) {
+                self.port.release(leaf.block);
+            }
+        }
+        Ok(())
     }
 
     /// The size of all leaves.
@@ -46,7 +84,12 @@ impl Sink for Outgoing<'_> {
         if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
             return None;
         }
-        self.leaves.push((Leaf { block, len: offset + len as u64 }, Keep::Yes));
+        let keep = match self.port.has_array(block) {
+            false => Keep::Yes,
+            true if self.takes_arrays && self.port.note_array(block) => Keep::Unknown { offset },
+            true => return None,
+        };
+        self.leaves.push((Leaf { block, len: offset + len as u64 }, keep));
         Some((self.leaves.len() as u32 - 1, offset))
     }
 }
@@ -54,7 +97,16 @@ impl Sink for Outgoing<'_> {
 impl Drop for Outgoing<'_> {
     fn drop(&mut self) {
         for (leaf, keep) in &self.leaves {
-            if *keep == Keep::No {
+            let is_ours = match keep {
+                Keep::No | Keep::Freed => true,
+                Keep::Yes => false,
+                Keep::HandedOver => {
+                    self.port.take_back(leaf.block);
+                    false
+                }
+                Keep::Unknown { .. } => self.port.take_freed(leaf.block),
+            };
+            if is_ours {
                 self.port.release(leaf.block);
             }
         }

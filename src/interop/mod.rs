@@ -20,6 +20,8 @@ pub mod gather;
 #[cfg(feature = "python")]
 pub mod index_stream;
 #[cfg(feature = "python")]
+pub mod numpy_memory;
+#[cfg(feature = "python")]
 pub mod tensor;
 #[cfg(feature = "python")]
 pub mod text;

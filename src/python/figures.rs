@@ -86,7 +86,11 @@ figures! {
 // A worker's table: the times of its states, its tasks, its measured fetches.
 figures! {
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
-    numbers { tasks = WorkerState::COUNT, }
+    numbers {
+        tasks = WorkerState::COUNT,
+        adopted = WorkerState::COUNT + 3,
+        adopted_bytes = WorkerState::COUNT + 4,
+    }
     seconds {
         starting = WorkerState::Starting,
         idle = WorkerState::Idle,
@@ -101,10 +105,11 @@ figures! {
 }
 
 fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<WorkerTotals>> {
-    let mut table = [0; WorkerState::COUNT + 3];
+    let mut table = [0; WorkerState::COUNT + 5];
     table[..WorkerState::COUNT].copy_from_slice(&totals.spent_ns);
     let measured = [totals.tasks, totals.fetch_cpu_ns, totals.fetch_measured_ns];
-    table[WorkerState::COUNT..].copy_from_slice(&measured);
+    let others = [totals.adopted, totals.adopted_bytes];
+    table[WorkerState::COUNT..].copy_from_slice(&[&measured[..], &others].concat());
     let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
     Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
 }

@@ -10,11 +10,13 @@ use pyo3::types::{PyBytes, PyList};
 use super::engine::PyEngine;
 use super::{code, remote};
 use crate::codec::{self, Outgoing};
-use crate::config::INLINE_LIMIT;
+use crate::config::{DETACH_FROM, INLINE_LIMIT};
+use crate::copy::copy;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::fetcher::{StoppableIndices, TimedCollate};
 use crate::interop::gather;
+use crate::interop::numpy_memory::NumpyMemory;
 use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
@@ -40,6 +42,8 @@ pub struct PyPort {
     payload: Mutex<Vec<u8>>,
     kept: Arc<Kept>,
     stopwatch: Arc<Stopwatch>,
+    /// Where NumPy's arrays lie, if it is the region.
+    numpy_memory: OnceLock<NumpyMemory>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,
     /// The connection to the main process, if that is on another machine.
@@ -64,12 +68,30 @@ impl PyPort {
         Ok(outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))?)
     }
 
-    /// Sends a plain tree; returns false, and sends nothing, for anything else.
-    fn encode(&self, task: u64, kind: ResultKind, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    /// Sends a plain tree; returns false, and sends nothing, for anything else. The lists `holders` have the only references to
+    /// its arrays, if the worker keeps none; they may be emptied. Without them arrays are copied.
+    fn encode(
+        &self,
+        task: u64,
+        kind: ResultKind,
+        value: Bound<'_, PyAny>,
+        holders: &[&Bound<'_, PyList>],
+    ) -> PyResult<bool> {
+        let py = value.py();
         let mut payload = self.payload();
-        let mut outgoing = Outgoing::new(&self.port);
-        let plain = codec::encode(Bridge::get(value.py())?, value, &mut payload, &mut outgoing)?;
+        let mut outgoing = Outgoing::new(&self.port, !holders.is_empty());
+        let plain = codec::encode(Bridge::get(py)?, &value, &mut payload, &mut outgoing)?;
         if plain {
+            if outgoing.begin_settling() {
+                drop(value);
+                holders.iter().try_for_each(|list| list.del_slice(0, list.len()))?;
+                outgoing.settle(|from, to, len| {
+                    let (from, to) = (from as usize, to as usize);
+                    // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
+                    let copy = || unsafe { copy(from as *const u8, to as *mut u8, len, true) };
+                    if len >= DETACH_FROM { py.detach(copy) } else { copy() }
+                })?;
+            }
             self.publish(outgoing, task, kind, &payload)?;
         }
         codec::shrink(&mut payload);
@@ -100,6 +122,7 @@ impl PyPort {
             payload: Mutex::default(),
             kept: Arc::default(),
             stopwatch: Arc::default(),
+            numpy_memory: OnceLock::new(),
             unguarded: OnceLock::new(),
             remote: None,
         })
@@ -210,30 +233,44 @@ impl PyPort {
         Ok((code::FETCH, entry.task, Some(index)))
     }
 
+    fn use_numpy_arena(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(memory) = NumpyMemory::new(py, &self.port)? else { return Ok(false) };
+        let memory = self.numpy_memory.get_or_init(|| memory);
+        memory.enter(py)?;
+        Ok(true)
+    }
+
+    fn enter_thread(&self, py: Python<'_>) -> PyResult<()> {
+        self.numpy_memory.get().map_or(Ok(()), |memory| memory.enter(py))
+    }
+
     fn at_sample(&self, place: u64) {
         self.port.at_sample(place);
     }
 
-    fn send(&self, task: u64, batch: Bound<'_, PyAny>, leaves_are_ours: bool) -> PyResult<bool> {
+    fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {
         self.stopwatch.end_fetch(&self.port, WorkerState::Pack);
-        Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, &batch)?)
+        Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, batch.get_item(0)?, &[&batch])?)
     }
 
     fn send_pickle(
         &self,
-        py: Python<'_>,
         task: u64,
+        batch: Bound<'_, PyList>,
         pickle: Bound<'_, PyBytes>,
         objects: Bound<'_, PyList>,
         tied: bool,
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
         let sum = codec::pickle_sum(&pickle);
-        self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.as_any())
+        let message = (pickle, &objects, sum).into_pyobject(batch.py())?.into_any();
+        // The objects of a tied batch live until it is sent.
+        let holders: &[_] = if tied { &[] } else { &[&batch, &objects] };
+        self.encode(task, kind, message, holders)
     }
 
     fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {
-        self.publish(Outgoing::new(&self.port), task, ResultKind::Error, pickle.as_bytes())
+        self.publish(Outgoing::new(&self.port, false), task, ResultKind::Error, pickle.as_bytes())
     }
 
     fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> PyResult<bool> {

@@ -193,6 +193,22 @@ impl Allocator {
         Ok(id)
     }
 
+    /// [`Allocator::allocate`] for the owner's arrays. They are no measure of how long other blocks lie idle, because a batch may
+    /// make any number of them.
+    pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
+        self.window += 1;
+        self.allocate(len, WORKER)
+    }
+
+    /// Lets a held block have `len` bytes. An error if it is too small, or the memory is not there.
+    pub fn extend(&mut self, id: u32, len: u64) -> Result<()> {
+        let pages = len.div_ceil(PAGE).max(1);
+        if pages * PAGE > self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) {
+            return Err(self.full(len));
+        }
+        self.reserve(id, pages * PAGE)
+    }
+
     /// Notes that a block with an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);

@@ -7,7 +7,7 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::{AtomicBool, AtomicPtr};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::arena::{Arena, delivered_blocks};
@@ -15,7 +15,7 @@ use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
 use super::caretaker;
 use crate::error::Result;
 use crate::sync::Ordering;
-use crate::sys::fork::on_fork;
+use crate::sys::fork::{ForkHandlers, on_fork};
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
 /// Address of an arena, region, block.
@@ -76,7 +76,9 @@ fn table() -> MutexGuard<'static, Table> {
 /// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails
 /// where forks cannot be hooked: then no block of the arena may be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
-    on_fork(before_fork, after_fork_in_parent, after_fork_in_child)?;
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    let (prepare, parent, child) = (before_fork, after_fork_in_parent, after_fork_in_child);
+    on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED)?;
     let mut table = table();
     table.arenas.retain(|_, watched| watched.arena.strong_count() > 0);
     let key = Arc::as_ptr(arena) as usize;

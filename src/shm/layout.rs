@@ -15,7 +15,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout, stored last, so that an incomplete arena is never used.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Bytes of a page: blocks begin on pages, and pages are reserved and released.
 pub const PAGE: u64 = 4096;
 /// Counters of the main process: see `metrics.rs`.
@@ -216,6 +216,9 @@ pub struct StatusPage {
     pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
     /// Batches and errors sent so far.
     pub(crate) sent: AtomicU64,
+    /// Leaves sent from where they lay, without a copy, and their bytes.
+    pub(crate) adopted: AtomicU64,
+    pub(crate) adopted_bytes: AtomicU64,
     /// Bytes of the largest recent batch and its message.
     pub(crate) largest: AtomicU64,
     /// Bytes that the worker is reserving, as announced to the headroom checks of others.
@@ -264,6 +267,8 @@ impl StatusPage {
             &self.task_since_ns,
             &self.tasks_done,
             &self.sent,
+            &self.adopted,
+            &self.adopted_bytes,
             &self.largest,
             &self.promised,
             &self.index_task,

@@ -49,7 +49,7 @@ mod seam {
         memfd_create getrlimit ftruncate seal mmap mprotect dontdump populate map_in remove
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
         pidfd_send_signal socket_send socket_receive futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
-        peek sigaction seal_write get_seals pwrite atfork kill thread timer sysinfo proc
+        peek sigaction seal_write get_seals pwrite atfork kill thread timer sysinfo proc private pipe
         task_taken task_done
     };
 

@@ -9,8 +9,6 @@ use crate::error::{Error, Result};
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// Whether the handler that raises [`GENERATION`] is installed.
 static COUNTING: AtomicBool = AtomicBool::new(false);
-/// Whether the crate's handlers are installed.
-static HANDLING: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn raise_generation() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
@@ -54,19 +52,29 @@ fn at_fork(call: impl Fn() -> i32) -> Result<()> {
     Err(Error::Os { call: "pthread_atfork", errno: refused, hint })
 }
 
-/// Runs `prepare` before every fork, in the forking thread, then `parent` in the parent and `child` in the child, after
-/// [`generation`] was raised. A second call in a process changes nothing and returns false. Two concurrent calls may
-/// install the handlers twice, which these must tolerate. They must not panic; `child` must be safe after a fork of a
-/// process with threads.
-pub fn on_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> Result<bool> {
+/// Handlers around forks.
+#[derive(Debug)]
+pub struct ForkHandlers {
+    /// Runs before every fork, in the forking thread.
+    pub prepare: extern "C" fn(),
+    /// Runs in the parent after it, in the same thread, also if the fork fails.
+    pub parent: extern "C" fn(),
+    /// Runs in the child, after [`generation`] was raised. Must be safe after a fork of a process with threads.
+    pub child: extern "C" fn(),
+}
+
+/// Installs handlers, which must not panic; `installed` belongs to them. A second call in a process changes nothing and returns
+/// false. Two concurrent calls may install them twice, which they must tolerate.
+pub fn on_fork(handlers: ForkHandlers, installed: &'static AtomicBool) -> Result<bool> {
     count_forks()?;
-    if HANDLING.load(Ordering::Acquire) {
+    if installed.load(Ordering::Acquire) {
         return Ok(false);
     }
+    let ForkHandlers { prepare, parent, child } = handlers;
     // SAFETY: the handlers are plain functions that stay as long as the process (the library is not unloaded).
     let call = || unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) };
     at_fork(call)?;
     // SYNC: forks-handled (pairs with the Acquire above). Last: the flag implies the handlers.
-    HANDLING.store(true, Ordering::Release);
+    installed.store(true, Ordering::Release);
     Ok(true)
 }

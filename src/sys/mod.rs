@@ -19,6 +19,7 @@ pub mod moment;
 pub mod owned;
 pub mod pidfd;
 pub mod poll;
+pub mod private;
 pub mod proc_fd;
 pub mod sealed;
 pub mod signal;

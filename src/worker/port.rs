@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::arrays::Arrays;
 use super::stack::StackOffer;
 use crate::config::{IDLE_SLICE, POOL_IDLE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
-use crate::shm::block::{CONSUMER, WORKER, mark_if};
+use crate::shm::block::{CONSUMER, WORKER, mark_if, release_owned};
 use crate::shm::layout::{Sleeper, StatusPage, WorkerState};
 use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Entry, Producer};
@@ -46,7 +47,9 @@ pub struct Port {
     arena: Arc<Arena>,
     worker: u32,
     ends: Mutex<Ends>,
-    allocator: Mutex<Allocator>,
+    pub(super) allocator: Mutex<Allocator>,
+    /// The worker's own arrays in its region.
+    pub(super) arrays: Mutex<Arrays>,
     /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
     /// A block for the message that reports missing memory.
@@ -62,7 +65,7 @@ pub struct Port {
     fetch_began: AtomicU64,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -108,6 +111,7 @@ impl Port {
             worker,
             ends: Mutex::new(ends),
             allocator: Mutex::new(allocator),
+            arrays: Mutex::default(),
             reserve: Mutex::new(reserve),
             doorbell,
             orphaned: AtomicBool::new(false),
@@ -335,12 +339,17 @@ impl Port {
         let mut ends = lock(&self.ends);
         self.write_message(&mut ends.head, block, leaves, payload)?;
         if !leaves.is_empty() {
-            self.hand_over(leaves);
+            self.hand_over(leaves)?;
         }
         let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
         let entry = ResultEntry { task, kind, block: Some(block), len, checksum, timings, load };
-        let sent = &self.status().sent;
-        sent.store(sent.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        let StatusPage { sent, adopted, adopted_bytes, .. } = self.status();
+        let add = |word: &AtomicU64, more| word.store(word.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        add(sent, 1);
+        for (leaf, _) in leaves.iter().filter(|(_, keep)| *keep != Keep::No) {
+            add(adopted, 1);
+            add(adopted_bytes, leaf.len);
+        }
         self.publish(&mut ends, &entry)
     }
 
@@ -398,19 +407,49 @@ impl Port {
     }
 
     /// Transfers the leaves to the consumer.
-    fn hand_over(&self, leaves: &[(Leaf, Keep)]) {
+    fn hand_over(&self, leaves: &[(Leaf, Keep)]) -> Result<()> {
         let table = self.arena.table(self.worker);
         let mut allocator = lock(&self.allocator);
         for (leaf, keep) in leaves {
             let state = &table[leaf.block as usize].state;
             match keep {
                 Keep::No => state.store(CONSUMER, Ordering::Relaxed),
-                Keep::Yes => {
-                    allocator.note_sent(leaf.block);
+                Keep::Yes | Keep::Freed => {
                     mark_if(state, WORKER, CONSUMER);
+                    match keep {
+                        Keep::Yes => allocator.note_sent(leaf.block),
+                        // The consumer holds it now, so this cannot free it.
+                        _ => {
+                            release_owned(state, WORKER);
+                        }
+                    }
                 }
+                Keep::HandedOver => {}
+                Keep::Unknown { .. } => return Err(Error::usage("a message with an array that may change")),
             }
         }
+        Ok(())
+    }
+
+    /// Makes the consumer a holder of a block of an unpublished message. The worker's object in it may then go.
+    pub fn hand_over_early(&self, block: u32) {
+        let state = &self.arena.table(self.worker)[block as usize].state;
+        if self.arena.is_ours() && mark_if(state, WORKER, CONSUMER) {
+            lock(&self.allocator).note_sent(block);
+        }
+    }
+
+    /// Undoes [`Port::hand_over_early`], if the message is not published.
+    pub fn take_back(&self, block: u32) {
+        if self.arena.is_ours() {
+            self.arena.release(self.worker, block, CONSUMER);
+        }
+    }
+
+    /// Bytes of the largest recent batch.
+    pub(super) fn largest_batch(&self) -> u64 {
+        let [now, before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
+        now.max(before)
     }
 
     /// Updates the size of the largest recent batch on the status page.
@@ -483,6 +522,7 @@ impl Port {
 
     /// Marks the worker as left. It does not touch the arena afterwards.
     pub fn leave(&self) {
+        self.end_arrays();
         self.enter(WorkerState::Left);
     }
 }
@@ -507,6 +547,15 @@ pub enum Keep {
     No,
     /// It contains an object of the worker.
     Yes,
+    /// It contained one, which may have gone. The consumer holds it already.
+    HandedOver,
+    /// It contains an array, which begins at `offset` of the leaf. Whether the worker keeps it is known once the batch is dropped.
+    Unknown {
+        /// Bytes before the array.
+        offset: u64,
+    },
+    /// An array lay in it, whose memory has been freed.
+    Freed,
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import torch
 from pinning_support import pinning
 from sample_data import Dying, DyingOnce, Held, Images, Numbers
@@ -312,6 +313,28 @@ def connected():
         context = LoopbackContext(Path(folder), server=multiprocessing.get_context("fork"))
         images = DataLoader(Images(SIZE), num_workers=1, batch_size=BATCH, multiprocessing_context=context)
         return walk(images, image_batches())[0]
+
+
+class Parting(Numbers):
+    """Each item forks a child that reads an array of its parent's, which the parent writes to meanwhile."""
+
+    def __getitem__(self, i):
+        array = np.full(1 << 17, i)
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # torch's handler writes a line
+            if CALLS:
+                TellCalls(CALLS).tell()
+            os._exit(int((array != i).any()))
+        array += 1
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            raise RuntimeError(f"the child has ended with {status & 127}")
+        return torch.from_numpy(array)
+
+
+def parting():
+    expected = [torch.full((1 << 17,), i + 1) for i in range(8)]
+    return walk(loader(Parting(8), workers=1, batch_size=None), expected)[0]
 
 
 class Wide(Numbers):

@@ -501,7 +501,7 @@ def test_another_version_of_the_layout_is_named(memfd, capsys):
     assert words.startswith(
         f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
     )
-    assert f"this rustloader ({rustloader.__version__}) reads version 5" in words
+    assert f"this rustloader ({rustloader.__version__}) reads version 6" in words
 
 
 def test_a_damaged_arena_is_an_error(memfd, capsys):
@@ -702,7 +702,15 @@ def figures(workers, stuck=()):
         states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
         return SimpleNamespace(
             totals=Growing(
-                pid=0, tasks=100, start_cpu=0.5, start_queued=0.0, fetch_cpu=0.25, fetch_measured=1.0, **states
+                pid=0,
+                tasks=100,
+                adopted=0,
+                adopted_bytes=0,
+                start_cpu=0.5,
+                start_queued=0.0,
+                fetch_cpu=0.25,
+                fetch_measured=1.0,
+                **states,
             ),
             state="fetch" if number in stuck else "idle",
             seconds_in_state=99.0 if number in stuck else 0.1,

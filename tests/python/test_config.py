@@ -11,15 +11,22 @@ from rustloader import _core, config
 
 pytestmark = pytest.mark.ours
 
-NAMES = [config.INSTALL, config.FORKSERVER_PRELOAD.name, *(variable.name for variable in config.SECONDS)]
+NAMES = [
+    config.INSTALL,
+    config.FORKSERVER_PRELOAD.name,
+    config.NUMPY_ARENA.name,
+    *(variable.name for variable in config.SECONDS),
+]
 OF_TESTS = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
 
 
 def test_the_page_lists_every_variable_with_its_default():
     rows = re.findall(r"^\| `(RUSTLOADER_\w+)` \| (\S+) \|", PAGES["docs/options.md"].read_text(), re.MULTILINE)
-    assert dict(rows) == {config.INSTALL: "unset", config.FORKSERVER_PRELOAD.name: "1"} | {
-        variable.name: f"{variable.default:g}" for variable in config.SECONDS
-    }
+    assert dict(rows) == {
+        config.INSTALL: "unset",
+        config.FORKSERVER_PRELOAD.name: "1",
+        config.NUMPY_ARENA.name: "1",
+    } | {variable.name: f"{variable.default:g}" for variable in config.SECONDS}
 
 
 def test_the_sources_name_no_other_variable():

@@ -25,6 +25,7 @@ LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
+NO_ARRAY = r"RuntimeError: Caught RuntimeError in DataLoader worker process 0\..*the child has ended with 11\n"
 STUCK = r"DataLoader worker 0 \(pid N\) has worked on one batch for [\d.]+ s .*"
 NO_STACK = STUCK + "Stack unavailable: "
 
@@ -42,6 +43,7 @@ BATCHES = {
     "burst": 240,
     "forking": 8,
     "growing": 8,
+    "parting": 8,
     "stuck": 3,
     "handled": 6,
     "shared_list": 8,
@@ -171,6 +173,9 @@ TABLE = [
     R("proc", "ENOENT", "worker", calls="1+"),
     R("proc", "ENOENT", program="doomed", also="pidfd_open:1+:ENOSYS", calls="1+"),
     R("proc", "ENOENT", program="stubborn", also="pidfd_open:1+:ENOSYS", calls="1+"),
+    # The child ends where it reads an array that it cannot have for itself.
+    R("private", "ENOMEM", "worker", "parting", error=NO_ARRAY, calls="1 1+"),
+    R("pipe", "EMFILE", "worker", "parting", error=NO_ARRAY, calls="1 1+"),
     # No system calls: they have no errno, and the ends of a worker at them come below.
     R("task_taken", "EPERM", "worker", "shared", calls="1+"),
     R("task_done", "EPERM", "worker", "shared", calls="1+"),
@@ -185,8 +190,9 @@ def cases():
             for call in row.calls.split():
                 points = f"{row.kind}:{call}:{errno}" + (f",{row.also}" if row.also else "")
                 found[f"{row.where}-{row.program}-{points}"] = row, points
-    for kind in sorted({row.kind for row in TABLE if row.where == "worker"}):
+    for kind in sorted({row.kind for row in TABLE if row.where == "worker"} - {"private"}):
         programs = {"remove": "burst", "memfd_create": "forking", "seal_write": "forking", "timer": "handled"}
+        programs |= {"pipe": "parting"}
         programs |= {"task_taken": "shared", "task_done": "shared"}
         program = programs.get(kind, "plain")
         for effect, error in (("exit=3", EXITED), ("kill", KILLED)):

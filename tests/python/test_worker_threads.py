@@ -209,7 +209,7 @@ def pool():
     pools = []
 
     def make(size, check=lambda: None):
-        pools.append(Pool(size, check))
+        pools.append(Pool(size, check, lambda: None))
         return pools[-1]
 
     before = set(threading.enumerate())

@@ -40,10 +40,11 @@ class Pool:
     Args:
         size: Number of threads.
         check: Raises if the worker has to leave; called every 0.1 s while threads make samples.
+        begin: Called in each thread before its first sample.
     """
 
-    def __init__(self, size: int, check: Callable[[], object]) -> None:
-        self._size, self._check = size, check
+    def __init__(self, size: int, check: Callable[[], object], begin: Callable[[], object]) -> None:
+        self._size, self._check, self._begin = size, check, begin
         self._started = 0
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
 
@@ -63,7 +64,7 @@ class Pool:
         while self._started < min(self._size, max(samples, 1)):
             name = f"rustloader-sample-{self._started}"
             try:
-                threading.Thread(target=_serve, args=(self._batches,), name=name, daemon=True).start()
+                threading.Thread(target=_serve, args=(self._batches, self._begin), name=name, daemon=True).start()
             except RuntimeError as error:
                 if not self._started:
                     raise
@@ -73,7 +74,8 @@ class Pool:
                 self._started += 1
 
 
-def _serve(batches: queue.SimpleQueue[_Batch]) -> None:
+def _serve(batches: queue.SimpleQueue[_Batch], begin: Callable[[], object]) -> None:
+    begin()
     while True:
         # No name for the batch: an idle thread must not keep its samples.
         batches.get().work()

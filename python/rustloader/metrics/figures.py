@@ -1,7 +1,7 @@
 """``rustloader.Stats``, the result of ``rustloader.stats()``."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +135,9 @@ def check_interval(every: float) -> None:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def counted(counts: "Counts") -> dict[str, Any]:
-    """The fields of ``Stats`` that come from an iterator's counters."""
+def counted(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
+    """The fields of ``Stats`` that come from an iterator's counters, and from its workers' sums."""
+    adopted = [(worker.adopted, worker.adopted_bytes) for worker in workers]
     return {
         "epochs": counts.epochs,
         "batches": counts.batches,
@@ -147,7 +148,13 @@ def counted(counts: "Counts") -> dict[str, Any]:
         "blocked_seconds": counts.blocked_seconds,
         "sampler_seconds": counts.sampler_seconds,
         "step_seconds": counts.step_seconds,
-        "copies": CopyStats(counts.copies, counts.copied_bytes, counts.pickled),
+        "copies": CopyStats(
+            counts.copies,
+            counts.copied_bytes,
+            counts.pickled,
+            sum(number for number, _ in adopted),
+            sum(bytes_ for _, bytes_ in adopted),
+        ),
     }
 
 

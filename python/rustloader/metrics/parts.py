@@ -130,12 +130,17 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class CopyStats:
-    """Counts avoidable copies. Batches of ``default_collate`` are built in the arena and not copied.
+    """Counts what workers copied and what they sent without a copy.
+
+    What ``default_collate`` builds lies in the arena, and so do large arrays that NumPy makes in a worker.
 
     Attributes:
         count: Number of tensors, arrays and bytes objects that workers copied into the arena.
         bytes: Bytes of these.
         pickled: Number of pickled batches: those that are not plain trees of dicts, lists and tuples.
+        adopted: Number of tensors and arrays of 16 KiB or more that workers sent without a copy. It counts what was
+            sent, delivered or not.
+        adopted_bytes: Bytes of these.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=set)
@@ -147,6 +152,8 @@ class CopyStats:
     count: int = 0
     bytes: int = 0
     pickled: int = 0
+    adopted: int = 0
+    adopted_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
-        **counted(counts),
+        **counted(counts, figures.workers),
         workers=tuple(
             _worker(number, totals, times[number] if number < len(times) else NOTHING)
             for number, totals in enumerate(figures.workers)

@@ -73,6 +73,9 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "arena", memory
     if stats.copies.count:
         yield "copies", f"{count_of(stats.copies.count, 'copy')} ({size(stats.copies.bytes)})"
+    if stats.copies.adopted:
+        adopted = f"{stats.copies.adopted:,} tensors and arrays ({size(stats.copies.adopted_bytes)})"
+        yield "not copied", adopted
     if stats.copies.pickled:
         yield "pickled", count_of(stats.copies.pickled, "batch")
     if stats.pinning.batches or stats.pinning.running:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import rustloader.procfs as procfs
-from rustloader._core import Observed, ObservedWorker
+from rustloader._core import Observed, ObservedWorker, WorkerTotals
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import Stats, counted, worker_stats
@@ -256,17 +256,22 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        **counted(counts),
+        **counted(counts, (_spent(view, now, since) for view in workers)),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
     )
 
 
+def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
+    """A worker's counters between two samples, or since its start."""
+    totals = now.figures.workers[view.id].totals
+    return totals.since(since.figures.workers[view.id].totals) if since else totals
+
+
 def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
-    spent, time = now.figures.workers[view.id].totals, now.times[view.id]
+    spent, time = _spent(view, now, since), now.times[view.id]
     if since:
-        spent = spent.since(since.figures.workers[view.id].totals)
         time = _between(time, since.times[view.id])
     alive = view.state not in ("left", "ended")
     return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time)

@@ -73,6 +73,8 @@ class Job:
     num_workers: int
     # None: torch's seeds of workers.
     seeding: Seeding | None = None
+    # Whether NumPy's arrays lie in the worker's region.
+    numpy_arena: bool = True
     # Threads that make the samples of a batch, for a map-style dataset.
     threads: int = 1
     # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM

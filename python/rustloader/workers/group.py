@@ -17,7 +17,15 @@ from torch.utils.data import _utils
 
 from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks, tend_pages
 from rustloader.cleanup import clean_up_after, quietly
-from rustloader.config import EXIT_GRACE, EXIT_KILL_AFTER, INTERRUPT_AFTER, KILL_AFTER, KILLED_AFTER, SIGTERM
+from rustloader.config import (
+    EXIT_GRACE,
+    EXIT_KILL_AFTER,
+    INTERRUPT_AFTER,
+    KILL_AFTER,
+    KILLED_AFTER,
+    NUMPY_ARENA,
+    SIGTERM,
+)
 from rustloader.remote.context import is_remote
 from rustloader.workers import main, process, remote
 from rustloader.workers.bootstrap import Connection, Job, Payload
@@ -133,6 +141,7 @@ class WorkerGroup:
 
     def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job, unblock: list[int]) -> list[int]:
         """Starts processes, while signals are deferred."""
+        job.numpy_arena = NUMPY_ARENA.get()
         job.sigterm_seconds = SIGTERM.get() if _survives_sigterm() else None
         job.unblock = unblock
         method = process.start_method(context)

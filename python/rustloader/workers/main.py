@@ -24,7 +24,7 @@ from rustloader.fetch.failures import EmptyBatch, Failure
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
-from rustloader.texts import type_name
+from rustloader.texts import name_of
 from rustloader.workers import resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
@@ -141,6 +141,9 @@ class _Worker:
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
+        # What the program has made so far is kept for long, and it may have chosen where arrays lie.
+        if job.numpy_arena:
+            self.port.use_numpy_arena()
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
 
@@ -206,7 +209,7 @@ class _Worker:
     def threaded(self, source: Any) -> ThreadedDataset:
         """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
         if self.pool is None:
-            self.pool = Pool(self.job.threads, self.check_stop)
+            self.pool = Pool(self.job.threads, self.check_stop, self.port.enter_thread)
         before = None if self.seeds is None else self.seeds.mark_sample
         return ThreadedDataset(source, self.pool, before)
 
@@ -255,9 +258,12 @@ class _Worker:
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.fetcher, self.dataset)
-                self.send(task, data)
-                # The main process alone then decides when the blocks are free.
+                # The batch's only reference: what nothing else in the worker refers to is sent without a copy.
+                batch = [data]
                 del data
+                self.send(task, batch)
+                # The main process alone then decides when the blocks are free.
+                del batch
             del index
 
     def begin_epoch(self, first_task: int, message: dict[str, Any]) -> None:
@@ -319,19 +325,20 @@ class _Worker:
                 index = self.port.stoppable(index, shows_places=places)
         return index if self.seeds is None else self.seeds.begin_batch(task, index, apart)
 
-    def send(self, task: int, data: Any) -> None:
-        """Sends a batch, or the error that prevents it."""
+    def send(self, task: int, batch: list[Any]) -> None:
+        """Sends the one item of a list, or the error that prevents it. May empty the list."""
+        kind = type(batch[0])
         try:
-            if not self.port.send(task, data, serialize.leaves_are_ours()):
-                self.send_pickle(task, data)
+            if not self.port.send(task, batch, serialize.leaves_are_ours()):
+                self.send_pickle(task, batch)
         except Exception:
-            where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {type_name(data)}"
+            where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {name_of(kind)}"
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
-    def send_pickle(self, task: int, data: Any) -> None:
-        if not self.port.send_pickle(task, *self.portable(*serialize.dumps(data))):
+    def send_pickle(self, task: int, batch: list[Any]) -> None:
+        if not self.port.send_pickle(task, batch, *self.portable(*serialize.dumps(batch[0]))):
             # Tensors share memory at offsets that views cannot express.
-            if not self.port.send_pickle(task, *self.portable(*serialize.dumps(data, views=False))):
+            if not self.port.send_pickle(task, batch, *self.portable(*serialize.dumps(batch[0], views=False))):
                 raise RuntimeError("a batch whose storages cannot be sent")
 
     def portable(self, pickled: bytes, objects: list[Any], tied: bool) -> tuple[bytes, list[Any], bool]:

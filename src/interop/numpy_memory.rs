@@ -1,0 +1,228 @@
+//! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more lie in the worker's region, see `worker::arrays`.
+//!
+//! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions are set per
+//! context, and each array keeps those that made it. Ours pass on to NumPy's default ones what is small or has no room.
+
+use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::sync::Arc;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::config::ARRAY_MIN;
+use crate::worker::arrays::{self, Resized};
+use crate::worker::port::Port;
+
+/// NumPy's `PyDataMemAllocator`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Functions {
+    ctx: *mut c_void,
+    malloc: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void,
+    calloc: unsafe extern "C" fn(*mut c_void, usize, usize) -> *mut c_void,
+    realloc: unsafe extern "C" fn(*mut c_void, *mut c_void, usize) -> *mut c_void,
+    free: unsafe extern "C" fn(*mut c_void, *mut c_void, usize),
+}
+
+/// NumPy's `PyDataMem_Handler`.
+#[repr(C)]
+struct Handler {
+    name: [c_char; 127],
+    version: u8,
+    functions: Functions,
+}
+
+const CAPSULE: &CStr = c"mem_handler";
+const NAME: &CStr = c"rustloader_arena";
+/// The name of the handler that NumPy sets itself.
+const DEFAULT: &CStr = c"default_allocator";
+/// The version of [`Handler`] that NumPy 1.22 brought.
+const VERSION: u8 = 1;
+
+/// The feature version of NumPy 1.22.
+const WITH_HANDLERS: c_uint = 0xf;
+/// Places in NumPy's table of functions.
+const FEATURE_VERSION: usize = 211;
+const SET_HANDLER: usize = 304;
+const GET_HANDLER: usize = 305;
+
+/// What the functions get.
+struct Context {
+    port: Arc<Port>,
+    /// The region's addresses.
+    first: usize,
+    len: usize,
+    /// NumPy's default functions.
+    default: Functions,
+}
+
+type SetHandler = unsafe extern "C" fn(*mut ffi::PyObject) -> *mut ffi::PyObject;
+type GetHandler = unsafe extern "C" fn() -> *mut ffi::PyObject;
+
+/// The functions of NumPy's C interface that this module calls.
+#[derive(Clone, Copy)]
+struct Api {
+    set: SetHandler,
+    get: GetHandler,
+}
+
+impl Api {
+    /// `None`: NumPy has no handlers.
+    fn find(py: Python<'_>) -> PyResult<Option<Self>> {
+        let core = py.import("numpy._core._multiarray_umath");
+        let core = core.or_else(|_| py.import("numpy.core._multiarray_umath"))?;
+        let table = core.getattr("_ARRAY_API")?;
+        // SAFETY: a capsule, or the call raises.
+        let table = unsafe { ffi::PyCapsule_GetPointer(table.as_ptr(), std::ptr::null()) };
+        if table.is_null() {
+            return Err(PyErr::fetch(py));
+        }
+        let table = table.cast::<*const c_void>();
+        // SAFETY: every table of NumPy 1.0 or newer has this function.
+        let version = unsafe {
+            let version: unsafe extern "C" fn() -> c_uint = std::mem::transmute(*table.add(FEATURE_VERSION));
+            version()
+        };
+        if version < WITH_HANDLERS {
+            return Ok(None);
+        }
+        // SAFETY: tables of this feature version have both functions. They keep their places: NumPy only appends.
+        Ok(Some(unsafe {
+            Self {
+                set: std::mem::transmute::<*const c_void, SetHandler>(*table.add(SET_HANDLER)),
+                get: std::mem::transmute::<*const c_void, GetHandler>(*table.add(GET_HANDLER)),
+            }
+        }))
+    }
+
+    /// The functions of this context's handler, if they are NumPy's default ones.
+    fn default(self, py: Python<'_>) -> PyResult<Option<Functions>> {
+        // SAFETY: the GIL is held; a new reference or an error.
+        let current = unsafe { Bound::from_owned_ptr_or_err(py, (self.get)())? };
+        // SAFETY: a capsule, or the call raises.
+        let handler = unsafe { ffi::PyCapsule_GetPointer(current.as_ptr(), CAPSULE.as_ptr()) };
+        if handler.is_null() {
+            return Err(PyErr::fetch(py));
+        }
+        // SAFETY: such a capsule has a handler, which lives as long as the capsule; its name is terminated by a zero.
+        let (name, handler) = unsafe {
+            let handler = &*handler.cast::<Handler>();
+            (CStr::from_ptr(handler.name.as_ptr()), handler)
+        };
+        Ok((name == DEFAULT && handler.version >= VERSION).then_some(handler.functions))
+    }
+}
+
+/// The memory of NumPy's arrays in a worker.
+pub struct NumpyMemory {
+    api: Api,
+    capsule: Py<PyAny>,
+}
+
+impl NumpyMemory {
+    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched. The memory of the handler stays
+    /// for good: arrays may outlive everything else.
+    pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
+        let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
+        let Some(default) = api.default(py)? else { return Ok(None) };
+        if arrays::watch(port).is_err() {
+            return Ok(None);
+        }
+        let (first, len) =
+            (port.arena().region_base(port.worker()) as usize, port.arena().geometry().region_len);
+        let context = Box::leak(Box::new(Context { port: port.clone(), first, len: len as usize, default }));
+        let functions = Functions { ctx: std::ptr::from_mut(context).cast(), malloc, calloc, realloc, free };
+        let mut handler = Box::new(Handler { name: [0; 127], version: VERSION, functions });
+        for (to, from) in handler.name.iter_mut().zip(NAME.to_bytes()) {
+            *to = *from as c_char;
+        }
+        // SAFETY: the handler is never freed; the name is static.
+        let capsule = unsafe {
+            ffi::PyCapsule_New(std::ptr::from_mut(Box::leak(handler)).cast(), CAPSULE.as_ptr(), None)
+        };
+        // SAFETY: a new reference or an error.
+        let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule)? }.unbind();
+        Ok(Some(Self { api, capsule }))
+    }
+
+    /// Sets the handler in this thread's context, unless the program has set one there.
+    pub fn enter(&self, py: Python<'_>) -> PyResult<()> {
+        if self.api.default(py)?.is_none() {
+            return Ok(());
+        }
+        // SAFETY: a handler's capsule; the GIL is held. The result is a new reference to the one before, or an error.
+        drop(unsafe { Bound::from_owned_ptr_or_err(py, (self.api.set)(self.capsule.as_ptr()))? });
+        Ok(())
+    }
+}
+
+impl Context {
+    /// # Safety
+    /// `ctx` is that of a handler of this module.
+    unsafe fn of<'a>(ctx: *mut c_void) -> &'a Self {
+        // SAFETY: contexts are never freed.
+        unsafe { &*ctx.cast_const().cast::<Self>() }
+    }
+
+    fn has(&self, memory: *mut c_void) -> bool {
+        (memory as usize).wrapping_sub(self.first) < self.len
+    }
+
+    fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
+        let memory = (len >= ARRAY_MIN).then(|| self.port.allocate_array(len, zeroed)).flatten();
+        memory.map(|memory| memory.as_ptr().cast())
+    }
+}
+
+// NumPy calls these with its own arguments: a context and a pointer of this handler, from any thread, usually with the GIL.
+// They call no Python, and cannot panic but for a broken table, which ends the process.
+
+unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {
+    // SAFETY: see above.
+    let context = unsafe { Context::of(ctx) };
+    // SAFETY: NumPy's function with its own context.
+    context.array(len, false).unwrap_or_else(|| unsafe { (context.default.malloc)(context.default.ctx, len) })
+}
+
+unsafe extern "C" fn calloc(ctx: *mut c_void, count: usize, size: usize) -> *mut c_void {
+    // SAFETY: see above.
+    let context = unsafe { Context::of(ctx) };
+    let array = count.checked_mul(size).and_then(|len| context.array(len, true));
+    // SAFETY: NumPy's function with its own context.
+    array.unwrap_or_else(|| unsafe { (context.default.calloc)(context.default.ctx, count, size) })
+}
+
+unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) -> *mut c_void {
+    // SAFETY: see above.
+    let context = unsafe { Context::of(ctx) };
+    let default = context.default;
+    if !context.has(memory) {
+        // SAFETY: NumPy's function with its own context and memory.
+        return unsafe { (default.realloc)(default.ctx, memory, len) };
+    }
+    let Resized::Move(old) = (match len < ARRAY_MIN {
+        true => Resized::Move(context.port.array_len(memory.cast())),
+        false => context.port.resize_array(memory.cast(), len),
+    }) else {
+        return memory;
+    };
+    // SAFETY: a context of this handler.
+    let moved = unsafe { malloc(ctx, len) };
+    if !moved.is_null() {
+        // SAFETY: the array has `old` bytes, the new one `len`; both are live, and they do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(memory.cast::<u8>(), moved.cast(), old.min(len)) };
+        context.port.free_array(memory.cast());
+    }
+    moved
+}
+
+unsafe extern "C" fn free(ctx: *mut c_void, memory: *mut c_void, len: usize) {
+    // SAFETY: see above.
+    let context = unsafe { Context::of(ctx) };
+    if context.has(memory) {
+        context.port.free_array(memory.cast());
+    } else {
+        // SAFETY: NumPy's function with its own context and memory.
+        unsafe { (context.default.free)(context.default.ctx, memory, len) }
+    }
+}

@@ -1,0 +1,273 @@
+//! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
+//!
+//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof is that the
+//! array's memory has been freed: every view, buffer and tensor over it keeps it alive. So the packer notes the block
+//! ([`Port::note_array`]), the worker drops the batch, and then [`Port::take_freed`] says whether the memory was freed in
+//! between. If it was, the block passes to the consumer; if not, its bytes are copied.
+//!
+//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces those of live
+//! arrays by private copies before any other code runs there, and the forking thread waits for that.
+//!
+//! One lock covers the table and is taken before the allocator's. A child takes neither.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicPtr};
+use std::sync::{Arc, MutexGuard};
+
+use super::port::{Port, lock};
+use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
+use crate::error::Result;
+use crate::shm::layout::PAGE;
+use crate::sync::Ordering;
+use crate::sys::fork::{ForkHandlers, on_fork};
+use crate::sys::private::{Gate, make_inaccessible, make_private};
+
+#[derive(Debug)]
+struct Array {
+    len: u64,
+    /// A message that is not published yet has it.
+    noted: bool,
+    /// Its memory was freed while it was noted.
+    freed: bool,
+}
+
+/// The arrays in a region.
+#[derive(Debug, Default)]
+pub(super) struct Arrays {
+    /// By their blocks.
+    live: HashMap<u32, Array>,
+    /// Bytes of all of them.
+    bytes: u64,
+    /// The worker has left: the region may no longer be changed.
+    ended: bool,
+}
+
+/// What to do with an array that changes its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resized {
+    /// It has the new size.
+    InPlace,
+    /// It must move; it has so many bytes now.
+    Move(usize),
+}
+
+impl Port {
+    /// The table; `None` in a child of the worker.
+    fn arrays(&self) -> Option<MutexGuard<'_, Arrays>> {
+        self.arena().is_ours().then(|| lock(&self.arrays))
+    }
+
+    /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have enough of
+    /// the region, there is no room or no memory, or this is a child of the worker. Does not wait.
+    pub fn allocate_array(&self, len: usize, zeroed: bool) -> Option<NonNull<u8>> {
+        let mut arrays = self.arrays()?;
+        let limit = ARRAYS_FROM.max(ARRAYS_BATCHES.saturating_mul(self.largest_batch()));
+        let bytes = arrays.bytes.checked_add(len as u64).filter(|&bytes| bytes <= limit && !arrays.ended)?;
+        let block = lock(&self.allocator).allocate_array(len as u64).ok()?;
+        let Ok(memory) = self.arena().block_memory(self.worker(), block, len as u64) else {
+            lock(&self.allocator).release(block);
+            return None;
+        };
+        arrays.live.insert(block, Array { len: len as u64, noted: false, freed: false });
+        arrays.bytes = bytes;
+        drop(arrays);
+        if zeroed {
+            // SAFETY: a new block of at least `len` bytes, which nothing else uses.
+            unsafe { memory.write_bytes(0, len) };
+        }
+        Some(memory)
+    }
+
+    /// Frees an array. Any thread may call it. Does nothing after the worker's end, and in a child.
+    pub fn free_array(&self, memory: *mut u8) {
+        let Some(mut arrays) = self.arrays().filter(|arrays| !arrays.ended) else { return };
+        let mut allocator = lock(&self.allocator);
+        let Some((block, 0)) = allocator.find(memory as usize) else { return };
+        match arrays.live.get_mut(&block) {
+            Some(array) if array.noted => array.freed = true,
+            Some(_) => {
+                arrays.forget(block);
+                allocator.release(block);
+            }
+            None => {}
+        }
+    }
+
+    /// The length of an array in bytes.
+    pub fn array_len(&self, memory: *mut u8) -> usize {
+        let Some(arrays) = self.arrays() else { return private_len(memory as usize) };
+        let found = lock(&self.allocator).find(memory as usize);
+        let array = found.and_then(|(block, offset)| arrays.live.get(&block).filter(|_| offset == 0));
+        array.map_or(0, |array| array.len as usize)
+    }
+
+    /// Gives an array `len` bytes where it lies, if its block has room.
+    pub fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
+        let Some(mut arrays) = self.arrays() else { return Resized::Move(private_len(memory as usize)) };
+        let mut allocator = lock(&self.allocator);
+        let Some((block, 0)) = allocator.find(memory as usize) else { return Resized::Move(0) };
+        let Arrays { live, bytes, ended } = &mut *arrays;
+        let Some(array) = live.get_mut(&block) else { return Resized::Move(0) };
+        let old = array.len;
+        if *ended || array.noted || (len as u64) < old / 2 || allocator.extend(block, len as u64).is_err() {
+            return Resized::Move(old as usize);
+        }
+        array.len = len as u64;
+        *bytes = *bytes - old + len as u64;
+        Resized::InPlace
+    }
+
+    /// Whether an array lies in a block.
+    pub fn has_array(&self, block: u32) -> bool {
+        self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
+    }
+
+    /// Notes that an unpublished message has an array's block. False if there is none, or another message has it.
+    pub fn note_array(&self, block: u32) -> bool {
+        let Some(mut arrays) = self.arrays() else { return false };
+        let array = arrays.live.get_mut(&block).filter(|array| !array.noted);
+        array.map(|array| array.noted = true).is_some()
+    }
+
+    /// Whether a noted array was freed. Its memory stays as it is.
+    pub fn is_freed(&self, block: u32) -> bool {
+        self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
+    }
+
+    /// Ends what [`Port::note_array`] began. True: the array was freed, and its block belongs to the caller. False: the array
+    /// lives on.
+    pub fn take_freed(&self, block: u32) -> bool {
+        let Some(mut arrays) = self.arrays() else { return false };
+        let Some(array) = arrays.live.get_mut(&block) else { return false };
+        array.noted = false;
+        let freed = array.freed;
+        if freed {
+            arrays.forget(block);
+        }
+        freed
+    }
+
+    /// Leaves all arrays where they are, from the worker's end on.
+    pub(super) fn end_arrays(&self) {
+        if let Some(mut arrays) = self.arrays() {
+            arrays.ended = true;
+        }
+    }
+}
+
+impl Arrays {
+    fn forget(&mut self, block: u32) {
+        if let Some(array) = self.live.remove(&block) {
+            self.bytes -= array.len;
+        }
+    }
+}
+
+/// The ports of this process that give memory to arrays, the latest first. An inherited one belongs to the parent.
+static WATCHED: AtomicPtr<Watched> = AtomicPtr::new(std::ptr::null_mut());
+
+struct Watched {
+    port: Arc<Port>,
+    next: Option<&'static Watched>,
+}
+
+/// What a child has copied, with what its parents had: addresses and lengths.
+static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
+
+struct Forking {
+    /// Addresses and lengths of live arrays.
+    arrays: Vec<(usize, usize)>,
+    gate: Option<Gate>,
+    /// No array is made or freed until the fork is done.
+    _locks: Vec<MutexGuard<'static, Arrays>>,
+}
+
+thread_local! {
+    /// The fork that this thread has in progress.
+    static FORKING: RefCell<Option<Forking>> = const { RefCell::new(None) };
+}
+
+/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port stays for good.
+pub fn watch(port: &Arc<Port>) -> Result<()> {
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    let (prepare, parent, child) = (before_fork, after_fork_in_parent, after_fork_in_child);
+    on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED)?;
+    let watched = Box::leak(Box::new(Watched { port: port.clone(), next: None }));
+    // SYNC: arrays-watched (both ends): who sees the pointer sees the port.
+    let mut first = WATCHED.load(Ordering::Acquire);
+    loop {
+        // SAFETY: what was published there is never freed.
+        watched.next = unsafe { first.as_ref() };
+        match WATCHED.compare_exchange(first, watched, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => return Ok(()),
+            Err(now) => first = now,
+        }
+    }
+}
+
+/// The length of an array that this child has as a private copy; 0 for others.
+fn private_len(address: usize) -> usize {
+    // SYNC: arrays-private
+    // SAFETY: what was published there is never freed.
+    let arrays = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
+    arrays.and_then(|arrays| arrays.iter().rev().find(|array| array.0 == address)).map_or(0, |array| array.1)
+}
+
+extern "C" fn before_fork() {
+    // A panic must not cross into the C library.
+    let _ = std::panic::catch_unwind(|| {
+        // Handlers that are installed twice run twice.
+        if FORKING.with_borrow(Option::is_some) {
+            return;
+        }
+        let (mut found, mut locks) = (Vec::new(), Vec::new());
+        // SYNC: arrays-watched
+        // SAFETY: what was published there is never freed.
+        let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
+        while let Some(Watched { port, next: following }) = next {
+            next = *following;
+            let Some(arrays) = port.arrays() else { continue };
+            for (&block, array) in &arrays.live {
+                if let Ok(memory) = port.arena().block_memory(port.worker(), block, array.len) {
+                    found.push((memory.as_ptr() as usize, array.len as usize));
+                }
+            }
+            locks.push(arrays);
+        }
+        let gate = if found.is_empty() { None } else { Gate::new() };
+        FORKING.set(Some(Forking { arrays: found, gate, _locks: locks }));
+    });
+}
+
+extern "C" fn after_fork_in_parent() {
+    let _ = std::panic::catch_unwind(|| {
+        if let Some(Forking { gate: Some(gate), _locks, .. }) = FORKING.take() {
+            gate.wait(PRIVATE_WAIT);
+        }
+    });
+}
+
+extern "C" fn after_fork_in_child() {
+    let _ = std::panic::catch_unwind(|| {
+        let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
+        // A lock that this thread took in the parent.
+        std::mem::forget(_locks);
+        // Without a gate the parent does not wait, and may change an array while it is copied.
+        let part = if gate.is_some() { make_private } else { make_inaccessible };
+        for &(address, len) in &arrays {
+            // SAFETY: a live array in a block of whole pages; this is the child's only thread.
+            unsafe { part(address as *mut u8, len.next_multiple_of(PAGE as usize)) };
+        }
+        drop(gate);
+        // SYNC: arrays-private (both ends): who sees the pointer sees the list.
+        // SAFETY: what was published there is never freed.
+        let inherited = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
+        let all = inherited.into_iter().flatten().copied().chain(arrays).collect();
+        PRIVATE.store(Box::into_raw(Box::<Vec<_>>::new(all)), Ordering::Release);
+    });
+}
+
+#[cfg(test)]
+mod tests;

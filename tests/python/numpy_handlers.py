@@ -1,0 +1,57 @@
+"""NumPy's handlers of memory, by way of its C interface."""
+
+import ctypes
+import sys
+import types
+
+import numpy as np
+
+try:
+    from numpy._core import _multiarray_umath, multiarray
+except ImportError:  # NumPy 1
+    from numpy.core import _multiarray_umath, multiarray
+
+handler_name = multiarray.get_handler_name
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.argtypes, _capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
+
+FEATURE_VERSION, SET, GET = 211, 304, 305
+SIZE_OF_HANDLER = 127 + 1 + 5 * 8
+CAPSULE = b"mem_handler"
+
+# NumPy's own functions in handlers of other names; handlers are never freed.
+_kept = []
+
+
+def _table():
+    table = _pointer(_multiarray_umath._ARRAY_API, None)
+    return ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))
+
+
+def set_handler(name):
+    """Sets a handler of this name, which calls the functions of the one before."""
+    get = ctypes.PYFUNCTYPE(ctypes.py_object)(_table()[GET])
+    put = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(_table()[SET])
+    handler = ctypes.create_string_buffer(ctypes.string_at(_pointer(get(), CAPSULE), SIZE_OF_HANDLER), SIZE_OF_HANDLER)
+    ctypes.memmove(handler, name.encode().ljust(127, b"\0"), 127)
+    _kept.append(handler)
+    put(_capsule(ctypes.addressof(handler), CAPSULE, None))
+
+
+def without_handlers():
+    """Makes NumPy look as old as 1.21 to who asks for its C interface."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_uint)
+    def version():
+        return 0xE
+
+    table = (ctypes.c_void_p * 400)()
+    table[FEATURE_VERSION] = ctypes.cast(version, ctypes.c_void_p).value
+    old = types.ModuleType(_multiarray_umath.__name__)
+    old._ARRAY_API = _capsule(ctypes.addressof(table), None, None)
+    _kept.extend([version, table])
+    sys.modules[_multiarray_umath.__name__] = old
+    assert np.ones(3).sum() == 3

@@ -1,0 +1,681 @@
+"""Arrays that NumPy makes in a worker lie in its region. No batch changes, whatever the worker keeps of its arrays."""
+
+import ctypes
+import gc
+import os
+import textwrap
+import threading
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from numpy_handlers import handler_name, set_handler, without_handlers
+from support import DataLoader, run_script
+
+import rustloader
+
+pytestmark = pytest.mark.ours
+
+SIZE = 1 << 17  # bytes, above the smallest array of the arena
+
+
+def identity(batch):
+    return batch
+
+
+def batches_of(dataset, workers=1, **kw):
+    """The batches, and the statistics."""
+    kw = {"batch_size": None, "collate_fn": identity, **kw}
+    loader = DataLoader(dataset, num_workers=workers, **kw)
+    return list(loader), rustloader.stats(loader)
+
+
+class Made:
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make, length=6):
+        self.make, self.length = make, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def fresh(index):
+    return np.full(SIZE, index, np.uint8)
+
+
+# What is sent without a copy
+
+PAIR = np.dtype([("a", "i4"), ("b", "f4")])
+
+
+class Sample:
+    def __init__(self, array):
+        self.array = array
+
+
+GIVEN_AWAY = {
+    "array": fresh,
+    "zeroes": lambda i: np.zeros(SIZE, np.uint8) + i,
+    "view": lambda i: fresh(i)[1 : SIZE // 4 * 3],
+    "of two dimensions": lambda i: fresh(i).reshape(64, -1),
+    "transposed": lambda i: fresh(i).reshape(64, -1).T,
+    "tensor": lambda i: torch.from_numpy(fresh(i)),
+    "memoryview of it": lambda i: np.asarray(memoryview(fresh(i))),
+    "frombuffer": lambda i: np.frombuffer(fresh(i), np.uint8),
+    "in a dict": lambda i: {"a": [fresh(i)], "b": (1, "x")},
+    "twice": lambda i: [fresh(i)] * 2,
+    "two": lambda i: (fresh(i), fresh(i + 1)),
+    "pickled": lambda i: Sample(fresh(i)),
+    "structured": lambda i: np.full(SIZE // 8, i, PAIR),
+    "resized": lambda i: resized(fresh(i), 2 * SIZE),
+    "shrunk": lambda i: resized(fresh(i), SIZE - 8000),
+}
+
+
+def resized(array, size):
+    array.resize((size,), refcheck=False)
+    return array
+
+
+def plain(value):
+    """A value of GIVEN_AWAY that `==` compares."""
+    match value:
+        case np.ndarray() | torch.Tensor():
+            return value.tolist()
+        case Sample():
+            return plain(value.array)
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("name", GIVEN_AWAY)
+def test_what_the_worker_does_not_keep_is_sent_without_a_copy(name):
+    batches, stats = batches_of(Made(GIVEN_AWAY[name]))
+    assert [plain(batch) for batch in batches] == [plain(GIVEN_AWAY[name](i)) for i in range(6)]
+    assert stats.copies.count == 0 and stats.copies.adopted >= 6, stats.copies
+    assert stats.copies.adopted_bytes >= 6 * (SIZE // 2)
+
+
+def samples(index):
+    return np.full((40, 50, 50), index, np.uint8)
+
+
+def test_lists_of_samples_are_sent_without_a_copy_from_threads_as_well():
+    for kw in ({}, {"worker_threads": 3}):
+        batches, stats = batches_of(Made(samples, 12), batch_size=4, **kw)
+        assert [[int(a[0, 0, 0]) for a in batch] for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert all((a == a[0, 0, 0]).all() for batch in batches for a in batch)
+        assert stats.copies.count == 0, kw
+
+
+def test_blocks_come_back_and_batches_that_are_kept_stay_as_they_are():
+    loader = DataLoader(Made(fresh, 100), batch_size=None, collate_fn=identity, num_workers=2)
+    kept = []
+    for index, batch in enumerate(loader):
+        assert (batch == index).all()
+        if index % 10 == 0:
+            kept.append((index, batch))
+            batch[::2] = index  # the batch belongs to the program
+    assert all((batch == index).all() for index, batch in kept)
+    assert rustloader.stats(loader).arena.high_water_bytes < 40 * SIZE
+    assert rustloader.stats(loader).copies.count == 0
+
+
+def collated(samples):
+    return {"tensor": torch.utils.data.default_collate(samples), "array": np.full(SIZE, samples[0][0], np.uint8)}
+
+
+class KeepsArrays:
+    """Collates as `collated`, and keeps the arrays."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, samples):
+        self.kept.append(collated(samples))
+        return {**self.kept[-1], "tensor": self.kept[-1].pop("tensor")}
+
+
+@pytest.mark.parametrize("wrap", [dict, Sample])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_beside_an_array_stay_as_they_are_when_the_batch_is_dropped(wrap, keeps):
+    class Tensors:
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            return torch.full((SIZE,), index, dtype=torch.uint8)
+
+    collate = KeepsArrays() if keeps else collated
+    loader = DataLoader(
+        Tensors(), batch_size=2, num_workers=1, collate_fn=lambda it: wrap(collate(it)), prefetch_factor=4
+    )
+    batches = [batch.array if wrap is Sample else batch for batch in loader]
+    for index, batch in enumerate(batches):
+        assert (batch["array"] == 2 * index).all()
+        assert (batch["tensor"] == torch.tensor([[2 * index], [2 * index + 1]])).all()
+    stats = rustloader.stats(loader)
+    assert stats.copies.count == (30 if keeps else 0) and stats.copies.adopted == (30 if keeps else 60)
+
+
+# What the worker keeps
+
+
+def thread_that_keeps(array):
+    """A thread with the only further reference. Called, it writes through it."""
+    go = threading.Event()
+
+    def keep(array):
+        go.wait()
+        array[:] = 255
+
+    thread = threading.Thread(target=keep, args=(array,), daemon=True)
+    thread.start()
+
+    def write():
+        go.set()
+        thread.join()
+
+    return write
+
+
+def generator_that_keeps(array):
+    def keep():
+        inner = array
+        yield
+        inner[:] = 255
+        yield
+
+    generator = keep()
+    next(generator)
+    return lambda: next(generator)
+
+
+def error_that_keeps(array):
+    def fail(inner):
+        raise ValueError
+
+    try:
+        fail(array)
+    except ValueError as error:
+        kept = error
+
+    def write():
+        kept.__traceback__.tb_next.tb_frame.f_locals["inner"][:] = 255
+
+    return write
+
+
+def cycle(array):
+    loop = [array]
+    loop.append(loop)
+    found = weakref.ref(array)
+    del array, loop
+
+    def write():
+        if found() is not None:
+            found()[:] = 255
+
+    return write
+
+
+def writer(view):
+    """A function that writes through a view."""
+
+    def write():
+        view[:] = 255
+
+    return write
+
+
+def writer_into(container, find):
+    def write():
+        find(container)[:] = 255
+
+    return write
+
+
+def objects_with(array):
+    made = np.empty(1, object)
+    made[0] = array
+    return made
+
+
+def pointer_to(array):
+    kept = (ctypes.c_uint8 * SIZE).from_buffer(array)
+    return lambda: ctypes.memset(kept, 255, SIZE)
+
+
+# Functions of an array that keep something of it, and return a function that writes 255 into it.
+KEEPERS = {
+    "array": writer,
+    "view": lambda a: writer(a[:]),
+    "slice": lambda a: writer(a[: SIZE // 2]),
+    "reshaped": lambda a: writer(a.reshape(4, -1)),
+    "transposed": lambda a: writer(a.reshape(4, -1).T),
+    "strided": lambda a: writer(a[::2]),
+    "view of a view": lambda a: writer(a[1:][1:].view(np.int8)[:10].view(np.uint8)),
+    "other dtype": lambda a: writer(a.view(PAIR).view(np.uint8)),
+    "list": lambda a: writer_into([a], lambda it: it[0]),
+    "dict": lambda a: writer_into({"a": a}, lambda it: it["a"]),
+    "attribute": lambda a: writer_into(Sample(a), lambda it: it.array),
+    "object array": lambda a: writer_into(objects_with(a), lambda it: it[0]),
+    "default argument": lambda a: lambda inner=a: inner.fill(255),
+    "memoryview": lambda a: writer(np.asarray(memoryview(a))),
+    "raw memoryview": lambda a: writer_into(memoryview(a), np.asarray),
+    "frombuffer": lambda a: writer(np.frombuffer(a, np.uint8)),
+    "ctypes": pointer_to,
+    "tensor": lambda a: writer(torch.from_numpy(a)),
+    "view of a tensor": lambda a: writer(torch.from_numpy(a)[5:].view(-1)),
+    "dlpack": lambda a: writer(torch.from_dlpack(a)),
+    "flat iterator": lambda a: writer_into(a.flat, lambda it: it.base),
+    "thread": thread_that_keeps,
+    "generator": generator_that_keeps,
+    "error": error_that_keeps,
+    "cycle": cycle,
+}
+
+# What is sent of the array. A batch with an object of the last ones is pickled.
+SENT = {
+    "array": lambda a: a,
+    "view": lambda a: a[:],
+    "tensor": torch.from_numpy,
+    "list": lambda a: [a],
+    "twice": lambda a: [a, a],
+    "with a view": lambda a: [a[: SIZE - 7], a],
+    "array and tensor": lambda a: {"a": a, "t": torch.from_numpy(a)},
+}
+PICKLED = {
+    "pickled": Sample,
+    "pickled with a view": lambda a: Sample(a.reshape(2, -1)),
+}
+
+
+def leaves(value):
+    match value:
+        case Sample():
+            yield value.array
+        case dict():
+            yield from value.values()
+        case list():
+            yield from value
+        case _:
+            yield value
+
+
+class Keeping:
+    """The arrays of each sample are kept, and written to when the next one is made."""
+
+    def __init__(self, keep, sent):
+        self.keep, self.sent, self.writers = keep, sent, []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        for write in self.writers:
+            write()
+        arrays = {name: fresh(index) for name in self.sent}
+        self.writers = [self.keep(array) for array in arrays.values()]
+        return {name: self.sent[name](array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_what_a_worker_writes_later_reaches_no_batch(keeper):
+    for sent in (SENT, PICKLED):
+        batches, _ = batches_of(Keeping(KEEPERS[keeper], sent), prefetch_factor=4)
+        assert len(batches) == 10
+        for index, batch in enumerate(batches):
+            for name, value in batch.items():
+                assert all((leaf == index).all() for leaf in leaves(value)), (name, index)
+
+
+def test_what_the_program_writes_into_a_batch_reaches_no_worker():
+    class Cached:
+        def __init__(self):
+            self.cache = {}
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return self.cache.setdefault(index % 3, fresh(index % 3))
+
+    loader = DataLoader(Cached(), batch_size=None, collate_fn=identity, num_workers=1)
+    for index, batch in enumerate(loader):
+        assert (batch == index % 3).all()
+        batch[:] = 255
+    assert rustloader.stats(loader).copies.count == 40
+
+
+def test_a_generator_may_go_on_with_what_it_has_yielded():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            array = fresh(0)
+            for index in range(20):
+                array[:] = index
+                yield array
+            del array
+            for index in range(20, 40):
+                yield fresh(index)
+
+    batches, stats = batches_of(Stream(), prefetch_factor=8)
+    assert [int(batch[0]) for batch in batches] == list(range(40))
+    assert all((batch == batch[0]).all() for batch in batches)
+    assert stats.copies.count == 20
+
+
+def test_an_array_in_two_batches_and_twice_in_one():
+    kept = fresh(3)
+
+    def make(index):
+        return [kept, kept, fresh(index)]
+
+    batches, _ = batches_of(Made(make))
+    for index, (first, second, third) in enumerate(batches):
+        assert first is second and (first == 3).all() and (third == index).all()
+        first[:] = 0
+
+
+def test_a_destructor_that_runs_when_the_batch_is_dropped_may_make_and_free_arrays():
+    class Closing:
+        def __init__(self, array):
+            self.array = array
+
+        def __del__(self):
+            self.array[:] = 255
+            for _ in range(3):
+                np.ones(SIZE, np.uint8)
+
+    class Pickled:
+        def __init__(self, index):
+            self.array = fresh(index)
+            self.other = Closing(self.array)
+
+        def __reduce__(self):
+            return Sample, (self.array,)
+
+    batches, _ = batches_of(Made(Pickled, 20), prefetch_factor=4)
+    # It has written before the batch was sent: torch's loader pickles in another thread, at about that time.
+    assert all(set(np.unique(batch.array)) <= {index, 255} for index, batch in enumerate(batches))
+
+
+# Arrays themselves
+
+
+def test_arrays_are_what_they_are_elsewhere():
+    def make(index):
+        zeroes = np.zeros((300, 300))
+        assert not zeroes.any() and zeroes.flags.owndata and zeroes.flags.writeable
+        zeroes[:] = 1
+        del zeroes
+        again = np.zeros((300, 300))
+        assert not again.any()
+        grown = np.arange(20_000)
+        for size in (20_100, 40_000, 400_000, 5_000, 10, 30_000):
+            expected = np.resize(grown, size) if size <= grown.size else np.append(grown, np.zeros(size - grown.size))
+            grown.resize((size,), refcheck=False)
+            assert (grown == expected).all(), size
+        objects = np.array([str(i) for i in range(20_000)], object)
+        assert "".join(np.concatenate([objects, objects])) == "".join(objects) * 2
+        return (again + 2).sum()
+
+    batches, _ = batches_of(Made(make))
+    assert batches == [180_000.0] * 6
+
+
+def test_tracemalloc_sees_arrays():
+    def make(index):
+        tracemalloc.start()
+        array = np.ones(1 << 20, np.uint8)
+        domain = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+        traces = tracemalloc.take_snapshot().filter_traces([domain]).traces
+        found = sum(trace.size for trace in traces)
+        del array, traces
+        after = tracemalloc.take_snapshot().filter_traces([domain]).traces
+        tracemalloc.stop()
+        return found >= 1 << 20, sum(trace.size for trace in after) < 1 << 20
+
+    assert batches_of(Made(make, 2))[0] == [(True, True)] * 2
+
+
+def test_another_thread_may_free_arrays_and_make_ordinary_ones():
+    def make(index):
+        found = []
+
+        def work(array):
+            assert (array == index).all()
+            own = np.ones(SIZE)
+            found.extend([handler_name(), handler_name(own)])
+
+        arrays = [fresh(index) for _ in range(4)]
+        threads = [threading.Thread(target=work, args=(arrays.pop(),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return set(found) == {"default_allocator"}, fresh(index)
+
+    batches, stats = batches_of(Made(make, 20))
+    assert all(ok and (array == index).all() for index, (ok, array) in enumerate(batches))
+    assert stats.arena.high_water_bytes < 40 * SIZE
+
+
+def test_what_is_kept_for_long_goes_to_ordinary_memory_from_a_limit_on():
+    size = 1 << 20
+
+    class Caching:
+        def __init__(self):
+            self.cache = []
+
+        def __len__(self):
+            return 150
+
+        def __getitem__(self, index):
+            self.cache.append(np.full(size, index % 256, np.uint8))
+            return int(self.cache[index // 2][-1])
+
+    batches, stats = batches_of(Caching())
+    assert batches == [index // 2 % 256 for index in range(150)]
+    assert 60 * size < stats.arena.high_water_bytes < 70 * size
+
+
+# Forks, ends
+
+
+def forking(index):
+    array, ready, go = fresh(index), *os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.read(ready, 1)
+            assert (array == index).all()  # the parent has written by now
+            array[:] = 255
+            others = [np.ones(SIZE * n, np.uint8) for n in range(1, 9)]
+            others.pop()
+            array.resize((4 * SIZE,), refcheck=False)
+            assert (array[:SIZE] == 255).all() and not array[SIZE:].any()
+            array.resize((SIZE,), refcheck=False)
+            del array, others
+            again = os.fork()
+            if again == 0:
+                os._exit(0)
+            status = os.waitpid(again, 0)[1]
+        finally:
+            os._exit(status)
+    array += 100
+    others = [np.full(SIZE, 7, np.uint8) for _ in range(8)]
+    os.write(go, b"x")
+    os.close(ready)
+    os.close(go)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (array == index + 100).all() and all((other == 7).all() for other in others)
+    return array
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_of_the_worker_has_its_own_arrays():
+    batches, _ = batches_of(Made(forking, 10), workers=2)
+    assert all((batch == index + 100).all() for index, batch in enumerate(batches))
+
+
+def test_a_child_that_lives_on_reads_and_writes_nothing_of_the_worker():
+    children = []
+
+    def make(index):
+        if index == 0:
+            array = fresh(42)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    while (array == 42).all():
+                        array[:] = 42
+                finally:
+                    os._exit(1)
+            children.append(pid)
+        if index == 39:
+            assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
+            os.kill(children[0], 9)
+            os.waitpid(children[0], 0)
+        return fresh(index)
+
+    batches, _ = batches_of(Made(make, 40))
+    assert all((batch == index).all() for index, batch in enumerate(batches))
+
+
+def test_arrays_that_live_until_the_end_of_the_worker_and_beyond_the_loader():
+    source = """
+    import numpy as np, rustloader
+
+    kept = []
+
+    class Dataset:
+        def __len__(self):
+            return 20
+        def __getitem__(self, index):
+            kept.append(np.full(1 << 17, index, np.uint8))
+            return np.full(1 << 17, index, np.uint8)
+
+    def identity(batch):
+        return batch
+
+    def main(**kw):
+        loader = rustloader.DataLoader(Dataset(), batch_size=None, num_workers=2, collate_fn=identity, **kw)
+        return [batch for _ in range(3) for batch in loader]
+
+    if __name__ == "__main__":
+        batches = main() + main(persistent_workers=True)
+        assert all((batch == index % 20).all() for index, batch in enumerate(batches))
+        print(len(batches))
+    """
+    assert run_script(textwrap.dedent(source)) == (0, "120\n", "")
+
+
+@pytest.mark.warns
+def test_a_worker_that_dies_with_arrays_is_replaced(tmp_path):
+    mark = tmp_path / "died"
+
+    def make(index):
+        if index == 5 and not mark.exists():
+            mark.touch()
+            kept = [fresh(9) for _ in range(20)]
+            os.kill(os.getpid(), 9)
+            del kept
+        return fresh(index)
+
+    batches, stats = batches_of(Made(make, 30), max_restarts=1)
+    assert all((batch == index).all() for index, batch in enumerate(batches)) and len(batches) == 30
+    assert stats.faults.restarts == 1
+
+
+def test_persistent_workers_over_epochs():
+    loader = DataLoader(Made(fresh, 20), batch_size=None, collate_fn=identity, num_workers=2, persistent_workers=True)
+    kept = []
+    for _ in range(4):
+        for index, batch in enumerate(loader):
+            assert (batch == index).all()
+            if index % 7 == 0:
+                kept.append((index, batch))
+    assert all((batch == index).all() for index, batch in kept)
+    stats = rustloader.stats(loader)
+    assert stats.copies.count == 0 and stats.arena.high_water_bytes < 60 * SIZE
+
+
+# Handlers
+
+
+def names(index):
+    return handler_name(), handler_name(fresh(index)), handler_name(np.ones(3))
+
+
+def test_the_handler_is_set_in_workers_alone():
+    assert batches_of(Made(names, 2))[0] == [("rustloader_arena",) * 3] * 2
+    assert names(0) == ("default_allocator",) * 3
+    assert [names(0)] * 2 == list(DataLoader(Made(names, 2), batch_size=None, collate_fn=identity))
+
+
+@pytest.mark.parametrize("value", ["0", "off", "no"])
+def test_it_can_be_switched_off(value, monkeypatch):
+    monkeypatch.setenv("RUSTLOADER_NUMPY_ARENA", value)
+    assert batches_of(Made(names, 2))[0] == [("default_allocator",) * 3] * 2
+    batches, stats = batches_of(Made(fresh))
+    assert stats.copies.count == 6 and all((batch == index).all() for index, batch in enumerate(batches))
+
+
+def test_the_switch_is_checked(monkeypatch):
+    monkeypatch.setenv("RUSTLOADER_NUMPY_ARENA", "perhaps")
+    with pytest.raises(ValueError, match="RUSTLOADER_NUMPY_ARENA must be 1 or 0, got 'perhaps'"):
+        iter(DataLoader(Made(fresh), num_workers=1))
+    monkeypatch.setenv("RUSTLOADER_NUMPY_ARENA", "1")
+    assert batches_of(Made(names, 1))[0] == [("rustloader_arena",) * 3]
+
+
+def test_a_handler_of_the_program_stays():
+    batches, stats = batches_of(Made(names, 2), worker_init_fn=lambda _: set_handler("mine"))
+    assert batches == [("mine",) * 3] * 2
+    batches, stats = batches_of(Made(fresh), worker_init_fn=lambda _: set_handler("mine"))
+    assert stats.copies.count == 6 and all((batch == index).all() for index, batch in enumerate(batches))
+
+
+def test_a_handler_that_the_program_sets_later_replaces_it():
+    def make(index):
+        before = fresh(index)
+        if index == 1:
+            set_handler("mine")
+        return handler_name(), handler_name(before), before
+
+    batches, _ = batches_of(Made(make, 3))
+    ours = "rustloader_arena"
+    assert [batch[:2] for batch in batches] == [(ours, ours), ("mine", ours), ("mine", "mine")]
+    assert all((batch[2] == index).all() for index, batch in enumerate(batches))
+
+
+def test_nothing_happens_with_a_numpy_that_has_no_handlers():
+    batches, _ = batches_of(Made(names, 2), worker_init_fn=lambda _: without_handlers())
+    assert batches == [("default_allocator",) * 3] * 2
+
+
+def test_contexts_and_the_collector_change_nothing():
+    import contextvars
+
+    def make(index):
+        made = contextvars.copy_context().run(fresh, index)
+        empty = contextvars.Context().run(lambda: (handler_name(), fresh(index)))
+        gc.collect()
+        return handler_name(made), empty[0], made, empty[1]
+
+    batches, stats = batches_of(Made(make))
+    for index, (first, second, a, b) in enumerate(batches):
+        assert (first, second) == ("rustloader_arena", "default_allocator")
+        assert (a == index).all() and (b == index).all()
+    assert stats.copies.count == 6
