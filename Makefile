@@ -23,7 +23,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
+	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
 
 help: ## Show this text
@@ -163,6 +163,9 @@ compare: build ## Compare with torch's DataLoader (ARGS='--quick', ARGS='--persi
 
 compare-memory: build ## Compare the peak memory of both loaders (needs the right to create a cgroup)
 	$(BIN)/python benches/memory.py $(ARGS)
+
+compare-sharing: build ## Measure what rustloader.share() saves, and what reading and building cost (ARGS='--parts reads')
+	$(BIN)/python benches/sharing.py $(ARGS)
 
 compare-growth: build ## Measure how both loaders grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
 	$(BIN)/python benches/growth.py $(ARGS)

@@ -1,0 +1,224 @@
+"""What `rustloader.share` saves and costs, for 1,000,000 items: `make compare-sharing`.
+
+Each measurement is a program of its own, in a fresh interpreter. The sides take turns. A figure is the median of the
+rounds.
+
+memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
+         rustloader's with a plain object, rustloader's with a shared one
+reads    microseconds of processor time to read an item in a worker, in random order, later epochs: a plain object, a
+         shared one, and the median of the rounds' differences
+build    seconds and peak memory of share(), beside the original and without one (from a generator)
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.utils.data
+
+import rustloader
+from rustloader.procfs import private
+
+ITEMS = 1_000_000
+MB = 1e6
+# Goals: megabytes that a worker gains, and microseconds that a shared read may take longer.
+GAIN, LONGER = 10, 0.5
+READS, TURNS = 100_000, 7
+
+
+def name(number: int) -> str:
+    """An item: about 60 bytes as a str."""
+    return f"{number:07d}.jpg"
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "list of str": lambda: [name(number) for number in range(ITEMS)],
+    "dict of str to int": lambda: {name(number): number for number in range(ITEMS)},
+    "list of tuples": lambda: [(name(number), number) for number in range(ITEMS)],
+}
+STREAMS: dict[str, Callable[[], Iterable[Any]]] = {
+    "list of str": lambda: (name(number) for number in range(ITEMS)),
+    "list of tuples": lambda: ((name(number), number) for number in range(ITEMS)),
+}
+SIDES = ("torch, plain", "rustloader, plain", "rustloader, shared")
+
+
+class Reading(torch.utils.data.Dataset):
+    """A sample is a number that depends on an item."""
+
+    def __init__(self, items: Any):
+        self.items = items
+        self.has_keys = isinstance(items, Mapping)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> int:
+        return len(str(self.items[name(index) if self.has_keys else index]))
+
+
+def memory(kind: str, side: str) -> dict[str, float]:
+    """Megabytes that each worker gains, on average."""
+    items = KINDS[kind]()
+    if side.endswith("shared"):
+        items = rustloader.share(items)
+    loader_class = torch.utils.data.DataLoader if side.startswith("torch") else rustloader.DataLoader
+    before = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def note(worker: int) -> None:
+        before[worker] = private(os.getpid()) or 0
+
+    settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = loader_class(Reading(items), batch_size=500, shuffle=True, collate_fn=sum, worker_init_fn=note, **settings)
+    batches = iter(loader)
+    total = sum(batches)
+    assert total > ITEMS
+    workers = batches._workers  # type: ignore[attr-defined]
+    after = [private(worker.pid) or 0 for worker in workers]
+    return {"gain": sum(after[worker] - int(before[worker]) for worker in range(2)) / 2 / MB}
+
+
+class Timing(torch.utils.data.Dataset):
+    """Its sample is the time of reads: microseconds per item of each turn, plain and shared."""
+
+    def __init__(self, plain: Any, shared: Any):
+        self.sides = plain, shared
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[tuple[float, float]]:
+        order = random.Random(index).sample(range(ITEMS), READS)
+        for items in self.sides:
+            # A plain object is copied to this process, page by page.
+            for number in range(ITEMS):
+                items[name(number) if isinstance(items, Mapping) else number]
+        found = []
+        for turn in range(TURNS):
+            times = [0.0, 0.0]
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                times[side] = self.read(self.sides[side], order)
+            found.append((times[0], times[1]))
+        return found
+
+    def read(self, items: Any, order: list[int]) -> float:
+        # New strings: their hashes are not known yet.
+        keys: list[Any] = [name(number) for number in order] if isinstance(items, Mapping) else order
+        start = time.process_time()
+        for key in keys:
+            items[key]
+        return (time.process_time() - start) / len(keys) * 1e6
+
+
+def reads(kind: str, side: str) -> dict[str, float]:
+    """Microseconds per read in a worker: plain, shared, and the difference."""
+    plain = KINDS[kind]()
+    loader = rustloader.DataLoader(
+        Timing(plain, rustloader.share(plain)), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
+    (turns,) = loader
+    return {
+        "plain": statistics.median(plain for plain, _ in turns),
+        "shared": statistics.median(shared for _, shared in turns),
+        "longer": statistics.median(shared - plain for plain, shared in turns),
+    }
+
+
+def build(kind: str, side: str) -> dict[str, float]:
+    """Seconds, megabytes of the result, and megabytes of other memory that this process has at the peak."""
+    items = STREAMS[kind]() if side == "generator" else KINDS[kind]()
+    # What is resident now counts as the peak so far.
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before, start = status("VmRSS"), time.perf_counter()
+    shared = rustloader.share(items)
+    seconds = time.perf_counter() - start
+    # The result may be mapped, but its pages are touched only by reads.
+    return {"seconds": seconds, "size": shared.nbytes / MB, "peak": (status("VmHWM") - before) / MB}
+
+
+def status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+
+
+PROGRAMS = {"memory": memory, "reads": reads, "build": build}
+
+
+def measured(part: str, kind: str, side: str) -> dict[str, float]:
+    """The figures of one program."""
+    command = [sys.executable, os.path.abspath(__file__), "--program", part, kind, side]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def medians(part: str, kind: str, sides: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
+    """The medians of each side's figures."""
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            found[side].append(measured(part, kind, side))
+    return {
+        side: {key: statistics.median(figures[key] for figures in rows) for key in rows[0]}
+        for side, rows in found.items()
+    }
+
+
+def table(*head: str) -> None:
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+
+
+def row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PROGRAMS), help="parts to measure, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--program", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if options.program:
+        part, kind, side = options.program
+        print(json.dumps(PROGRAMS[part](kind, side)))
+        return 0
+    parts, missed = options.parts.split(","), 0
+    if unknown := set(parts) - set(PROGRAMS):
+        parser.error(f"unknown parts {sorted(unknown)}: choose from {', '.join(PROGRAMS)}")
+    if "memory" in parts:
+        table("private memory that a worker gains", *SIDES, "goal", "")
+        for kind in KINDS:
+            gains = [figures["gain"] for figures in medians("memory", kind, SIDES, options.rounds).values()]
+            missed += gains[-1] > GAIN
+            row(kind, *(f"{gain:.1f} MB" for gain in gains), f"<= {GAIN} MB", "missed" * (gains[-1] > GAIN))
+    if "reads" in parts:
+        table("reading an item", "plain", "shared", "longer", "goal", "")
+        for kind in KINDS:
+            found = medians("reads", kind, ("both",), options.rounds)["both"]
+            # The goal is one of lists of str.
+            is_missed = kind == "list of str" and found["longer"] > LONGER
+            missed += is_missed
+            goal = f"<= {LONGER} us longer" if kind == "list of str" else ""
+            cells = [f"{found[key]:.2f} us" for key in ("plain", "shared", "longer")]
+            row(kind, *cells, goal, "missed" * is_missed)
+    if "build" in parts:
+        table("building", "seconds", "shared memory", "other memory at the peak")
+        for kind in KINDS:
+            for side in ("original", "generator") if kind in STREAMS else ("original",):
+                figures = medians("build", kind, (side,), options.rounds)[side]
+                cells = [f"{figures['seconds']:.2f} s", f"{figures['size']:.1f} MB", f"{figures['peak']:.1f} MB"]
+                row(kind + ", from a generator" * (side == "generator"), *cells)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
