@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import socket
 import types
 
 import pytest
@@ -168,3 +169,29 @@ def test_statistics_count_the_cores_of_the_quota(monkeypatch):
     assert rustloader.stats(rustloader.DataLoader([0])).cores == 1
     monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     assert cores.usable_cores(7) == 7
+
+
+def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
+    from rustloader.cli import cluster
+
+    def missing(name):
+        raise cluster.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.metadata, "version", missing)
+    assert list(cluster.cluster()) == []
+    monkeypatch.setattr(cluster.metadata, "version", lambda name: "2.99.0")
+    assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS names no cluster", "")]
+
+
+def test_an_address_that_nobody_serves_is_not_left_to_ray():
+    from rustloader.cli import cluster
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        cluster._reach(f"127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", f"[::ffff:127.0.0.1]:{port}"):
+        with pytest.raises(OSError):
+            cluster._reach(address)
+    for address in ("auto", "local", "ray://127.0.0.1:1"):
+        cluster._reach(address)

@@ -1,6 +1,7 @@
 """Workers as Ray actors: batches and faults are those of local workers."""
 
 import copy
+import json
 import os
 import pickle
 import random
@@ -221,6 +222,16 @@ def test_a_context_can_be_copied_and_placed(cluster):
 def test_local_workers_are_as_without_ray(cluster):
     assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     assert not group._survives_sigterm()
+
+
+def test_doctor_asks_the_nodes(cluster):
+    command = [sys.executable, "-m", "rustloader", "doctor", "--json"]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, *nodes = [it for it in json.loads(done.stdout)["findings"] if it["subject"] in ("Ray", "Ray node")]
+    assert "of 4 CPUs free" in found["found"] and len(nodes) == 2
+    assert all(f"rustloader {rustloader.__version__}" in it["found"] and it["state"] == "ok" for it in nodes)
 
 
 KILLED = """

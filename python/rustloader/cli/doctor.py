@@ -22,6 +22,7 @@ if sys.platform.startswith("linux"):
 
     import rustloader._core as _core
     from rustloader._core import ARENA_MIN
+    from rustloader.cli.cluster import cluster
     from rustloader.cli.crowding import crowding
     from rustloader.procfs import read
 
@@ -257,6 +258,11 @@ def _ranks() -> Iterator[Finding]:
         yield _finding("ranks", *found)
 
 
+def _ray() -> Iterator[Finding]:
+    for line in cluster():
+        yield _finding(*line)
+
+
 class _Squares:
     def __len__(self) -> int:
         return 64
@@ -283,7 +289,7 @@ def _trial() -> Iterator[Finding]:
 
 
 _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _memory_files, _pidfd, _limits)
-_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks, _trial)
+_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks, _ray, _trial)
 
 
 def _reason(error: OSError) -> str:

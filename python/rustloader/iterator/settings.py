@@ -11,6 +11,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader import options
 from rustloader.metrics.parts import SchedulingStats
+from rustloader.remote.context import is_remote
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def scheduling(loader: Any, auto_workers: int | None = None) -> SchedulingStats:
         # Of the class: an attribute of the dataset itself may be code of the program.
         per_sample=map_style and loader._auto_collation and not hasattr(type(loader.dataset), "__getitems__"),
         auto_workers=auto_workers,
+        remote=is_remote(loader.multiprocessing_context),
     )
 
 

@@ -247,6 +247,7 @@ class SchedulingStats:
         batch_size: Samples per batch; None with a batch sampler of the program's own, or without batches.
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
         auto_workers: Number of workers that ``num_workers="auto"`` has set; None without it.
+        remote: Whether the workers run on other machines.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -264,6 +265,7 @@ class SchedulingStats:
     batch_size: int | None = None
     per_sample: bool = True
     auto_workers: int | None = None
+    remote: bool = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,7 @@ VerdictKind = Literal[
     "main",
     "pinning",
     "transport",
+    "network",
     "starting",
     "too_few",
     "unknown",
@@ -33,6 +34,9 @@ _WAITS = 0.1
 # Workers that are busy for less than this share of the time are not the bottleneck.
 _BUSY, _HARDLY_BUSY = 0.7, 0.3
 _NAMED = 3
+# Bytes of a batch below which a network's delay counts, not its rate.
+_SMALL = 1 << 17
+_UNKNOWN_CORES = 1 << 30
 # Seconds per batch, and share of the loop's time, below which a step is no training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 _MOST = 0.5
@@ -54,7 +58,8 @@ class Verdict:
         kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
             cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
-            batches), "pinning", "transport" (between the processes) or "starting" (of each epoch). "too_few" and
+            batches), "pinning", "transport" (between the processes), "network" (to workers on other
+            machines) or "starting" (of each epoch). "too_few" and
             "unknown" mean no verdict.
         sentence: The same in words, with the remedy.
         reason: The figures behind it.
@@ -177,12 +182,30 @@ def _waiting(stats: Figures, loop: float) -> Verdict:
         starting = sum(worker.starting_seconds for worker in stats.workers)
         if starting > stats.blocked_seconds / 2:
             return _starting(stats, loop)
+    if _is_remote(stats) and busy_share < _BUSY:
+        return _network(stats, loop, busy_share, per_task)
     if busy_share < _HARDLY_BUSY:
         reason = f"{_waits(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
         reason += f"a worker takes {duration(per_task)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
         return Verdict("transport", sentence, reason)
     return _workers(stats, loop, per_task)
+
+
+def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
+    """The verdict on a loop that waits for workers on other machines, which wait as well."""
+    size = stats.bytes / stats.batches
+    # Batches per second that the workers could make, and that the loop could take.
+    made, own = _count(stats) / per_task, loop - stats.waited_seconds
+    wanted = min(made, stats.batches / own) if _has_step(stats, loop) else made
+    rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
+    reason = f"{_waits(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
+    reason += f"{size / 1e6:.3g} MB, and takes a worker {duration(per_task)}"
+    if size < _SMALL:
+        remedy = "Its delay counts, because batches are small: use larger ones, or a larger prefetch_factor."
+    else:
+        remedy = "Send fewer bytes (uint8 in place of float32, converted on the GPU), or use workers of this machine."
+    return Verdict("network", f"The network limits: {rates}. {remedy}", reason)
 
 
 def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
@@ -217,6 +240,10 @@ def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
     if shares is not None and shares.waiting * fetch > _MOST * per_task and not work.saturated(stats, loop):
         return _storage(stats, needed, shares, reason)
     return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
+
+
+def _is_remote(stats: Figures) -> bool:
+    return stats.scheduling is not None and stats.scheduling.remote
 
 
 def _is_auto(stats: Figures) -> bool:
@@ -256,7 +283,8 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
 
 def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
     """The verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
-    count, cores = _count(stats), stats.cores
+    # Other machines have cores that this one does not know.
+    count, cores = _count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
     number = None if needed is None or count >= cores else min(needed, cores)
     if most == "collate":
         sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, use "
