@@ -52,9 +52,9 @@ def sample_seed() -> int:
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
-def share(x: Any, *, threshold: int = 1 << 20) -> Any:
-    """Returns ``x`` itself: there is no memory that processes share."""
-    return x
+def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
+    """Returns ``x`` itself, or what the function ``x`` returns: there is no memory that processes share."""
+    return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
 
 
 class StatefulDataLoader(DataLoader[Any]):

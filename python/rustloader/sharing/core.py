@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rustloader._core import ShareBuilder, SharedStore
+from rustloader._core import ShareBuilder, SharedData, SharedStore
+from rustloader.sharing.agreement import check
 from rustloader.sharing.arrays import SharedTensor, array_of, share_array, share_tensor, tensor_of
 from rustloader.sharing.datasets import Sharing, is_dataset
 from rustloader.sharing.pickling import data_of, dumps
+from rustloader.sharing.ranks import meet
 from rustloader.sharing.sequences import ARRAY, DICT, LIST, TENSOR, TUPLE, SharedDict, SharedList, SharedTuple
 
 _OPENERS = {LIST: SharedList, TUPLE: SharedTuple, DICT: SharedDict, ARRAY: array_of, TENSOR: tensor_of}
 
 
-def share(x: Any, *, threshold: int = 1 << 20) -> Any:
+def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
     """Copies an object into shared memory, which the workers of all loaders read without a copy of their own.
 
     Workers that read a plain list or dict copy it bit by bit: Python writes a reference count into each object that
@@ -41,9 +43,18 @@ def share(x: Any, *, threshold: int = 1 << 20) -> Any:
     Items and values may be anything that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
     lists, tuples and dicts of these) are not pickled, and are faster.
 
+    With a ``key`` the ranks of a run on this machine have one copy: the first one that makes the call shares ``x``, and
+    the others receive the same memory. All of them must give the same object, and use a key in the same order. If the
+    rank that builds dies, another one builds. ``torchrun``, Slurm and MPI say which ranks there are; without them the
+    key does nothing.
+
     Args:
-        x: A list or another iterable, a tuple, a dict, an array, a tensor, or a dataset.
+        x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
+            that makes one of these. With a key only the first rank calls it.
         threshold: Bytes from which an attribute of a dataset is shared, about, as Python objects. Default: 1 MiB.
+        key: A name for this object among the ranks of this machine, such as "train-index".
+        timeout: Seconds that a rank waits for the one that builds, and that this one keeps the object for later ranks.
+            Default: half an hour.
 
     Returns:
         The shared object; ``x`` itself if it is shared already, or a dataset with nothing to share. It compares equal
@@ -53,7 +64,10 @@ def share(x: Any, *, threshold: int = 1 << 20) -> Any:
 
     Raises:
         MemoryError: A memory cgroup, the machine or a limit has too little memory. The text has the sizes.
+        PermissionError: A process of another user holds the key's name.
+        TimeoutError: The rank that builds the object of this key has not finished within ``timeout``.
         TypeError: The object cannot be shared. The text names the remedy.
+        ValueError: Ranks give different objects for the same key.
 
     Examples:
         >>> paths = rustloader.share([f"images/{n}.jpg" for n in range(1000)])
@@ -66,9 +80,25 @@ def share(x: Any, *, threshold: int = 1 << 20) -> Any:
         >>> dataset = rustloader.share(dataset)
         >>> len(dataset)
         1000
+        >>> index = rustloader.share(lambda: range(1000), key="train-index")  # one copy for all ranks of this machine
+        >>> index[5]
+        5
     """
     if is_dataset(x):
-        return Sharing(threshold, lambda value, name: share(value)).run(x)
+        return Sharing(threshold, lambda value, name: _shared(value, key and f"{key}/{name}", timeout)).run(x)
+    return _shared(x, key, timeout)
+
+
+def _shared(x: Any, key: str | None, timeout: float) -> Any:
+    if key is None:
+        return _copied(x)
+    shared = opened(meet(key, lambda: store_of(_copied(x)), timeout))
+    check(key, x, shared)
+    return shared
+
+
+def _copied(x: Any) -> Any:
+    """The shared object of anything but a dataset."""
     if isinstance(x, (SharedList, SharedTuple, SharedDict, SharedTensor)):
         return x
     if isinstance(x, np.ndarray):
@@ -79,7 +109,33 @@ def share(x: Any, *, threshold: int = 1 << 20) -> Any:
         if type(x) is not torch.Tensor:
             raise TypeError(f"a {type(x).__name__} would become a plain tensor: share(x.detach()) if that is meant")
         return share_tensor(x)
+    if callable(x) and not isinstance(x, Iterable):
+        made = x()
+        if is_dataset(made):
+            raise TypeError(
+                f"the function makes a dataset, a {type(made).__name__}: share(function()) shares its large attributes"
+            )
+        return _copied(made)
     return opened(build(x))
+
+
+def store_of(shared: Any) -> SharedStore:
+    """The image of a shared object."""
+    if isinstance(shared, np.ndarray):
+        data = data_of(shared)
+        # A view of a shared array has the image of the whole.
+        if data is None or not _is_whole(shared, data):
+            data = data_of(share_array(np.array(shared)))
+        assert data is not None
+        return data.store
+    store: SharedStore = shared.store
+    return store
+
+
+def _is_whole(view: np.ndarray, data: SharedData) -> bool:
+    whole = array_of(data.store)
+    same = (view.dtype, view.shape, view.strides) == (whole.dtype, whole.shape, whole.strides)
+    return same and view.__array_interface__["data"][0] == data.address
 
 
 def opened(store: SharedStore) -> Any:

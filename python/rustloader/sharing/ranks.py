@@ -1,0 +1,287 @@
+"""One shared object for all ranks of a machine: the first one builds it, the others receive its descriptor.
+
+The meeting point is an abstract Unix socket, which the kernel removes with the process that has bound it. Binding is
+the lock: the rank that succeeds builds, and the others connect, say who they are, and wait for the descriptor. If the
+builder dies or fails, they see the end of their connection, and the next one binds. There is no file.
+
+A builder does not wait for the others. Those that have connected get the descriptor at once; for those that are still
+to come, a thread keeps the name, until all have come, the timeout is over, or the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from rustloader._core import SharedStore
+from rustloader.sharing.launchers import Ranks, local_ranks, run_name
+
+logger = logging.getLogger("rustloader")
+
+# Seconds between two attempts to connect to a rank that is between binding and listening, or has just left.
+_RETRY = 0.02
+# Connections that wait at a listening socket, and those that have not said yet who they are.
+_MOST_WAITING = 256
+_CREDENTIALS = struct.Struct("3i")
+# What a rank says before its name, and the longest such word in bytes.
+_HELLO = b"rustloader share "
+_LONGEST = 128
+
+# How often this process has used a key: the n-th call of each rank belongs to the n-th of the others.
+_uses: dict[str, int] = {}
+# Held while a socket comes into being, so that no fork falls between the call and `_own`. A signal handler may fork.
+_lock = threading.RLock()
+# Sockets that only this process may keep open: a forked child would hold the name after this process's death.
+_own: set[socket.socket] = set()
+_servers: set[_Server] = set()
+
+
+def _in_child() -> None:
+    global _lock
+    for sock in _own:
+        sock.close()
+    _own.clear()
+    # Their threads are the parent's.
+    _servers.clear()
+    _lock = threading.RLock()
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+
+
+def _in_parent() -> None:
+    _lock.release()
+
+
+def _at_exit() -> None:
+    for server in list(_servers):
+        server.end()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+atexit.register(_at_exit)
+
+
+def _close(sock: socket.socket) -> None:
+    _own.discard(sock)
+    sock.close()
+
+
+def _address(key: str, run: tuple[str, ...]) -> bytes:
+    with _lock:
+        use = _uses[key] = _uses.get(key, 0) + 1
+    # Lengths, so that no two lists of parts are the same bytes.
+    parts = [str(os.geteuid()), *run, key, str(use)]
+    name = "".join(f"{len(part)}:{part}" for part in parts)
+    return b"\0rustloader-share-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40].encode()
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def meet(key: str, build: Callable[[], SharedStore], timeout: float) -> SharedStore:
+    """The shared object of a key: built by the first rank of this machine, received by the others.
+
+    Raises:
+        OSError: The descriptor could not be received.
+        PermissionError: A process of another user holds the name.
+        TimeoutError: The rank that builds has not finished within ``timeout`` seconds.
+    """
+    ranks = local_ranks()
+    if ranks is None:
+        return build()
+    run = run_name()
+    if run is None:
+        text = "share(key=%r): nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
+        logger.warning(text, key)
+        return build()
+    address, deadline = _address(key, run), time.monotonic() + timeout
+    while True:
+        with _lock:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            _own.add(sock)
+        try:
+            if _is_bound(sock, address):
+                sock.listen(_MOST_WAITING)
+                store = build()
+                server = _Server(sock, store, key, ranks, timeout)
+                # It closes the socket from now on.
+                sock = None  # type: ignore[assignment]
+                server.begin()
+                return store
+            received = _received(sock, address, key, ranks, deadline, timeout)
+            if received is not None:
+                return received
+        finally:
+            if sock is not None:
+                _close(sock)
+
+
+def _is_bound(sock: socket.socket, address: bytes) -> bool:
+    try:
+        sock.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
+
+
+def _received(
+    sock: socket.socket, address: bytes, key: str, ranks: Ranks, deadline: float, timeout: float
+) -> SharedStore | None:
+    """Waits for the descriptor; None if the rank that builds has gone, or does not listen yet."""
+    late = TimeoutError(
+        f"share(key={key!r}): the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
+        "give a larger timeout, or look at what that rank does"
+    )
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise late
+    pid = 0
+    sock.settimeout(left)
+    try:
+        sock.connect(address)
+        pid, uid = _peer(sock)
+        if uid != os.geteuid():
+            raise PermissionError(
+                errno.EPERM, f"share(key={key!r}): the name belongs to process {pid} of user {uid}; use another key"
+            )
+        sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
+        word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except TimeoutError:
+        raise late from None
+    except (ConnectionError, BlockingIOError):
+        word, fds, flags = b"", [], 0
+    if fds:
+        return SharedStore(fds[0])
+    if word:
+        hint = "raise the limit of open files (`ulimit -n`)" if flags & socket.MSG_CTRUNC else "use another key"
+        raise OSError(
+            errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
+            f"share(key={key!r}): process {pid} has sent no descriptor that could be opened: {hint}",
+        )
+    time.sleep(_RETRY)
+    return None
+
+
+class _Server:
+    """Hands a descriptor to each other rank once."""
+
+    def __init__(self, listener: socket.socket, store: SharedStore, key: str, ranks: Ranks, timeout: float) -> None:
+        self._listener, self._store, self._key, self._ranks = listener, store, key, ranks
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._served: set[bytes] = set()
+        # Those that have not said yet who they are.
+        self._waiting: dict[int, socket.socket] = {}
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Serves the ranks that wait, and the later ones in a thread."""
+        self._listener.setblocking(False)
+        try:
+            while not self._is_complete() and self._step(0.0):
+                pass
+            if not self._is_complete():
+                self._thread = threading.Thread(target=self._run, name="rustloader-share", daemon=True)
+                _servers.add(self)
+                self._thread.start()
+        except BaseException:
+            self._thread = None
+            raise
+        finally:
+            if self._thread is None:
+                self._close()
+
+    def end(self) -> None:
+        """Ends the thread, at the end of the process."""
+        self._ended = True
+        try:
+            # Wakes it.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            logger.debug("share(key=%r): the thread has ended already", self._key)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _is_complete(self) -> bool:
+        return self._ranks.size is not None and len(self._served) >= self._ranks.size - 1
+
+    def _run(self) -> None:
+        try:
+            while not (self._ended or self._is_complete()):
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    self._tell()
+                    break
+                self._step(left)
+        finally:
+            self._close()
+
+    def _tell(self) -> None:
+        if self._ranks.size is not None:
+            text = "share(key=%r): %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
+            logger.warning(text, self._key, len(self._served) + 1, self._ranks.size, self._timeout)
+
+    def _close(self) -> None:
+        _servers.discard(self)
+        for sock in (self._listener, *self._waiting.values()):
+            _close(sock)
+
+    def _step(self, seconds: float) -> bool:
+        """Waits for a rank, and serves those that have come. Returns whether there was one."""
+        poll = select.poll()
+        for sock in (self._listener, *self._waiting.values()):
+            poll.register(sock, select.POLLIN)
+        ready = poll.poll(min(seconds * 1000, 1e9))
+        for number, _ in ready:
+            if number == self._listener.fileno():
+                self._accept()
+            else:
+                self._answer(self._waiting.pop(number))
+        return bool(ready)
+
+    def _accept(self) -> None:
+        try:
+            with _lock:
+                sock, _ = self._listener.accept()
+                _own.add(sock)
+        except OSError as error:
+            # It has gone again, or there is no descriptor for it yet.
+            logger.debug("share(key=%r): %s", self._key, error)
+            if not self._ended:
+                time.sleep(_RETRY)
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            _close(self._waiting.pop(next(iter(self._waiting))))
+        if _peer(sock)[1] == os.geteuid():
+            sock.setblocking(False)
+            self._waiting[sock.fileno()] = sock
+        else:
+            _close(sock)
+
+    def _answer(self, sock: socket.socket) -> None:
+        try:
+            word = sock.recv(_LONGEST)
+            if word.startswith(_HELLO):
+                socket.send_fds(sock, [b"1"], [self._store.fileno()])
+                self._served.add(word)
+        except OSError as error:
+            # It has died, and comes back or not.
+            logger.debug("share(key=%r): %s", self._key, error)
+        finally:
+            _close(sock)
