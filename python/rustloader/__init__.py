@@ -30,8 +30,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, ArenaStats, CopyStats, PinningStats, FaultStats, Failure, Fallback,
-    Verdict, VerdictKind: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CopyStats, PinningStats, FaultStats,
+    Failure, Fallback, Verdict, VerdictKind: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import CopyStats as CopyStats
     from rustloader.metrics.parts import Fallback as Fallback
     from rustloader.metrics.parts import FaultStats as FaultStats
+    from rustloader.metrics.parts import LargeAttribute as LargeAttribute
     from rustloader.metrics.parts import PinningStats as PinningStats
     from rustloader.metrics.parts import SchedulingStats as SchedulingStats
     from rustloader.metrics.parts import SlowBatch as SlowBatch
@@ -102,6 +103,7 @@ _HOMES = {
         "CopyStats",
         "Fallback",
         "FaultStats",
+        "LargeAttribute",
         "PinningStats",
         "SchedulingStats",
         "SlowBatch",

@@ -4,6 +4,9 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 
+# Index of the start time among the fields that `stat` returns.
+STARTED = 19
+
 
 def read(path: str) -> str | None:
     """The content of a kernel file, or None if it is not readable."""
@@ -57,17 +60,26 @@ def resident(pid: int) -> int | None:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") or None if len(fields) > 1 else None
 
 
+def amounts(text: str | None) -> dict[str, int]:
+    """Bytes by name, from the lines of a kernel file that are in kB."""
+    lines = [line.split() for line in (text or "").splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def rollup(pid: int) -> dict[str, int]:
+    """The sums of a process's memory in bytes, by the kernel's names; empty if not readable."""
+    return amounts(read(f"/proc/{pid}/smaps_rollup"))
+
+
 def private(pid: int) -> int | None:
     """Resident bytes of a process that no other one maps (USS); None if not readable."""
-    lines = (read(f"/proc/{pid}/smaps_rollup") or "").splitlines()
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
-    return sum(found) if found else None
+    found = rollup(pid)
+    return found["Private_Clean"] + found["Private_Dirty"] if found else None
 
 
 def proportional(pid: int) -> int | None:
     """Resident bytes of a process with each page divided by the processes that map it (PSS); None if not readable."""
-    lines = (read(f"/proc/{pid}/smaps_rollup") or "").splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), None)
+    return rollup(pid).get("Pss")
 
 
 def core_ranges(cores: Iterable[int]) -> str:

@@ -792,7 +792,7 @@ def test_memory_is_pss_or_labelled_rss(monkeypatch):
 
     def shown(*pss):
         left = list(pss)
-        monkeypatch.setattr(procfs, "proportional", lambda pid: left.pop(0))
+        monkeypatch.setattr(procfs, "rollup", lambda pid: {} if (found := left.pop(0)) is None else {"Pss": found})
         loader = model.Loader(mine, None, look)
         lines = view.plain(view.frame(1, "python", [loader], 160)).splitlines()
         summary = next(line for line in lines if line.startswith("  memory"))

@@ -81,7 +81,8 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CopyStats DataLoader DeviceLoader ErrorLimitExceeded Failure Fallback FaultStats LoaderTimeoutError "
+    "ArenaStats CopyStats DataLoader DeviceLoader ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute "
+    "LoaderTimeoutError "
     "Options PinningStats SchedulingStats SlowBatch StatefulDataLoader Stats Verdict VerdictKind "
     "WorkerDiedError WorkerStalledError WorkerStats engine_batches install installed is_installed "
     "prefetch_to_device report sample_seed share stats uninstall"

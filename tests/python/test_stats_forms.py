@@ -178,6 +178,7 @@ CLASSES = [
     "WorkerStats",
     "SlowBatch",
     "SchedulingStats",
+    "LargeAttribute",
     "ArenaStats",
     "CopyStats",
     "PinningStats",

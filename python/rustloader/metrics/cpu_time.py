@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
-from rustloader.procfs import read, stat
-
-# Index of the start time among the fields of /proc/PID/stat that `stat` returns.
-_STARTED = 19
+from rustloader.metrics.memory import Allowance, WorkerMemory
+from rustloader.procfs import STARTED, read, stat
 
 
 class ProcessorTime(NamedTuple):
@@ -53,7 +51,7 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     if own is None:
         return None
     fields = stat(pid)
-    if start is not None and fields[_STARTED : _STARTED + 1] != [start]:
+    if start is not None and fields[STARTED : STARTED + 1] != [start]:
         return None
     # cutime and cstime, in ticks.
     return ProcessorTime(own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK"), queued)
@@ -70,7 +68,7 @@ def of_threads(pid: int) -> float | None:
 def started(pid: int) -> str | None:
     """Start time of a process as the kernel writes it. It distinguishes processes with the same pid."""
     fields = stat(pid)
-    return fields[_STARTED] if len(fields) > _STARTED else None
+    return fields[STARTED] if len(fields) > STARTED else None
 
 
 def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
@@ -91,22 +89,24 @@ def _queued(pid: int) -> float | None:
 class Workers:
     """The worker processes of one engine, by worker number, and its meter."""
 
-    def __init__(self, pids: list[int], meter: Meter) -> None:
+    def __init__(self, pids: list[int], meter: Meter, allowance: Allowance | None = None) -> None:
         # None in place of a process whose times are kept.
         self._processes: list[tuple[int, str | None] | None] = [(pid, started(pid)) for pid in pids]
         self._meter = meter
         # Times of the processes that others have replaced.
         self._replaced = [NOTHING] * len(pids)
         self._ended: list[WorkTime] | None = None
+        self._memory = WorkerMemory(len(pids), allowance or Allowance())
 
     @property
     def ended(self) -> bool:
         return self._ended is not None
 
     def end(self) -> None:
-        """Saves the current times before the processes end."""
+        """Saves the current times and the memory before the processes end."""
         # During finalization, parts of Python are already gone.
         if self._ended is None and not sys.is_finalizing():
+            self._memory.update(self._processes)
             self._ended = self.times()
 
     def keep(self, worker_id: int) -> None:
@@ -120,6 +120,12 @@ class Workers:
     def replace(self, worker_id: int, pid: int) -> None:
         """Sets the process that follows the one whose times were kept."""
         self._processes[worker_id] = pid, started(pid)
+
+    def private(self) -> list[int | None]:
+        """Returns the private memory of the latest processes in bytes, by worker number; None: unknown."""
+        if self._ended is None:
+            self._memory.update(self._processes)
+        return self._memory.figures()
 
     def times(self) -> list[WorkTime]:
         """Returns the times by worker number."""

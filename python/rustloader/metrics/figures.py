@@ -44,6 +44,8 @@ class Stats(Figures):
         recent_seconds: Seconds of work on each of the last batches, up to 256, the latest last. `verdict` predicts from
             them the gain of other settings.
         scheduling: Settings of the last iterator; None if the engine has served none, or if they are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, the largest first. Looked for
+            only if a worker has 64 MiB or more of private memory.
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
@@ -159,9 +161,15 @@ def counted(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, An
 
 
 def worker_stats(
-    number: int, pid: int, alive: bool, rss_bytes: int, totals: "WorkerTotals", time: "WorkTime"
+    number: int,
+    pid: int,
+    alive: bool,
+    rss_bytes: int,
+    totals: "WorkerTotals",
+    time: "WorkTime",
+    private_bytes: int | None,
 ) -> WorkerStats:
-    """A worker's statistics from its counters and its processor time."""
+    """A worker's statistics from its counters, its processor time and its memory."""
     return WorkerStats(
         id=number,
         pid=pid,
@@ -178,4 +186,5 @@ def worker_stats(
         unmeasured_seconds=time.unmeasured,
         fetch_cpu_seconds=totals.fetch_cpu,
         fetch_measured_seconds=totals.fetch_measured,
+        private_bytes=private_bytes,
     )

@@ -18,6 +18,7 @@ from rustloader._core import Meter, Totals, WarmPages
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
+from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
 
 _NUMBER = re.compile(r"\d+")
@@ -51,6 +52,8 @@ class Ledger:
         self.fallbacks: dict[str, int] = {}
         # Restarts of workers, and failed samples.
         self.faults: Faults = Faults(None if loaders is None else loaders.faults)
+        # What readings of the workers' memory may take.
+        self._allowance: Allowance = Allowance() if loaders is None else loaders._allowance
         # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
         self.tuner: Any = None
         # Texts that were logged once.
@@ -84,7 +87,7 @@ class Ledger:
 
     def start_workers(self, pids: list[int], meter: Meter) -> None:
         """Adds the processes of another engine, by worker number, and its counters."""
-        self._watch(Workers(pids, meter))
+        self._watch(Workers(pids, meter, self._allowance))
 
     def _watch(self, workers: Workers) -> None:
         while True:

@@ -9,6 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from rustloader._core import SlowTask, WorkerTotals
 from rustloader.cores import usable_cores
+from rustloader.metrics import copied
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
@@ -62,7 +63,7 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            return _of_ledger(ledger, workers, fallbacks)
+            return _of_ledger(ledger, workers, fallbacks, _dataset_of(source))
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
@@ -80,24 +81,38 @@ def _has_figures(source: Any) -> bool:
     return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
 
 
-def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]) -> Stats:
+def _dataset_of(source: Any) -> Any:
+    """The dataset of a loader or an iterator."""
+    return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
+
+
+def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...], dataset: Any) -> Stats:
     figures = ledger.figures()
     counts = figures.counts
     # Read after the counters: work that they include must not lack its processor time and look like waiting.
     times = ledger.processor_times()
+    processes = ledger.workers()
+    private = [] if processes is None else processes.private()
+    has_grown = any((taken or 0) >= copied.GROWN for taken in private)
     return Stats(
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
         **counted(counts, figures.workers),
         workers=tuple(
-            _worker(number, totals, times[number] if number < len(times) else NOTHING)
+            _worker(
+                number,
+                totals,
+                times[number] if number < len(times) else NOTHING,
+                private[number] if number < len(private) else None,
+            )
             for number, totals in enumerate(figures.workers)
         ),
         slowest=tuple(map(_slow, figures.slowest)),
         blocking=tuple(map(_slow, figures.blocking)),
         recent_seconds=tuple(figures.recent),
         scheduling=ledger.scheduling,
+        large_attributes=copied.find(dataset) if has_grown else (),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         faults=ledger.faults.figures(),
@@ -109,6 +124,6 @@ def _slow(task: SlowTask) -> SlowBatch:
     return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
 
 
-def _worker(number: int, totals: WorkerTotals, time: WorkTime) -> WorkerStats:
+def _worker(number: int, totals: WorkerTotals, time: WorkTime, private: int | None) -> WorkerStats:
     rss = (resident(totals.pid) or 0) if totals.alive else 0
-    return worker_stats(number, totals.pid, totals.alive, rss, totals, time)
+    return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)

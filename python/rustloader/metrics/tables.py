@@ -7,7 +7,7 @@ from html import escape
 
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
-from rustloader.metrics.verdict import Verdict
+from rustloader.metrics.verdict import Verdict, described
 from rustloader.texts import count_of, duration, short_index, size
 
 _SLOW_SHOWN = 3
@@ -52,7 +52,8 @@ def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
 
 
 def _state(worker: WorkerStats) -> str:
-    return f"pid {worker.pid}, {size(worker.rss_bytes)}" if worker.alive else "ended"
+    own = f", {size(worker.private_bytes)} of its own" if worker.private_bytes else ""
+    return f"pid {worker.pid}, {size(worker.rss_bytes)}{own}" if worker.alive else f"ended{own}"
 
 
 def _memory(stats: Figures) -> str:
@@ -69,6 +70,8 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
     for task in stats.blocking[:_SLOW_SHOWN]:
         waited, took = duration(task.blocked_seconds), duration(task.seconds)
         yield "blocking", f"{waited} of waiting for {short_index(task.index)}, {took} on worker {task.worker}"
+    for large in stats.large_attributes:
+        yield "copied", f"{large.path}, {described(large)}"
     if memory := _memory(stats):
         yield "arena", memory
     if stats.copies.count:

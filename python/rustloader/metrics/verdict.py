@@ -7,8 +7,8 @@ from typing import Literal
 
 from rustloader.metrics import advice, work
 from rustloader.metrics.faults import summary
-from rustloader.metrics.parts import Figures
-from rustloader.texts import count_of, duration, short_index
+from rustloader.metrics.parts import Figures, LargeAttribute
+from rustloader.texts import count_of, duration, short_index, size
 
 VerdictKind = Literal[
     "step",
@@ -95,6 +95,8 @@ Verdict.__module__ = "rustloader"
 def judge(stats: Figures) -> Verdict:
     """The verdict on statistics, which depends on nothing else."""
     verdict = _judge(stats)
+    if copying := _copying(stats):
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {copying}")
     if survived := summary(stats.faults):
         verdict = replace(verdict, reason=f"{verdict.reason}; {survived}")
     if verdict.kind == "unknown" or not stats.fallbacks:
@@ -102,6 +104,22 @@ def judge(stats: Figures) -> Verdict:
     left_out = count_of(sum(fallback.count for fallback in stats.fallbacks), "iterator")
     reason = f"{verdict.reason}; not counted: {left_out} on torch's own loop ({_why_torchs(stats)})"
     return replace(verdict, reason=reason)
+
+
+def described(large: LargeAttribute) -> str:
+    """What an attribute is, in words."""
+    return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
+
+
+def _copying(stats: Figures) -> str:
+    """What to do about a dataset that workers copy; empty if nothing is known of one."""
+    if not stats.large_attributes:
+        return ""
+    most = max(worker.private_bytes or 0 for worker in stats.workers)
+    named = " and ".join(f"{large.path} ({described(large)})" for large in stats.large_attributes[:_NAMED])
+    first = stats.large_attributes[0].path
+    text = f"A worker has up to {size(most)} of memory of its own, because workers copy the Python objects of {named}"
+    return f"{text}: set {first} = rustloader.share({first}) before the loader is made."
 
 
 def _why_torchs(stats: Figures) -> str:

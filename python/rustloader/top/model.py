@@ -12,6 +12,7 @@ from rustloader._core import Observed, ObservedWorker, WorkerTotals
 from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import Stats, counted, worker_stats
+from rustloader.metrics.memory import own
 from rustloader.metrics.parts import ArenaStats, PinningStats, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.top import processes
@@ -84,6 +85,7 @@ class WorkerView:
     ready: int
     memory_bytes: int | None
     pss_bytes: int | None
+    private_bytes: int | None
     shared_bytes: int
     tasks: int
     usual_seconds: float | None
@@ -194,6 +196,7 @@ class Loader:
             state = "ended"
         elif pid and procfs.is_stopped(pid):
             state = "stopped"
+        rollup = procfs.rollup(pid) if pid else {}
         busy = totals.fetch + totals.collate + totals.pack + totals.publish
         # Without the current batch, which is compared with the mean.
         busy -= now.seconds_at_batch if at_batch else 0.0
@@ -209,7 +212,8 @@ class Loader:
             queued=now.queued,
             ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,
-            pss_bytes=procfs.proportional(pid) if pid else None,
+            pss_bytes=rollup.get("Pss"),
+            private_bytes=own(pid, rollup) if pid else None,
             shared_bytes=now.warm,
             tasks=totals.tasks,
             usual_seconds=max(0.0, busy) / totals.tasks if totals.tasks else None,
@@ -274,7 +278,7 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
     if since:
         time = _between(time, since.times[view.id])
     alive = view.state not in ("left", "ended")
-    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time)
+    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time, view.private_bytes)
 
 
 def _between(now: WorkTime, before: WorkTime) -> WorkTime:

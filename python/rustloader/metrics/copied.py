@@ -1,0 +1,131 @@
+"""Finds the attributes of a dataset that workers copy as they read them: large containers of Python objects.
+
+Python writes a reference count into each object that it looks at, so a forked worker ends up with a copy of each.
+Arrays and tensors are one object each.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+
+from rustloader.metrics.parts import LargeAttribute
+
+# Private memory of a worker in bytes from which attributes are looked for.
+GROWN = 64 << 20
+# Bytes of Python objects from which an attribute is large.
+LARGE = 16 << 20
+# Attributes that are named.
+_MOST = 5
+# Limits of the search: seconds of processor time, objects, attributes of attributes.
+_SECONDS, _OBJECTS, _DEPTH = 0.05, 10_000, 8
+# A container of so many items or fewer is looked into.
+_FEW = 64
+# Items that are measured: of a container, of a container in it, and so on.
+_SAMPLED = (128, 16, 8)
+_LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np.ndarray, str, bytes, int, float)
+
+
+def find(dataset: Any) -> tuple[LargeAttribute, ...]:
+    """The large containers of a dataset and of the objects in it, the largest first.
+
+    Runs no code of the dataset, and at most for a short time. Sizes are estimated from a few items.
+    """
+    found = []
+    end = time.thread_time() + _SECONDS
+    seen: set[int] = set()
+    waiting = [("dataset", dataset, 0)]
+    for path, value, depth in waiting:
+        if id(value) in seen or isinstance(value, _LEAVES) or value is None:
+            continue
+        if len(seen) >= _OBJECTS or time.thread_time() > end:
+            break
+        seen.add(id(value))
+        try:
+            if _is_container(value) and len(value) > _FEW:
+                size = round(_items_size(value, 0))
+                if size >= LARGE:
+                    found.append(LargeAttribute(path, type(value).__name__, len(value), size))
+            elif depth < _DEPTH:
+                waiting += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value)]
+        except RuntimeError:  # another thread has changed a dict meanwhile
+            continue
+    return tuple(sorted(found, key=lambda attribute: attribute.bytes, reverse=True)[:_MOST])
+
+
+def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[Any, Any]]:
+    # A subclass may compute its items.
+    return type(value) in (list, tuple, dict)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with the text that leads there."""
+    if isinstance(value, dict):
+        for key in list(dict.keys(value))[:_FEW]:
+            if isinstance(key, (str, int)):
+                yield f"[{key!r}]", dict.get(value, key)
+    elif isinstance(value, (list, tuple)):
+        items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        for number, item in enumerate(islice(items, _FEW)):
+            yield f"[{number}]", item
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        attributes = None
+    if type(attributes) is dict:
+        for name, part in list(attributes.items()):
+            yield f".{name}", part
+    for base in type(value).__mro__:
+        for name, member in list(vars(base).items()):
+            if isinstance(member, MemberDescriptorType) and base.__module__ != "builtins":
+                try:
+                    yield f".{name}", member.__get__(value)
+                except AttributeError:  # not set
+                    continue
+
+
+def _items_size(container: Any, level: int) -> float:
+    """Bytes of the items of a container, from a sample. The container's own memory is read and not written to."""
+    most = _SAMPLED[level]
+    if isinstance(container, dict):
+        step = max(1, min(len(container), 50 * most) // most)
+        pairs = islice(container.items(), 0, step * most, step)
+        items: list[Any] = [item for pair in pairs for item in pair]
+        count = 2 * len(container)
+    else:
+        items = [container[place * len(container) // most] for place in range(most)]
+        items = items if len(container) > most else list(container)
+        count = len(container)
+    distinct = {id(item): item for item in items if not _is_everywhere(item)}
+    size = sum(_size(item, level + 1) for item in distinct.values())
+    # Where the sample has the same objects again and again, there are no others.
+    return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
+
+
+def _is_everywhere(item: Any) -> bool:
+    """Whether Python has one object for all equal values."""
+    return item is None or isinstance(item, bool) or (type(item) is int and -5 <= item <= 256)
+
+
+def _size(item: Any, level: int) -> float:
+    if isinstance(item, np.ndarray):
+        # Without its data.
+        return object.__sizeof__(item)
+    size = float(sys.getsizeof(item) if type(item).__module__ == "builtins" else object.__sizeof__(item))
+    if level >= len(_SAMPLED):
+        return size
+    attributes = None
+    if _is_container(item):
+        return size + _items_size(item, level) if item else size
+    try:
+        attributes = object.__getattribute__(item, "__dict__")
+    except (AttributeError, TypeError):
+        return size
+    return size + (sys.getsizeof(attributes) + _items_size(attributes, level) if attributes else 0)
