@@ -38,6 +38,8 @@ examples:
   python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors, in a line below
+  python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    rustloader without that, in the same rounds, in a line below
+                                                             (--rounds: a multiple of 4)
   python benches/compare.py --save before.json         ... change something ...
   python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
@@ -52,6 +54,14 @@ def check_first_batches(torch_side: Side, ours: Side) -> None:
         found = difference(a, b)
         if found:
             raise Failure(f"batch {number} differs between torch and rustloader: {found}")
+
+
+def in_turn(sides: list[Side], number: int) -> list[Side]:
+    """The order of a round. In four rounds, each of rustloader's sides is behind torch's once: behind the other one or
+    itself it may find warm pages."""
+    last = sides[-1:] if len(sides) > 2 else []
+    theirs, ours = sides[:2]
+    return [[theirs, ours, *last], [*last, ours, theirs], [theirs, *last, ours], [ours, *last, theirs]][number % 4]
 
 
 # --- a row ----------------------------------------------------------------------------------------
@@ -70,6 +80,9 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
     theirs = Side("torch", torch.utils.data.DataLoader(dataset, **common, **parallel))
     ours = Side("rustloader", rustloader.DataLoader(dataset, **common, **parallel))
     others = {"floor": Side("floor", torch.utils.data.DataLoader(dataset, **common))}
+    compared = [theirs, ours]
+    if options.off:
+        compared.append(Side("off", rustloader.DataLoader(dataset, **common, **parallel), off=options.off))
     if options.beside:
         loader = torch.utils.data.DataLoader(dataset, **common, **parallel)
         others["file_system"] = Side("torch, file_system", loader, sharing="file_system")
@@ -83,12 +96,12 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
         return last
 
     check_first_batches(theirs, ours)
-    for side in (theirs, ours, *others.values()):
+    for side in (*compared, *others.values()):
         if side.loader.persistent_workers:  # one whole epoch to warm up
             run_epoch(side, batches)
     for number in range(options.rounds):
         progress(f"{row.name}: round {number + 1} of {options.rounds}")
-        last = {side.name: timed(side) for side in ((theirs, ours) if number % 2 == 0 else (ours, theirs))}
+        last = {side.name: timed(side) for side in in_turn(compared, number)}
         found = difference(last["torch"], last["rustloader"])
         if found:
             raise Failure(f"the last batch differs between torch and rustloader: {found}")
@@ -109,6 +122,9 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
     for name, side in (("torch", theirs), ("ours", ours)):
         result |= {f"{name}_us": side.median("wall"), f"{name}_cpu_us": side.median("cpu")}
         result[f"{name}_main_us"] = side.median("main")
+    if options.off:
+        off = compared[-1]
+        result |= {"off": options.off, "off_us": off.median("wall"), "off_cpu_us": off.median("cpu")}
     if options.beside:
         for name in ("file_system", "persistent"):
             if name in others:
@@ -118,7 +134,7 @@ def measure(row: Row, persistent: bool, options: argparse.Namespace) -> dict[str
             result["bare_us"] = started if row.to_first else started / batches
         result["copy_us"] = floors.copy_of(size) * 1e6
         result["copies_us"] = floors.copies_at_once(size, workers) * 1e6
-    sides = (theirs, ours, *others.values())
+    sides = (*compared, *others.values())
     result["rounds"] = {side.name: [vars(timing) for timing in side.timings] for side in sides}
     return result
 
@@ -169,6 +185,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--start-method", choices=("fork", "spawn"), default="fork", help="default: %(default)s")
     add("--quick", action="store_true", help="a tenth of the batches: a first look, no figures to quote")
     add("--beside", action="store_true", help="torch with file_system sharing and with persistent workers; floors")
+    add(
+        "--off",
+        metavar="VARIABLE",
+        help="rustloader with this variable at 0 as well, and the difference",
+    )
     add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart beside it")
     add("--save", "--json", dest="save", type=Path, metavar="FILE", help="write the results as JSON")
     add("--against", type=Path, metavar="FILE", help="compare with results that --save has written")
@@ -206,6 +227,8 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
                 continue
             progress("")
             print(report.line(results[-1]), flush=True)
+            if options.off:
+                print(report.off_line(results[-1]), flush=True)
             if options.beside:
                 print(report.beside_line(results[-1]), flush=True)
         print()

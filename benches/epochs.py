@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Side:
     timings: list[Timing] = field(default_factory=list)
     # How torch's loader shares memory: "file_descriptor" or "file_system".
     sharing: str = torch.multiprocessing.get_sharing_strategy()
+    # A variable that is 0 during the epochs of this side alone.
+    off: str | None = None
 
     def median(self, what: str) -> float:
         return statistics.median(getattr(timing, what) for timing in self.timings)
@@ -61,6 +64,8 @@ def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False)
     """Times epochs of `batches` batches each. Also returns the last batch."""
     gc.collect()
     torch.multiprocessing.set_sharing_strategy(side.sharing)
+    if side.off:
+        os.environ[side.off] = "0"
     first: float | None = None
     seen, from_engine = 0, rustloader.engine_batches()
     cpu, main, start = cpu_seconds(side.loader), time.thread_time(), time.perf_counter()
@@ -72,11 +77,13 @@ def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False)
     wall = time.perf_counter() - start if first is None else first
     main, cpu = time.thread_time() - main, cpu_seconds(side.loader) - cpu
     torch.multiprocessing.set_sharing_strategy(Side.sharing)
+    if side.off:
+        del os.environ[side.off]
     from_engine = rustloader.engine_batches() - from_engine
     batches *= epochs
     if seen != batches:
         raise Failure(f"{side.name} delivered {seen} batches in place of {batches}")
-    wanted = batches if side.name == "rustloader" else 0
+    wanted = batches if side.name == "rustloader" or side.off else 0
     if from_engine != wanted:
         raise Failure(f"{side.name}: {from_engine} batches came from the Rust engine, not {wanted}")
     per_batch = 1e6 / batches

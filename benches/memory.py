@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.utils.data
-from rows import IMAGE, MB, Samples, images_f32, images_u8
+from rows import IMAGE, MB, Samples, images_f32, images_numpy, images_u8, large_arrays
 
 import rustloader
 
@@ -102,6 +102,14 @@ def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
     return lambda: Samples(samples(), batches * 64)
 
 
+def copied(sample: tuple[Any, int]) -> tuple[Any, int]:
+    return sample[0].copy(), sample[1]
+
+
+def arrays() -> list[Any]:
+    return [(array, i) for i, array in enumerate(large_arrays())]
+
+
 CASES = [
     Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
     Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
@@ -110,6 +118,9 @@ CASES = [
     Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
     Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
     Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
+    Case("fresh NumPy u8 images, 2 workers", lambda: Samples(images_numpy(), 100 * 64, copied), 64, 2),
+    Case("fresh NumPy arrays of 16 MB, 2 workers", lambda: Samples(arrays(), 150, copied), None, 2),
+    Case("fresh NumPy arrays of 16 MB, 8 workers", lambda: Samples(arrays(), 150, copied), None, 8),
 ]
 
 

@@ -44,6 +44,14 @@ def beside_line(result: dict[str, Any]) -> str:
     return f"{'':<17}" + "  ".join(f"{name} {us(result.get(key))}" for key, name in BESIDE.items() if key in result)
 
 
+def off_line(result: dict[str, Any]) -> str:
+    wall, cpu = (result[f"off_{what}"] / result[f"ours_{what}"] for what in ("us", "cpu_us"))
+    return (
+        f"{'':<17}{result['off']}=0: {us(result['off_us'])} us, {us(result['off_cpu_us'])} us of CPU; "
+        f"without it {wall:.2f}x, {cpu:.2f}x of CPU"
+    )
+
+
 def by_row(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
     """The results of each row: with workers started in each epoch, and with persistent ones."""
     rows: dict[str, list[dict[str, Any] | None]] = {}

@@ -33,6 +33,10 @@ def identity(batch: Any) -> Any:
     return batch
 
 
+def copied(array: np.ndarray) -> np.ndarray:
+    return array.copy()
+
+
 def clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
@@ -158,6 +162,15 @@ ROWS = [
         150,
         None,
         large_arrays,
+        collate=identity,
+    ),
+    Row(
+        "fresh_numpy",
+        "a fresh 16 MB NumPy array, collate = identity",
+        150,
+        None,
+        large_arrays,
+        fresh=copied,
         collate=identity,
     ),
     Row("texts", "list of bytes and str, batch 64", 500, 64, texts),

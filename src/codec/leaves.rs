@@ -120,3 +120,45 @@ impl Source for Leaves {
         self.take(index as usize)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::shm::arena::Arena;
+    use crate::sys::event::EventFd;
+
+    const LEN: usize = 100_000;
+
+    #[test]
+    fn a_message_that_cannot_be_settled_leaves_everything_as_it_was() {
+        let doorbell = EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
+        let port = Arc::new(Port::open(Arena::create_sized(64 << 20, 1, 8).unwrap(), 0, doorbell).unwrap());
+        let array = port.allocate_array(LEN, true).unwrap().as_ptr();
+        let (tensor, memory) = port.allocate(LEN as u64).unwrap();
+        let mut outgoing = Outgoing::new(&port, true);
+        assert_eq!(outgoing.adopt(memory, LEN), Some((0, 0)));
+        assert!(!outgoing.begin_settling(), "there is no array in it");
+        assert_eq!(outgoing.adopt(array, LEN), Some((1, 0)));
+        assert!(outgoing.begin_settling());
+        // The batch is dropped, and the worker keeps the array.
+        port.release(tensor);
+        let mut held = Vec::new();
+        while let Ok((block, _)) = port.allocate(LEN as u64) {
+            assert_ne!(block, tensor);
+            held.push(block);
+        }
+        assert!(outgoing.settle(|_, _, _| panic!("there is no room for a copy")).is_err());
+        drop(outgoing);
+        assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
+        assert_eq!(port.array_len(array), LEN);
+        let mut again = Outgoing::new(&port, true);
+        assert_eq!(again.adopt(array, LEN), Some((0, 0)));
+        assert!(again.begin_settling());
+        port.free_array(array);
+        again.settle(|_, _, _| panic!("it was freed")).unwrap();
+        drop(again);
+        assert_eq!(port.allocate_array(LEN, false).unwrap().as_ptr(), array);
+    }
+}
