@@ -23,7 +23,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-gpu \
+	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
 
 help: ## Show this text
@@ -191,6 +191,9 @@ compare-breakdown: build ## Measure where the time of a batch goes
 compare-peers: build ## Compare with the loaders of torchdata and SPDL too (those missing in .venv are left out)
 	$(BIN)/python benches/peers.py $(ARGS)
 
+compare-ray: build $(RAY)/.made-with ## Compare workers on a Ray cluster with local ones (ARGS='--rows big')
+	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)
+
 compare-gpu: build ## Compare pinned batches, on a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)
 
@@ -203,9 +206,9 @@ ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm an
 
 # Ray listens on all interfaces: where the system allows it, in a network of its own, with the loopback alone.
 ALONE := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' alone
+IN_ITS_OWN_NETWORK = if $(ALONE) true 2>/dev/null; then set -- $(ALONE); else set --; fi; set -x;
 test-ray: build $(RAY)/.made-with ## Run workers as actors of a small Ray cluster (another 300 MB)
-	@if $(ALONE) true 2>/dev/null; then set -- $(ALONE); else set --; fi; set -x; \
-	"$$@" $(RAY)/bin/python -m pytest tests/ray -W default $(ARGS)
+	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python -m pytest tests/ray -W default $(ARGS)
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist

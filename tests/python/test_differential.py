@@ -26,7 +26,7 @@ def run(*args):
 # These take about 20 s on two cores; `make fuzz-programs` runs others.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20)], ids=str
+    "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20), ("remote", 2, 20)], ids=str
 )
 def test_programs_give_the_same_records(method, programs, seconds):
     status, out, err = run(

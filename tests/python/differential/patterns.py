@@ -86,7 +86,7 @@ def attributes(s, loader):
         change(s, loader, "prefetch_factor", 3)
         change(s, loader, "in_order", True)
         change(s, loader, "timeout", 80)
-        change(s, loader, "multiprocessing_context", p.start_method)
+        change(s, loader, "multiprocessing_context", s.context(by_name=True))
     change(s, loader, "generator", s.generator)
     change(s, loader, "pin_memory", False)
     s.epoch(loader)

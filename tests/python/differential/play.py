@@ -5,10 +5,12 @@ import inspect
 import logging
 import random
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.utils.data
+from remote_support import LoopbackContext
 from torch.utils.data import dataloader as torchs
 from torch.utils.data import get_worker_info
 
@@ -43,11 +45,20 @@ ITERATOR_ATTRIBUTES = (
 ).split()
 
 
+class Remote(LoopbackContext):
+    """Workers as on other machines. It looks like torch's context to those who compare them."""
+
+    _name = "forkserver"
+
+    def __reduce__(self):
+        return Remote, (self.folder,)
+
+
 class Session:
     """A run of a program: makes loaders and iterators, and notes what each step gives."""
 
     def __init__(self, program, which, folder):
-        self.program, self.which = program, which
+        self.program, self.which, self.folder = program, which, folder
         self.note = recorder.make(folder)
         self.cls = LOADERS[which]
         self.options = program.options if which == "ours" else {}
@@ -111,14 +122,21 @@ class Session:
 
     # --- steps
 
+    def context(self, by_name):
+        """The context of workers; ours may be one of workers on other machines."""
+        method = self.program.start_method
+        if method == "remote" and self.which == "ours":
+            return Remote(Path(self.folder).parent)  # beside the records of calls
+        method = "forkserver" if method == "remote" else method
+        return method if by_name else torch.multiprocessing.get_context(method)
+
     def loader(self):
         p = self.program
         more = {}
         if p.num_workers:
             more = dict(prefetch_factor=p.prefetch_factor, persistent_workers=p.persistent, in_order=p.in_order)
-            context = p.start_method if p.context == "name" else torch.multiprocessing.get_context(p.start_method)
             if p.context != "none" or p.start_method != "fork":
-                more["multiprocessing_context"] = context
+                more["multiprocessing_context"] = self.context(by_name=p.context == "name")
         if p.batch_size != 1:
             more["batch_size"] = p.batch_size
         more.update(samplers.sampler(p, self.note, self.dataset, self.generator))
@@ -246,7 +264,8 @@ class Session:
             self.note("status", [type(s).__name__ for s in status], list(status))
         if loader is not None:
             workers = getattr(iterator, "_workers", [])
-            self.note("workers", [[w.name, w.daemon, type(w).__name__, w.is_alive()] for w in workers])
+            names = [[w.name, type(w).__name__] for w in workers] if self.program.start_method != "remote" else []
+            self.note("workers", names, [[w.daemon, w.is_alive()] for w in workers])
 
     def counters(self, iterator):
         """torch's counters, except those that depend on timing."""

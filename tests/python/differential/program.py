@@ -112,7 +112,8 @@ SEEDED_PATTERNS = (
 )
 
 # The start methods: fork in the large set, the others in a small one of their own.
-START_METHODS = ("fork", "spawn", "forkserver")
+# "remote": torch's workers by forkserver, ours as on other machines, over connections.
+START_METHODS = ("fork", "spawn", "forkserver", "remote")
 
 
 @dataclasses.dataclass(frozen=True)
