@@ -337,7 +337,7 @@ def grown(**more):
 
 def test_the_verdict_names_the_attribute():
     text = (
-        "A worker has up to 312 MB of memory of its own, because workers copy the Python objects of dataset.a "
+        "A worker has up to 312 MB of memory of its own; each copies the Python objects of dataset.a "
         "(a list of 1,000,000 items, about 57.0 MB): set dataset.a = rustloader.share(dataset.a) before the loader is "
         "made."
     )

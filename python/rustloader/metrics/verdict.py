@@ -118,7 +118,7 @@ def _copying(stats: Figures) -> str:
     most = max(worker.private_bytes or 0 for worker in stats.workers)
     named = " and ".join(f"{large.path} ({described(large)})" for large in stats.large_attributes[:_NAMED])
     first = stats.large_attributes[0].path
-    text = f"A worker has up to {size(most)} of memory of its own, because workers copy the Python objects of {named}"
+    text = f"A worker has up to {size(most)} of memory of its own; each copies the Python objects of {named}"
     return f"{text}: set {first} = rustloader.share({first}) before the loader is made."
 
 
