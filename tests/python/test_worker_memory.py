@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import numpy as np
 import pytest
 import torch
 from support import TORCH_MODE, DataLoader, rustloader, wait_until
@@ -285,7 +286,7 @@ def test_large_containers_are_found_and_measured(make, size):
         [True, None] * 5_000_000,
         range(10**9),
         [torch.zeros(100_000) for _ in range(70)],
-        [torch.zeros(100_000).numpy() for _ in range(70)],
+        [np.zeros(100_000) for _ in range(70)],
         texts(1000),
         copied,
         Holder,

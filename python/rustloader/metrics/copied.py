@@ -115,9 +115,7 @@ def _is_everywhere(item: Any) -> bool:
 
 
 def _size(item: Any, level: int) -> float:
-    if isinstance(item, np.ndarray):
-        # Without its data.
-        return object.__sizeof__(item)
+    # Of an array without its data.
     size = float(sys.getsizeof(item) if type(item).__module__ == "builtins" else object.__sizeof__(item))
     if level >= len(_SAMPLED):
         return size
