@@ -30,8 +30,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CopyStats, PinningStats, FaultStats,
-    Failure, Fallback, Verdict, VerdictKind: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CopyStats, PinningStats, TransferStats,
+    FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import WorkerStats as WorkerStats
     from rustloader.metrics.report import report as report
     from rustloader.metrics.stats import stats as stats
+    from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.options import Options as Options
@@ -109,6 +110,7 @@ _HOMES = {
         "SlowBatch",
         "WorkerStats",
     ),
+    "metrics.transfers": ("TransferStats",),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "options": ("Options",),
     "prefetch.loader": ("DeviceLoader", "prefetch_to_device"),

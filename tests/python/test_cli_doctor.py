@@ -29,8 +29,8 @@ def test_one_block_to_copy(capsys):
     out = "\n".join(block)
     assert "8 batches by the Rust engine" in out and "Error" not in out
     for subject in (
-        "kernel Python torch rustloader numpy environment accelerator memfd_create seals pidfd_open open_files "
-        "address_space file_size processes memory /dev/shm huge_pages_for_shmem start_method cores"
+        "kernel Python torch rustloader numpy environment accelerator pinned_memory memfd_create seals pidfd_open "
+        "open_files address_space file_size processes memory /dev/shm huge_pages_for_shmem start_method cores"
     ).split():
         assert subject.replace("_", " ") in out.replace("_", " ")
 

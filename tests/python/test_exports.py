@@ -83,7 +83,7 @@ def test_version():
 OURS = (
     "ArenaStats CopyStats DataLoader DeviceLoader ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute "
     "LoaderTimeoutError "
-    "Options PinningStats SchedulingStats SlowBatch StatefulDataLoader Stats Verdict VerdictKind "
+    "Options PinningStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats Verdict VerdictKind "
     "WorkerDiedError WorkerStalledError WorkerStats engine_batches install installed is_installed "
     "prefetch_to_device report sample_seed share stats uninstall"
 ).split()

@@ -23,6 +23,7 @@ if not TORCH_MODE:
         SchedulingStats,
         SlowBatch,
         Stats,
+        TransferStats,
         WorkerStats,
     )
     from rustloader.metrics import cpu_time as processor
@@ -58,6 +59,7 @@ def full(**more):
             "arena": ArenaStats(1_000, 2_000_000, 3_000_000, 1),
             "copies": CopyStats(1, 5_000, 2),
             "pinning": PinningStats(True, 200, 0.5),
+            "transfers": TransferStats(200, 3_200_000, 0.5, 0.125, "it has no pin_memory()"),
             "fallbacks": (Fallback("its dataset is a <DataPipe>", 1),),
         }
         | more
@@ -88,6 +90,8 @@ def test_all_that_is_not_zero_is_printed():
         "  copies        1 copy (5.0 kB)",
         "  pickled       2 batches",
         "  pin thread    200 batches in 500 ms",
+        "  to the device 200 batches (3.2 MB) in 500 ms, 75% beside work",
+        "  not pinned    it has no pin_memory()",
         "  torch's loop  1 iterator, not in these figures: its dataset is a <DataPipe>",
     ]
 
@@ -182,6 +186,7 @@ CLASSES = [
     "ArenaStats",
     "CopyStats",
     "PinningStats",
+    "TransferStats",
     "Fallback",
 ]
 CLASSES += ["Verdict"]

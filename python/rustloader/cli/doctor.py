@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from rustloader.auto.arguments import first_guess
+from rustloader.cli import host_allocator
 from rustloader.config import TORCH_VERSIONS
 from rustloader.probe.log import warnings
 
@@ -60,7 +61,13 @@ def main(options: Any) -> int:
     if not options.json:
         print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
     findings = []
-    for look in _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]:  # the others need Linux
+
+    def _pinned_batches() -> Iterator[Finding]:
+        for found, advice in host_allocator.batches(options.bench, os.environ):
+            yield _finding("pinned batches", found, advice)
+
+    looks = _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]  # the others need Linux
+    for look in (*looks, _pinned_batches) if options.bench is not None else looks:
         for finding in _safely(look):
             findings.append(finding)
             if not options.json:
@@ -142,6 +149,10 @@ def _accelerator() -> Iterator[Finding]:
     found = torch.accelerator.current_accelerator()
     kind = found.type if found is not None else "unknown"
     yield Finding("accelerator", f"{kind} {torch.cuda.get_device_name()}" if kind == "cuda" else kind)
+
+
+def _host_allocator() -> Iterator[Finding]:
+    yield _finding("pinned memory", *host_allocator.allocator(os.environ))
 
 
 def _memory_files() -> Iterator[Finding]:
@@ -288,8 +299,9 @@ def _trial() -> Iterator[Finding]:
         yield Finding("trial, 2 workers", found, BAD, "see above")
 
 
-_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _memory_files, _pidfd, _limits)
-_LOOKS += (_memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks, _ray, _trial)
+_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
+_LOOKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
+_LOOKS += (_ray, _trial)
 
 
 def _reason(error: OSError) -> str:

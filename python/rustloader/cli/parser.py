@@ -121,6 +121,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    about_bench = "output of `bench --json`: also print what pinned memory its batches take"
+    doctor.add_argument("--bench", metavar="FILE", help=about_bench)
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _A_FACTORY)
     add = check.add_argument

@@ -49,6 +49,7 @@ class Stats(Figures):
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
+        transfers: Copies to the device, with ``prefetch_to_device``.
         faults: What epochs have survived: restarts of workers, and failed samples.
         fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
         note: Why there are no figures, and what to do; empty where there are some.

@@ -1,8 +1,9 @@
 """The parts of ``rustloader.Stats``, and its fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rustloader.fetch.failures import Failure
+from rustloader.metrics.transfers import TransferStats
 
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
@@ -322,6 +323,7 @@ class Figures:
     arena: ArenaStats = ArenaStats()
     copies: CopyStats = CopyStats()
     pinning: PinningStats = PinningStats()
+    transfers: TransferStats = field(default_factory=TransferStats)
     faults: FaultStats = FaultStats()
     fallbacks: tuple[Fallback, ...] = ()
     note: str = ""

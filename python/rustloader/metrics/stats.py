@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -9,11 +10,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from rustloader._core import SlowTask, WorkerTotals
 from rustloader.cores import usable_cores
-from rustloader.metrics import copied
+from rustloader.metrics import copied, transfers
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
+from rustloader.metrics.transfers import TransferStats
 from rustloader.metrics.wrappers import loader_in
 from rustloader.procfs import resident
 
@@ -47,12 +49,15 @@ def stats(source: Any) -> Stats:
         >>> rustloader.stats(loader).batches
         8
     """
+    copies = transfers.find(source)
     source = loader_in(source, _has_figures)
+    copies = copies or transfers.find(source)
+    moved = TransferStats() if copies is None else copies.figures
     # Only loaders and the engine's iterators have a ledger.
     ledger = find(source)
     if isinstance(source, _BaseDataLoaderIter):
         note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
-    elif ledger is None and not isinstance(source, DataLoader):
+    elif ledger is None and copies is None and not isinstance(source, DataLoader):
         raise no_loader(source)
     else:
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
@@ -63,13 +68,14 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            return _of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(_of_ledger(ledger, workers, fallbacks, _dataset_of(source)), transfers=moved)
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
         num_workers=workers,
         cores=usable_cores(),
         batches=getattr(source, "_num_yielded", 0),
+        transfers=moved,
         faults=FaultStats() if ledger is None else ledger.faults.figures(),
         fallbacks=fallbacks,
         note=note,

@@ -83,6 +83,13 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "pickled", count_of(stats.copies.pickled, "batch")
     if stats.pinning.batches or stats.pinning.running:
         yield "pin thread", f"{count_of(stats.pinning.batches, 'batch')} in {duration(stats.pinning.seconds)}"
+    copied = stats.transfers
+    if copied.batches:
+        share = "" if copied.overlapped_share is None else f", {copied.overlapped_share:.0%} beside work"
+        text = f"{count_of(copied.batches, 'batch')} ({size(copied.bytes)}) in {duration(copied.seconds)}{share}"
+        yield "to the device", text
+    if copied.pageable:
+        yield "not pinned", copied.pageable
     if text := summary(stats.faults):
         yield "faults", text
     for failure in stats.faults.failures[:_SLOW_SHOWN]:

@@ -8,6 +8,7 @@ from typing import Literal
 from rustloader.metrics import advice, work
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, LargeAttribute
+from rustloader.metrics.transfers import limiting
 from rustloader.texts import count_of, duration, short_index, size
 
 VerdictKind = Literal[
@@ -20,6 +21,7 @@ VerdictKind = Literal[
     "head_of_line",
     "main",
     "pinning",
+    "device",
     "transport",
     "network",
     "starting",
@@ -58,9 +60,8 @@ class Verdict:
         kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
             cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
-            batches), "pinning", "transport" (between the processes), "network" (to workers on other
-            machines) or "starting" (of each epoch). "too_few" and
-            "unknown" mean no verdict.
+            batches), "pinning", "device" (the copy to it), "transport" (between the processes), "network" (to workers
+            on other machines) or "starting" (of each epoch). "too_few" and "unknown" mean no verdict.
         sentence: The same in words, with the remedy.
         reason: The figures behind it.
         workers_needed: The ``num_workers`` to try next. None if more workers do not help, or the loop had no training
@@ -97,6 +98,9 @@ def judge(stats: Figures) -> Verdict:
     verdict = _judge(stats)
     if copying := _copying(stats):
         verdict = replace(verdict, sentence=f"{verdict.sentence} {copying}")
+    pageable = stats.transfers.pageable
+    if pageable and verdict.kind != "unknown" and pageable not in verdict.sentence:
+        verdict = replace(verdict, reason=f"{verdict.reason}; {pageable}")
     if survived := summary(stats.faults):
         verdict = replace(verdict, reason=f"{verdict.reason}; {survived}")
     if verdict.kind == "unknown" or not stats.fallbacks:
@@ -137,6 +141,8 @@ def _judge(stats: Figures) -> Verdict:
     loop = own + waited + step
     if stats.epochs > 1 and stats.first_seconds > loop:
         return _starting(stats, loop)
+    if stats.transfers.waited_seconds > max(_WAITS * loop, waited):
+        return Verdict("device", *limiting(stats.transfers, loop))
     if waited > _WAITS * loop:
         # Epochs so short that a worker makes little more than its first batch.
         if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rustloader.metrics.transfers import Transfers
 from rustloader.prefetch.moving import Move
 from rustloader.prefetch.streams import Streams
 
@@ -58,6 +59,22 @@ class Copied:
         self.host: Any = (host, move.read)
         self.begun, self.done = begun, done
         self.loans: list[_Loan] | None = None
+
+
+class _Source:
+    """What a copy reads on the host, until the event after it.
+
+    Attributes:
+        done: The event after the copy.
+        host: What it reads.
+        copied: Of a delivered batch: the event before the copy, the event after all work that the program's stream had
+            at the delivery, and the batch's bytes.
+    """
+
+    __slots__ = ("copied", "done", "host")
+
+    def __init__(self, done: Any, host: Any, copied: tuple[Any, Any, int] | None = None) -> None:
+        self.done, self.host, self.copied = done, host, copied
 
 
 class _Loan:
@@ -104,11 +121,11 @@ class Lane:
         # Whether a call is under way, which a signal handler or the collector may have interrupted.
         self.is_busy = False
         self.delivered = 0
+        self.transfers = Transfers()
         self._pid = os.getpid()
         self._lent: list[_Loan] = []
         self._retired: deque[_Retired] = deque()
-        # What copies read on the host, with the event after each.
-        self._sources: deque[tuple[Any, Any]] = deque()
+        self._sources: deque[_Source] = deque()
         # Batches that iterators left behind while the lane was in use.
         self._dropped: deque[Copied] = deque()
 
@@ -127,7 +144,7 @@ class Lane:
                 batch = move(host)
             except BaseException:
                 # Parts of it may be under way.
-                self._sources.append((streams.record(stream), (host, move.read)))
+                self._sources.append(_Source(streams.record(stream), (host, move.read)))
                 raise
             done = streams.record(stream, timed=True)
         return Copied(move, batch, host, begun, done), move
@@ -136,13 +153,14 @@ class Lane:
         """Lets the calling thread's stream wait for the copy, and watches its memory from now on."""
         streams = self.streams
         stream = streams.current()
+        reached = streams.record(stream, timed=True)
         streams.wait(stream, copied.done)
         if copied.loans is None:
             loans = [_Loan(address, alias, self.delivered, stream) for address, alias in copied.made.items()]
-            sources = copied.done, copied.host
+            source = _Source(copied.done, copied.host, (copied.begun, reached, copied.nbytes))
             # Straight on, so that a signal handler finds all of this done or nothing.
             self._lent += loans
-            self._sources += (sources,)
+            self._sources += (source,)
             copied.loans, copied.made, copied.host = loans, {}, None
             self.delivered += 1
             return
@@ -153,12 +171,12 @@ class Lane:
         """Lets go what the device is done with."""
         streams = self.streams
         self._forget_dropped()
-        while self._sources and streams.is_done(self._sources[0][0]):
-            self._sources.popleft()
+        while self._sources and streams.is_done(self._sources[0].done):
+            self._count(self._sources.popleft())
         if len(self._sources) > 2 * self.depth + 1:
             # The program is far ahead of the device.
-            streams.synchronize(self._sources[0][0])
-            self._sources.popleft()
+            streams.synchronize(self._sources[0].done)
+            self._count(self._sources.popleft())
         self._retire()
         while self._retired and all(map(streams.is_done, self._retired[0].events.values())):
             self._retired.popleft()
@@ -212,14 +230,25 @@ class Lane:
             self._order(retired)
         self._retired.clear()
         while self._sources:
-            streams.synchronize(self._sources[0][0])
-            self._sources.popleft()
+            streams.synchronize(self._sources[0].done)
+            self._count(self._sources.popleft())
+
+    def _count(self, source: _Source) -> None:
+        """Counts a finished copy."""
+        if source.copied is None:
+            return
+        streams = self.streams
+        begun, reached, nbytes = source.copied
+        seconds = streams.seconds(begun, source.done)
+        # If the program's stream is not there yet, it did not wait for this copy.
+        waited = streams.seconds(reached, source.done) if streams.is_done(reached) else 0.0
+        self.transfers.note_copy(nbytes, seconds, min(max(waited, 0.0), seconds))
 
     def _forget_dropped(self) -> None:
         while self._dropped:
             copied = self._dropped[0]
             if copied.host is not None:
-                self._sources.append((copied.done, copied.host))
+                self._sources.append(_Source(copied.done, copied.host))
             # Not delivered: only the copy stream has used its memory.
             self._dropped.popleft()
 
@@ -241,9 +270,20 @@ class Lane:
             self.lock.release()
 
     def __del__(self) -> None:
-        if self.is_usable:
-            with contextlib.suppress(Exception):
+        if not self.is_usable:
+            return
+        with contextlib.suppress(Exception):
+            if not self.streams.is_capturing():
                 self.settle()
+                return
+            # What is recorded during a capture would become a part of the graph. torch's allocator waits for its end.
+            for loan in self._lent:
+                for stream in loan.streams:
+                    self.streams.hand_over(loan.alias, stream)
+            for retired in self._retired:
+                for stream in retired.events:
+                    for alias in retired.aliases:
+                        self.streams.hand_over(alias, stream)
 
 
 def _add(streams: list[Any], stream: Any) -> None:

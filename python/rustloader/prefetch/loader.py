@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import weakref
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 
+from rustloader.metrics import transfers
+from rustloader.metrics.transfers import Transfers
+from rustloader.metrics.wrappers import loader_in
 from rustloader.prefetch.iterator import DeviceIterator, Position
 from rustloader.prefetch.lane import Lane
 from rustloader.prefetch.streams import streams_of
@@ -85,6 +89,9 @@ class DeviceLoader:
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
+        if lane is not None:
+            # `stats` finds them by the loader and by this object.
+            lane.transfers = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +102,8 @@ class DeviceLoader:
         if self._lane is None:
             return iter(self.loader)
         position = Position()
-        iterator = DeviceIterator(self.loader, self._lane, position, _tell_once)
+        tell = functools.partial(_tell_once, self._lane.transfers)
+        iterator = DeviceIterator(self.loader, self._lane, position, tell)
         self._iterators.add(iterator)
         self._position = position
         return iterator
@@ -174,19 +182,12 @@ class DeviceLoader:
 # Pickles and messages name the module that users import from.
 DeviceLoader.__module__ = "rustloader"
 
-_told: dict[int, weakref.ref[Any]] = {}
 
-
-def _tell_once(loader: Any, unpinned: set[type]) -> None:
+def _tell_once(transfers: Transfers, loader: Any, unpinned: set[type]) -> None:
     """Logs once per loader that copies are from pageable memory, and why."""
-    known = _told.get(id(loader))
-    if known is not None and known() is loader:
-        return
-    try:
-        _told[id(loader)] = weakref.ref(loader)
-    except TypeError:  # a list, say
-        pass
-    logger.info("prefetch_to_device: %s", why_pageable(loader, unpinned))
+    why = why_pageable(loader, unpinned)
+    if transfers.note_pageable(why):
+        logger.info("prefetch_to_device: %s", why)
 
 
 def why_pageable(loader: Any, unpinned: set[type]) -> str:

@@ -53,8 +53,11 @@ class Streams:
         event.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time from one event to another; both are timed and done."""
-        return float(begin.elapsed_time(end)) / 1e3
+        """The time from one event to another; both are timed and done. 0 if the device does not measure it."""
+        try:
+            return float(begin.elapsed_time(end)) / 1e3
+        except RuntimeError:
+            return 0.0
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's stream is captured into a graph."""

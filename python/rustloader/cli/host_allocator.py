@@ -1,0 +1,105 @@
+"""What torch's allocator of pinned memory is set to, and what it makes of batches that ``bench`` has measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+_MIB = 1 << 20
+# torch takes the first of them that is set.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# More than this share of a batch is lost to rounding: advice.
+_LOSS = 0.25
+# Before this version of torch, sizes that are not rounded and are kept could be given out for larger ones.
+_SAFE_THRESHOLD = (2, 15)
+
+_MEANINGS = {
+    "pinned_use_cuda_host_register": "new memory is mapped and then registered, not made by cudaHostAlloc",
+    "pinned_use_hip_host_register": "new memory is mapped and then registered, not made by hipHostMalloc",
+    "pinned_num_register_threads": "threads that register one block",
+    "pinned_max_register_threads": "limit of the threads that register one block",
+    "pinned_use_background_threads": "a thread looks for memory that the device is done with",
+    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and given out in parts",
+    "pinned_max_round_threshold_mb": "larger sizes in MiB are not rounded up to a power of two",
+    "pinned_max_cached_size_mb": "larger blocks in MiB are given back to the system, not kept for the next batch",
+}
+
+
+def pinned_settings(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The variable that torch reads, and the settings in it that concern pinned memory."""
+    name = next((name for name in _VARIABLES if name in environ), "")
+    pairs = (entry.partition(":") for entry in environ.get(name, "").replace(" ", "").split(","))
+    return name, {key: value for key, _, value in pairs if key.startswith("pinned_")}
+
+
+def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The settings in words, and advice."""
+    name, settings = pinned_settings(environ)
+    if not settings:
+        return "torch's defaults: sizes are rounded up to a power of two, and all blocks are kept for later batches", ""
+    texts = [f"{key}:{value}{f' ({_MEANINGS[key]})' if key in _MEANINGS else ''}" for key, value in settings.items()]
+    advice = ""
+    if _limit(settings, "pinned_max_round_threshold_mb") < _limit(settings, "pinned_max_cached_size_mb"):
+        advice = _overflow(settings)
+    return f"{name} has {', '.join(texts)}", advice
+
+
+def _overflow(settings: Mapping[str, str]) -> str:
+    if _torch_version() >= _SAFE_THRESHOLD:
+        return ""
+    limit = settings["pinned_max_round_threshold_mb"]
+    return f"this torch may give out too small blocks: set pinned_max_cached_size_mb:{limit} too, or update torch"
+
+
+def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What the batches of a file of ``bench --json`` take of pinned memory, with advice, for each size.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no output of ``bench --json``.
+    """
+    with open(path) as file:
+        try:
+            results = json.load(file)["results"]
+            sizes = sorted({round(point[side]["batch_bytes"]) for point in results for side in ("torch", "rustloader")})
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is not what `rustloader bench --json` prints") from None
+    _, settings = pinned_settings(environ)
+    for nbytes in sizes:
+        if nbytes:
+            yield _batch(nbytes, settings)
+
+
+def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
+    taken = rounded(nbytes, settings)
+    loss = taken / nbytes - 1
+    text = f"{nbytes / _MIB:.4g} MiB as one tensor take {taken / _MIB:.4g} MiB ({loss:.0%} more)"
+    if nbytes > _limit(settings, "pinned_max_cached_size_mb"):
+        return f"{text}, made anew for each batch", "raise pinned_max_cached_size_mb above the size of a batch"
+    if loss <= _LOSS:
+        return text, ""
+    advice = f"a batch size up to {taken / nbytes:.3g} times as large takes no more memory"
+    if _torch_version() >= _SAFE_THRESHOLD:
+        limit = max(1, nbytes // _MIB // 2)
+        advice += f"; PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{limit} leaves this size as it is"
+    return text, advice
+
+
+def rounded(nbytes: int, settings: Mapping[str, str]) -> int:
+    """The bytes that torch's allocator takes for a tensor."""
+    if nbytes > min(_limit(settings, "pinned_max_round_threshold_mb"), _limit(settings, "pinned_max_cached_size_mb")):
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _limit(settings: Mapping[str, str], name: str) -> float:
+    """A setting in bytes; infinite if it is missing or no number."""
+    value = settings.get(name, "")
+    return int(value) * _MIB if value.isdigit() else float("inf")
+
+
+def _torch_version() -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

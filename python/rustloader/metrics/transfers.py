@@ -1,0 +1,120 @@
+"""Counts the copies of batches to a device, and judges whether they limit a loop."""
+
+import contextlib
+import threading
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rustloader.texts import duration, size
+
+
+# No `from __future__ import annotations`: field annotations must be types, not strings.
+@dataclass(frozen=True)
+class TransferStats:
+    """Holds the copies of ``prefetch_to_device`` to the device, of batches that the program got.
+
+    Times are those of the device, measured by events; on a device without streams they are 0.
+
+    Attributes:
+        batches: Number of batches with a finished copy.
+        bytes: Bytes of these on the device.
+        seconds: Time of their copies in seconds.
+        waited_seconds: Part of ``seconds``: the program's stream had done all its work and waited for the copy.
+        pageable: Why batches are copied from pageable memory, with the remedy; empty if they are pinned.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
+        >>> batches = list(rustloader.prefetch_to_device(loader, "cpu"))
+        >>> rustloader.stats(loader).transfers.batches
+        0
+    """
+
+    batches: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    pageable: str = ""
+
+    @property
+    def overlapped_share(self) -> float | None:
+        """Share of ``seconds`` for which the program's stream did not wait; None before the first measured copy."""
+        return 1 - self.waited_seconds / self.seconds if self.seconds else None
+
+
+# Pickles and reprs name the module that programs import from.
+TransferStats.__module__ = "rustloader"
+
+
+class Transfers:
+    """The copies of a loader's batches.
+
+    Attributes:
+        figures: The counts, replaced as a whole: other threads may read them at any time.
+    """
+
+    def __init__(self) -> None:
+        self.figures = TransferStats()
+        # Two prefetchers of a loader may run in two threads. Reentrant: a signal handler may run one.
+        self._lock = threading.RLock()
+
+    def note_copy(self, nbytes: int, seconds: float, waited: float) -> None:
+        """Counts the finished copy of a batch."""
+        with self._lock:
+            now = self.figures
+            self.figures = replace(
+                now,
+                batches=now.batches + 1,
+                bytes=now.bytes + nbytes,
+                seconds=now.seconds + seconds,
+                waited_seconds=now.waited_seconds + waited,
+            )
+
+    def note_pageable(self, why: str) -> bool:
+        """Notes why batches are not pinned. Returns True if that is new."""
+        with self._lock:
+            is_new = self.figures.pageable != why
+            self.figures = replace(self.figures, pageable=why)
+            return is_new
+
+
+# Keyed by the object's id: loaders that compare by value may not be hashable.
+_transfers: dict[int, tuple[weakref.ref[Any], Transfers]] = {}
+
+
+def find(source: Any) -> Transfers | None:
+    """The transfers of a loader, if it has some."""
+    reference, found = _transfers.get(id(source), (None, None))
+    return found if reference is not None and reference() is source else None
+
+
+def of(loader: Any) -> Transfers:
+    """The transfers of a loader, created if there are none."""
+    return find(loader) or keep(loader, Transfers())
+
+
+def keep(loader: Any, transfers: Transfers) -> Transfers:
+    """Keeps transfers while their loader is alive, if that supports weak references."""
+    key = id(loader)
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        # Another object may have the id by now.
+        if _transfers.get(key, (None,))[0] is reference:
+            del _transfers[key]
+
+    with contextlib.suppress(TypeError):  # a list, say
+        _transfers[key] = weakref.ref(loader, forget), transfers
+    return transfers
+
+
+def limiting(transfers: TransferStats, loop: float) -> tuple[str, str]:
+    """The sentence and the reason of the verdict that copies limit a loop of that many seconds."""
+    each, per_second = transfers.seconds / transfers.batches, transfers.bytes / transfers.seconds
+    reason = f"the program's stream waits for copies for {transfers.waited_seconds / loop:.0%} of the loop's time; "
+    reason += f"a batch of {size(round(transfers.bytes / transfers.batches))} takes {duration(each)} to copy, "
+    reason += f"{size(round(per_second))} per second"
+    if transfers.pageable:
+        return f"The copy to the device is the bottleneck: {transfers.pageable}.", reason
+    sentence = "The copy to the device is the bottleneck: send fewer bytes, such as uint8 images that the device "
+    sentence += "converts, or half precision; more workers do not help."
+    return sentence, reason

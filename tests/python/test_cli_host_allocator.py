@@ -1,0 +1,106 @@
+"""`doctor` on pinned memory: the settings of torch's host allocator, and what batches take of it."""
+
+import json
+import os
+
+import pytest
+from support import rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader import cli
+    from rustloader.cli import host_allocator
+
+MIB = 1 << 20
+
+
+def report(tmp_path, *sizes):
+    path = tmp_path / "bench.json"
+    results = [{"torch": {"batch_bytes": float(size)}, "rustloader": {"batch_bytes": float(size)}} for size in sizes]
+    path.write_text(json.dumps({"results": results}))
+    return str(path)
+
+
+def findings(capsys, *arguments):
+    assert cli.main(["doctor", "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    return [it for it in found if it["subject"].startswith("pinned")]
+
+
+def test_without_settings_the_defaults_are_told(monkeypatch, capsys):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    (found,) = findings(capsys)
+    assert found["state"] == "ok" and found["found"].startswith("torch's defaults: sizes are rounded up to a power of")
+
+
+def test_settings_are_named_with_their_variable_and_what_they_do():
+    text = "expandable_segments:True, pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    found, advice = host_allocator.allocator({"PYTORCH_CUDA_ALLOC_CONF": text})
+    assert found.startswith("PYTORCH_CUDA_ALLOC_CONF has pinned_use_cuda_host_register:True (new memory is mapped")
+    assert "pinned_num_register_threads:8 (threads that register" in found and "expandable" not in found
+    assert advice == ""
+    # torch reads one variable, and the general one first.
+    both = {"PYTORCH_ALLOC_CONF": "pinned_unknown:3", "PYTORCH_CUDA_ALLOC_CONF": text}
+    assert host_allocator.allocator(both) == ("PYTORCH_ALLOC_CONF has pinned_unknown:3", "")
+
+
+@pytest.mark.parametrize("version, unsafe", [((2, 14), True), ((2, 15), False)])
+def test_an_unsafe_pair_of_settings_is_told(monkeypatch, version, unsafe):
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: version)
+    _, advice = host_allocator.allocator({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:8"})
+    assert ("set pinned_max_cached_size_mb:8 too" in advice) == unsafe
+    settings = "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8"
+    assert host_allocator.allocator({"PYTORCH_ALLOC_CONF": settings})[1] == ""
+
+
+@pytest.mark.parametrize(
+    "nbytes, settings, expected",
+    [
+        (33 * MIB, "", 64 * MIB),
+        (64 * MIB, "", 64 * MIB),
+        (1, "", 1),
+        (33 * MIB, "pinned_max_round_threshold_mb:32", 33 * MIB),
+        (32 * MIB, "pinned_max_round_threshold_mb:32", 32 * MIB),
+        (20 * MIB, "pinned_max_round_threshold_mb:32", 32 * MIB),
+        (33 * MIB, "pinned_max_cached_size_mb:32", 33 * MIB),
+    ],
+)
+def test_sizes_are_rounded_as_torch_rounds_them(nbytes, settings, expected):
+    _, known = host_allocator.pinned_settings({"PYTORCH_ALLOC_CONF": settings})
+    assert host_allocator.rounded(nbytes, known) == expected
+
+
+def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 15))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    path = report(tmp_path, 36.75 * MIB, 60 * MIB, 0)
+    _, small, large = findings(capsys, "--bench", path)
+    assert small["found"] == "36.75 MiB as one tensor take 64 MiB (74% more)" and small["state"] == "note"
+    assert small["advice"] == (
+        "a batch size up to 1.74 times as large takes no more memory; "
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size as it is"
+    )
+    assert (large["found"], large["state"]) == ("60 MiB as one tensor take 64 MiB (7% more)", "ok")
+    # What it advises is true, and is advised only where it is safe.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:18")
+    assert findings(capsys, "--bench", path)[1]["found"] == "36.75 MiB as one tensor take 36.75 MiB (0% more)"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 14))
+    assert "PYTORCH_ALLOC_CONF" not in findings(capsys, "--bench", path)[1]["advice"]
+
+
+def test_batches_that_are_not_kept_are_told(tmp_path):
+    settings = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
+    ((found, advice),) = host_allocator.batches(report(tmp_path, 20 * MIB), settings)
+    assert found.endswith("(0% more), made anew for each batch") and "raise pinned_max_cached_size_mb" in advice
+
+
+def test_a_file_of_something_else_is_a_note(capsys, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    found = findings(capsys, "--bench", str(other))[-1]
+    assert found["state"] == "note" and "is not what `rustloader bench --json` prints" in found["found"]
+    missing = findings(capsys, "--bench", os.fspath(tmp_path / "none"))[-1]
+    assert missing["state"] == "note" and "FileNotFoundError" in missing["found"]
