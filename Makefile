@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
@@ -134,6 +134,9 @@ audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies 
 test-gpu: build ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests/python -m gpu $(ARGS)
 
+stress-gpu: build ## Delay streams and drop batches on a CUDA device, for 10 minutes (ARGS='--minutes 2')
+	cd tests/python && $(abspath $(BIN))/python -m faults.device_stress $(ARGS)
+
 lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
@@ -194,8 +197,9 @@ compare-peers: build ## Compare with the loaders of torchdata and SPDL too (thos
 compare-ray: build $(RAY)/.made-with ## Compare workers on a Ray cluster with local ones (ARGS='--rows big')
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)
 
-compare-gpu: build ## Compare pinned batches, on a CUDA device
+compare-gpu: build ## Compare pinned batches and their way to the device, on a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)
+	$(BIN)/python benches/to_device.py $(ARGS)
 
 reliability-figures: build ## Measure how fast faults are seen and how long shutdowns take (ARGS='--write docs/reliability.md')
 	$(BIN)/python benches/reliability.py $(ARGS)

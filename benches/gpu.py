@@ -11,6 +11,9 @@ step     milliseconds per batch of a training loop that copies to the device wit
          `step` is near it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
+
+It needs a CUDA device. With --device cpu it runs as a whole where there is none, pins nothing, and its figures mean
+nothing.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from typing import Any
 import compare
 import torch
 import torch.utils.data
+from card import Device, Kernel, memcpy_rate
 from epochs import Failure, difference
 from rows import ROWS, Row, Samples
 
@@ -75,70 +79,34 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
     return max(0.0, 1 - beside / alone) * seconds / batches * 1e6
 
 
-def memcpy_rate(nbytes: int) -> float:
-    """GB/s of one thread from ordinary to pinned memory, in pieces of a batch."""
-    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target.copy_(source)
-    rounds = max(3, (1 << 30) // nbytes)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        target.copy_(source)
-    return rounds * nbytes / (time.perf_counter() - start) / 1e9
-
-
-def device_ms(work: Any, repeat: int = 5) -> float:
-    """Milliseconds on the device of what `work` queues there."""
-    work()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeat):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeat
-
-
-class Kernel:
-    """Work on the device that takes about this many milliseconds."""
-
-    def __init__(self, milliseconds: float):
-        self.matrix = torch.rand(2048, 2048, device="cuda")
-        self.times = 1
-        once = device_ms(self)
-        self.times = max(1, round(milliseconds / once))
-        self.ms = device_ms(self)
-
-    def __call__(self) -> None:
-        for _ in range(self.times):
-            torch.mm(self.matrix, self.matrix)
-
-
-def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
+def step_ms(loader: torch.utils.data.DataLoader, device: Device, kernel: Kernel) -> float:
     """Milliseconds per batch of a loop that copies on one stream and computes on another, one batch behind."""
-    copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
-    torch.cuda.synchronize()
+    if device.is_card:
+        copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
+    device.synchronize()
     count, start = 0, time.perf_counter()
     for batch in loader:
-        with torch.cuda.stream(copying):
-            moved = [tensor.to("cuda", non_blocking=True) for tensor in tensors(batch)]
-        computing.wait_stream(copying)
-        for tensor in moved:
-            tensor.record_stream(computing)
+        if device.is_card:
+            with torch.cuda.stream(copying):
+                moved = [tensor.to(device.kind, non_blocking=True) for tensor in tensors(batch)]
+            computing.wait_stream(copying)
+            for tensor in moved:
+                tensor.record_stream(computing)
         kernel()
         count += 1
-    torch.cuda.synchronize()
+    device.synchronize()
     return (time.perf_counter() - start) / count * 1e3
 
 
 # --- a row ----------------------------------------------------------------------------------------------------------
 
 
-def measure(row: Row, options: argparse.Namespace) -> None:
+def measure(row: Row, options: argparse.Namespace, device: Device) -> None:
     batches = max(8, row.batches // (10 if options.quick else 1))
     dataset = Samples(row.samples(), batches * (row.batch_size or 1), row.fresh)
     common = {"batch_size": row.batch_size, "collate_fn": row.collate, "num_workers": options.workers}
     loaders = {
-        name: cls(dataset, pin_memory=True, persistent_workers=True, **common)
+        name: cls(dataset, pin_memory=device.is_card, persistent_workers=True, **common)
         for name, cls in (("torch", torch.utils.data.DataLoader), ("rustloader", rustloader.DataLoader))
     }
     last = {name: epoch(loader)[2] for name, loader in loaders.items()}
@@ -146,12 +114,12 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     if found:
         raise Failure(f"the last batch differs between torch and rustloader: {found}")
     example = tensors(last["rustloader"])
-    if not all(tensor.is_pinned() for tensor in example if tensor.numel()):
+    if device.is_card and not all(tensor.is_pinned() for tensor in example if tensor.numel()):
         raise Failure("a tensor is not pinned")
     nbytes = sum(tensor.nbytes for tensor in example)
-    copy_ms = device_ms(lambda: [tensor.to("cuda", non_blocking=True) for tensor in example])
-    kernel = Kernel(max(copy_ms, 0.2))
-    limit = memcpy_rate(max(nbytes, 1 << 20))
+    copy_ms = device.ms(lambda: [tensor.to(device.kind, non_blocking=True) for tensor in example])
+    kernel = Kernel(device, max(copy_ms, 0.2))
+    limit = memcpy_rate(device, max(nbytes, 1 << 20), 1 << (24 if options.quick else 30))
     results: dict[str, dict[str, list[float]]] = {name: {"s": [], "gil": [], "step": []} for name in loaders}
     for number in range(options.rounds):
         names = list(loaders) if number % 2 == 0 else list(loaders)[::-1]
@@ -159,13 +127,13 @@ def measure(row: Row, options: argparse.Namespace) -> None:
             delivered = rustloader.engine_batches()
             results[name]["s"].append(epoch(loaders[name])[0] / batches)
             results[name]["gil"].append(gil_us(loaders[name]))
-            results[name]["step"].append(step_ms(loaders[name], kernel))
+            results[name]["step"].append(step_ms(loaders[name], device, kernel))
             delivered = rustloader.engine_batches() - delivered
             if delivered != (3 * batches if name == "rustloader" else 0):
                 raise Failure(f"{name}: {delivered} batches came from the Rust engine")
     if options.trace:
         with torch.profiler.profile() as profile:
-            step_ms(loaders["rustloader"], kernel)
+            step_ms(loaders["rustloader"], device, kernel)
         profile.export_chrome_trace(f"{options.trace}.{row.name}.json")
     for name, lists in results.items():
         seconds, gil, step = (statistics.median(values) for values in lists.values())
@@ -188,14 +156,16 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="worker processes a loader (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
     parser.add_argument("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: this comparison is for a machine that has one", file=sys.stderr)
         return 2
+    device = Device(options.device)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     torch.set_num_threads(1)
     about = compare.machine()
-    print(f"{torch.cuda.get_device_name()}; {about['cpu']}, {about['cores']} cores; ", end="")
+    print(f"{device.name}; {about['cpu']}, {about['cores']} cores; ", end="")
     print(f"Python {about['python']}, torch {about['torch']}; {options.workers} workers, ", end="")
     print(f"medians of {options.rounds} rounds{', quick' * options.quick}\n")
     print(f"{'row':<16}{'':<12}{'batches/s':>11}{'GB/s':>8}{'memcpy':>8} |{'GIL us':>10} |", end="")
@@ -204,7 +174,7 @@ def main() -> int:
     for row in rows:
         if row.name in options.rows.split(","):
             try:
-                measure(row, options)
+                measure(row, options, device)
             except Failure as failure:
                 failed = True
                 print(f"{row.name:<16}FAILED: {failure}", flush=True)
