@@ -445,3 +445,22 @@ def test_signals_at_random_moments_lose_no_batch():
             assert [x.item() for x in got] == list(range(1500)), len(got)
     """)
     assert (status, err) == (0, ""), err
+
+
+def test_a_loop_that_is_left_during_a_capture_records_nothing(device):
+    iterator, got = iter(prefetch(tensors(4, 5), depth=1)), []
+    first, batch = next(iterator), next(iterator)
+    device.read(first, got.append)
+    device.read(batch, got.append)
+    del first
+    device.capturing = True
+    copying = device.streams[1]
+    queued = copying.queued
+    del iterator
+    assert copying.queued == queued
+    # torch's allocator waits for what may still read them.
+    assert device.handed_over == 2
+    device.capturing = False
+    device.run_all()
+    del batch
+    assert got == [[5] * 4, [6] * 4] and device.faults == [] and device.live == 0
