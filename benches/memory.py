@@ -3,8 +3,8 @@
 Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
 shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
 cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
-the batches that it may prefetch. With --left: what two epochs leave behind after 12 s, and two more when their loader
-is gone.
+the batches that it may prefetch. Last comes what two epochs leave behind after 12 s, and two more when their loader
+is gone; with --left that alone.
 """
 
 import argparse
@@ -224,7 +224,7 @@ def main() -> int:
         metavar="SECONDS",
         help="that the loop keeps each batch (default: %(default)s)",
     )
-    parser.add_argument("--left", action="store_true", help="measure what is left behind, not the peak")
+    parser.add_argument("--left", action="store_true", help="measure only what is left behind")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args()
@@ -236,7 +236,10 @@ def main() -> int:
         print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
         return 2
     cases = [case for case in CASES if options.only is None or options.only in case.name]
-    results = (table_of_left if options.left else table)(options, cases)
+    results = [] if options.left else table(options, cases)
+    if not options.left:
+        print()
+    results += table_of_left(options, cases)
     if options.save:
         options.save.write_text(json.dumps(results, indent=1) + "\n")
     return 0
