@@ -507,10 +507,9 @@ class Port:
 
         Arrays in the region are not copied if they die with the batch. To find out, this empties the list."""
 
-    def send_pickle(self, task: int, batch: list[Any], pickle: bytes, objects: list[Any], tied: bool) -> bool:
+    def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
         """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are
-        not plain. ``tied``: unpickling needs this process alive. Otherwise it may empty both lists, as `send`.
-        MemoryError: no room."""
+        not plain. ``tied``: unpickling needs this process alive. MemoryError: no room."""
 
     def use_numpy_arena(self) -> bool:
         """Lets NumPy make large arrays in this worker's region, in this thread. Returns False, and changes nothing,

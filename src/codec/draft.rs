@@ -23,12 +23,14 @@ pub struct PendingCopy<O> {
     pub place: Placeholder,
     first: *const u8,
     plan: Plan,
+    /// See [`Sink::adopt`].
+    is_sole: bool,
 }
 
 impl<O> PendingCopy<O> {
     /// Copies `len` bytes from `first` on, which `owner` keeps alive.
     pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize) -> Self {
-        Self { _owner: owner, place, first, plan: Plan::bytes(len) }
+        Self { _owner: owner, place, first, plan: Plan::bytes(len), is_sole: false }
     }
 
     /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
@@ -38,8 +40,9 @@ impl<O> PendingCopy<O> {
         sink: &mut S,
         copy: impl FnOnce(&Plan, *const u8, *mut u8),
     ) -> Result<(), Error> {
-        let Self { place, first, plan, .. } = self;
-        let (leaf, offset) = match plan.gather.is_none().then(|| sink.adopt(*first, plan.bytes)).flatten() {
+        let Self { place, first, plan, is_sole, .. } = self;
+        let adopt = || sink.adopt(*first, plan.bytes, *is_sole);
+        let (leaf, offset) = match plan.gather.is_none().then(adopt).flatten() {
             Some(adopted) => adopted,
             None => {
                 let (leaf, target) = sink.reserve(plan.bytes)?;
@@ -113,7 +116,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. `storage_offset` returns the offset of a tensor without elements, in elements.
+    /// Writes a tensor or an array. `is_sole`: see [`Sink::adopt`]. `storage_offset` returns the offset of a tensor without
+    /// elements, in elements.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.
@@ -122,6 +126,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         &mut self,
         value: &O,
         view: &LeafView,
+        is_sole: bool,
         storage_offset: impl FnOnce() -> Plain<Option<u64>>,
     ) -> Plain {
         let &LeafView { kind, dtype, ref shape, ref byte_strides, first } = view;
@@ -145,7 +150,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             unsafe { self.out.inline(kind, dtype, shape, &plan, first) };
         } else {
             let place = self.out.outside(kind, dtype, shape, &plan);
-            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan });
+            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, is_sole });
         }
         if plan.span > 0 {
             let start = first.wrapping_offset(plan.low) as usize;

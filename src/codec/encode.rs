@@ -9,9 +9,10 @@ use super::Sink;
 use super::aliases::{Tensors, resolve};
 use super::draft::{Draft, NotPlain, PendingCopy, Plain};
 use super::seen::Object;
-use crate::config::{DETACH_FROM, INLINE_LIMIT};
+use crate::config::{ARRAY_MIN, DETACH_FROM, INLINE_LIMIT};
 use crate::interop::tensor::Bridge;
 use crate::interop::view::{LeafView, TensorView};
+use crate::tree::layout::numel;
 use crate::tree::{Group, Kind, Writer};
 
 impl Object for Bound<'_, PyAny> {
@@ -43,6 +44,8 @@ struct Encoder<'a, 'py> {
     /// None: tensors and arrays are not plain.
     bridge: Option<&'a Bridge>,
     draft: Draft<'a, Bound<'py, PyAny>>,
+    /// The containers around the current value have one reference each: they go with the batch.
+    is_sole: bool,
 }
 
 /// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out` is
@@ -92,7 +95,7 @@ fn plain<'py>(
     out: &mut Vec<u8>,
 ) -> Plain<Vec<PendingCopy<Bound<'py, PyAny>>>> {
     let from = out.len();
-    let mut encoder = Encoder { bridge, draft: Draft::new(out) };
+    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole: bridge.is_some() };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.tangled() {
@@ -117,6 +120,13 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     let offset = value.call_method0(intern!(value.py(), "storage_offset"));
     let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
     Ok((offset > 0).then_some(offset))
+}
+
+/// Whether an object has only two references: that of its container, or of the list that holds a batch, and `value`.
+#[inline]
+fn is_sole(value: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: a live object; the GIL is held.
+    unsafe { ffi::Py_REFCNT(value.as_ptr()) == 2 }
 }
 
 #[inline]
@@ -186,7 +196,10 @@ impl<'py> Encoder<'_, 'py> {
         if has_identity && !self.draft.enter(value, depth)? {
             return Ok(());
         }
+        let outside = self.is_sole;
+        self.is_sole &= is_sole(value);
         self.items(group, len, get, depth)?;
+        self.is_sole = outside;
         if has_identity {
             self.draft.leave();
         }
@@ -232,6 +245,8 @@ impl<'py> Encoder<'_, 'py> {
         // SAFETY: an exact dict (the caller checked its type); the GIL is held.
         let len = unsafe { ffi::PyDict_Size(value.as_ptr()) };
         let len = usize::try_from(len).map_err(|_| NotPlain)?;
+        let outside = self.is_sole;
+        self.is_sole &= is_sole(value);
         self.draft.out.open(Group::Dict, len);
         let (mut position, mut found) = (0, 0);
         loop {
@@ -251,6 +266,7 @@ impl<'py> Encoder<'_, 'py> {
             self.value(&key, depth + 1)?;
             self.value(&item, depth + 1)?;
         }
+        self.is_sole = outside;
         self.draft.leave();
         if found == len { Ok(()) } else { Err(NotPlain) }
     }
@@ -264,12 +280,18 @@ impl<'py> Encoder<'_, 'py> {
         }
         let view = LeafView { kind: Kind::Tensor, dtype, shape, byte_strides, first };
         // SAFETY: torch has just described this view; the batch keeps the tensor alive.
-        unsafe { self.draft.leaf(value, &view, || storage_offset(value)) }
+        unsafe { self.draft.leaf(value, &view, false, || storage_offset(value)) }
     }
 
     fn array(&mut self, value: &Bound<'py, PyAny>) -> Plain {
-        let view = self.bridge.and_then(|bridge| bridge.array_view(value)).ok_or(NotPlain)?;
+        let bridge = self.bridge.ok_or(NotPlain)?;
+        let view = bridge.array_view(value).ok_or(NotPlain)?;
+        let bytes = numel(&view.shape).and_then(|count| count.checked_mul(view.dtype.itemsize() as i64));
+        let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
+        let is_sole = self.is_sole && is_large && is_sole(value);
+        // An error is none of the batch's: the array is copied.
+        let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
-        unsafe { self.draft.leaf(value, &view, || Ok(None)) }
+        unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
 }

@@ -79,14 +79,14 @@ impl Sink for Outgoing<'_> {
         Ok((self.leaves.len() as u32 - 1, memory))
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
+    fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)> {
         let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
         if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
             return None;
         }
         let keep = match self.port.has_array(block) {
             false => Keep::Yes,
-            true if self.takes_arrays && self.port.note_array(block) => Keep::Unknown { offset },
+            true if is_sole && self.takes_arrays && self.port.note_array(block) => Keep::Unknown { offset },
             true => return None,
         };
         self.leaves.push((Leaf { block, len: offset + len as u64 }, keep));
@@ -138,9 +138,9 @@ mod tests {
         let array = port.allocate_array(LEN, true).unwrap().as_ptr();
         let (tensor, memory) = port.allocate(LEN as u64).unwrap();
         let mut outgoing = Outgoing::new(&port, true);
-        assert_eq!(outgoing.adopt(memory, LEN), Some((0, 0)));
+        assert_eq!(outgoing.adopt(memory, LEN, false), Some((0, 0)));
         assert!(!outgoing.begin_settling(), "there is no array in it");
-        assert_eq!(outgoing.adopt(array, LEN), Some((1, 0)));
+        assert_eq!(outgoing.adopt(array, LEN, true), Some((1, 0)));
         assert!(outgoing.begin_settling());
         // The batch is dropped, and the worker keeps the array.
         port.release(tensor);
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
         assert_eq!(port.array_len(array), LEN);
         let mut again = Outgoing::new(&port, true);
-        assert_eq!(again.adopt(array, LEN), Some((0, 0)));
+        assert_eq!(again.adopt(array, LEN, true), Some((0, 0)));
         assert!(again.begin_settling());
         port.free_array(array);
         again.settle(|_, _, _| panic!("it was freed")).unwrap();

@@ -54,7 +54,8 @@ pub trait Sink {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
     /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least `INLINE_LIMIT` bytes.
-    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)>;
+    /// `is_sole`: nothing but the batch has the array that they belong to, and nothing will change them when the batch is dropped.
+    fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)>;
 }
 
 /// The decoder's source of leaves.

@@ -25,7 +25,7 @@ impl Sink for HeapLeaves {
         Ok((self.leaves.len() as u32 - 1, memory))
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize) -> Option<(u32, u64)> {
+    fn adopt(&mut self, ptr: *const u8, len: usize, _: bool) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
         // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved behind the offset.

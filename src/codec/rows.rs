@@ -32,7 +32,7 @@ impl Sink for Leaves {
         Ok((self.0.len() as u32 - 1, memory))
     }
 
-    fn adopt(&mut self, _ptr: *const u8, _len: usize) -> Option<(u32, u64)> {
+    fn adopt(&mut self, _ptr: *const u8, _len: usize, _is_sole: bool) -> Option<(u32, u64)> {
         None
     }
 }

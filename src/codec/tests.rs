@@ -87,7 +87,7 @@ impl Sink for HeapLeaves {
         Ok((leaf as u32, self.0[leaf].as_mut_ptr()))
     }
 
-    fn adopt(&mut self, _: *const u8, len: usize) -> Option<(u32, u64)> {
+    fn adopt(&mut self, _: *const u8, len: usize, _: bool) -> Option<(u32, u64)> {
         assert!(len >= INLINE_LIMIT);
         None
     }
@@ -106,7 +106,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
         let (shape, byte_strides) = (Dims::new(shape).unwrap(), Dims::new(&byte_strides).unwrap());
         let view = LeafView { kind: *kind, dtype: *dtype, shape, byte_strides, first: tensor.first() };
         // SAFETY: the strategy makes views inside of the memory.
-        unsafe { draft.leaf(tensor, &view, || Ok(None)) }?;
+        unsafe { draft.leaf(tensor, &view, false, || Ok(None)) }?;
     }
     let (seen, mut copies) = draft.finish();
     if let Some(extents) = seen.tangled() {

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyList};
 use super::engine::PyEngine;
 use super::{code, remote};
 use crate::codec::{self, Outgoing};
-use crate::config::{DETACH_FROM, INLINE_LIMIT};
+use crate::config::INLINE_LIMIT;
 use crate::copy::copy;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
@@ -68,29 +68,26 @@ impl PyPort {
         Ok(outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))?)
     }
 
-    /// Sends a plain tree; returns false, and sends nothing, for anything else. The lists `holders` have the only references to
-    /// its arrays, if the worker keeps none; they may be emptied. Without them arrays are copied.
+    /// Sends a plain tree; returns false, and sends nothing, for anything else. The list `holder` has the only reference to
+    /// `value`, if the worker keeps none, and may be emptied. Without it arrays are copied.
     fn encode(
         &self,
         task: u64,
         kind: ResultKind,
         value: Bound<'_, PyAny>,
-        holders: &[&Bound<'_, PyList>],
+        holder: Option<&Bound<'_, PyList>>,
     ) -> PyResult<bool> {
         let py = value.py();
         let mut payload = self.payload();
-        let mut outgoing = Outgoing::new(&self.port, !holders.is_empty());
+        let mut outgoing = Outgoing::new(&self.port, holder.is_some());
         let plain = codec::encode(Bridge::get(py)?, &value, &mut payload, &mut outgoing)?;
         if plain {
             if outgoing.begin_settling() {
                 drop(value);
-                holders.iter().try_for_each(|list| list.del_slice(0, list.len()))?;
-                outgoing.settle(|from, to, len| {
-                    let (from, to) = (from as usize, to as usize);
-                    // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
-                    let copy = || unsafe { copy(from as *const u8, to as *mut u8, len, true) };
-                    if len >= DETACH_FROM { py.detach(copy) } else { copy() }
-                })?;
+                holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
+                // With the GIL: what has another reference to the array may take the end of this one for leave to write.
+                // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
+                outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
             self.publish(outgoing, task, kind, &payload)?;
         }
@@ -250,23 +247,20 @@ impl PyPort {
 
     fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {
         self.stopwatch.end_fetch(&self.port, WorkerState::Pack);
-        Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, batch.get_item(0)?, &[&batch])?)
+        Ok(leaves_are_ours && self.encode(task, ResultKind::Plain, batch.get_item(0)?, Some(&batch))?)
     }
 
     fn send_pickle(
         &self,
         task: u64,
-        batch: Bound<'_, PyList>,
         pickle: Bound<'_, PyBytes>,
         objects: Bound<'_, PyList>,
         tied: bool,
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
-        let sum = codec::pickle_sum(&pickle);
-        let message = (pickle, &objects, sum).into_pyobject(batch.py())?.into_any();
-        // The objects of a tied batch live until it is sent.
-        let holders: &[_] = if tied { &[] } else { &[&batch, &objects] };
-        self.encode(task, kind, message, holders)
+        let (py, sum) = (pickle.py(), codec::pickle_sum(&pickle));
+        // Any code may run when the batch is dropped, so it stays until it is sent.
+        self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.into_any(), None)
     }
 
     fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {

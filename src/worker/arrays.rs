@@ -1,9 +1,13 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
-//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof is that the
-//! array's memory has been freed: every view, buffer and tensor over it keeps it alive. So the packer notes the block
-//! ([`Port::note_array`]), the worker drops the batch, and then [`Port::take_freed`] says whether the memory was freed in
-//! between. If it was, the block passes to the consumer; if not, its bytes are copied.
+//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two parts.
+//! While the batch is there, the encoder looks at what leads to the array's memory: the containers around it, the array and the
+//! arrays that it is a view of must have one reference each, and no weak ones. So no finalizer that runs when the batch is
+//! dropped can reach the memory. Everything else is copied at once.
+//!
+//! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says whether the
+//! memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block passes to the
+//! consumer; if not, its bytes are copied.
 //!
 //! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces those of live
 //! arrays by private copies before any other code runs there, and the forking thread waits for that.

@@ -330,15 +330,15 @@ class _Worker:
         kind = type(batch[0])
         try:
             if not self.port.send(task, batch, serialize.leaves_are_ours()):
-                self.send_pickle(task, batch)
+                self.send_pickle(task, batch[0])
         except Exception:
             where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {name_of(kind)}"
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
-    def send_pickle(self, task: int, batch: list[Any]) -> None:
-        if not self.port.send_pickle(task, batch, *self.portable(*serialize.dumps(batch[0]))):
+    def send_pickle(self, task: int, batch: Any) -> None:
+        if not self.port.send_pickle(task, *self.portable(*serialize.dumps(batch))):
             # Tensors share memory at offsets that views cannot express.
-            if not self.port.send_pickle(task, batch, *self.portable(*serialize.dumps(batch[0], views=False))):
+            if not self.port.send_pickle(task, *self.portable(*serialize.dumps(batch, views=False))):
                 raise RuntimeError("a batch whose storages cannot be sent")
 
     def portable(self, pickled: bytes, objects: list[Any], tied: bool) -> tuple[bytes, list[Any], bool]:

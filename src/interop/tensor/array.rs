@@ -18,6 +18,7 @@ use crate::tree::layout::{Dims, is_contiguous};
 /// NumPy's objects that the crate uses.
 pub struct Numpy {
     ndarray: Py<PyAny>,
+    weakrefs: Py<PyAny>,
     /// (NumPy's dtype, ours) for all built-in dtypes, including aliases (`longlong`).
     known: Vec<(Py<PyAny>, Dtype)>,
     /// The dtypes of delivered arrays, by our dtypes' codes.
@@ -44,7 +45,8 @@ impl Numpy {
                 }
             }
         }
-        Ok(Self { ndarray: numpy.getattr("ndarray")?.unbind(), known, delivered })
+        let weakrefs = py.import("weakref")?.getattr("getweakrefcount")?.unbind();
+        Ok(Self { ndarray: numpy.getattr("ndarray")?.unbind(), weakrefs, known, delivered })
     }
 
     #[inline]
@@ -91,6 +93,28 @@ impl Bridge {
         }
         let (shape, byte_strides) = (dims(view.shape)?, dims(view.strides)?);
         Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
+    }
+
+    /// Whether an array alone has its memory: the arrays that it is a view of have no other reference, and there are no weak
+    /// ones, whose callbacks could write to the memory when the array goes.
+    pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = array.py();
+        let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };
+        let mut array = array.clone();
+        loop {
+            if !numpy.is_array(&array) || !numpy.weakrefs.bind(py).call1((&array,))?.eq(0)? {
+                return Ok(false);
+            }
+            let base = array.getattr(intern!(py, "base"))?;
+            if base.is_none() {
+                return Ok(true);
+            }
+            // SAFETY: a live object; the GIL is held. The references are those of the view and of `base`.
+            if unsafe { ffi::Py_REFCNT(base.as_ptr()) } != 2 {
+                return Ok(false);
+            }
+            array = base;
+        }
     }
 
     fn numpy(&self, dtype: Dtype) -> PyResult<(&Numpy, &Py<PyAny>)> {
