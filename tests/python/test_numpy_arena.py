@@ -303,7 +303,7 @@ def leaves(value):
             yield value.array
         case dict():
             yield from value.values()
-        case list():
+        case list() | tuple():
             yield from value
         case _:
             yield value
@@ -426,18 +426,18 @@ def with_callback(array):
     return view
 
 
-class KeepsTuple:
-    """The tuple of a batch is kept. A finalizer of another object in the batch writes to its array."""
+class Keeps:
+    """A container of a batch is kept. A finalizer of another object in the batch writes to its array."""
 
-    def __init__(self):
-        self.kept = []
+    def __init__(self, contain):
+        self.contain, self.kept = contain, []
 
     def __call__(self, index):
-        pair = (fresh(index), torch.zeros(2))
-        self.kept.append(pair)
-        beside = torch.zeros(3)
-        weakref.finalize(beside, lambda: pair[0].fill(255))
-        return [pair, beside]
+        array = fresh(index)
+        container, beside = self.contain(array), torch.zeros(3)
+        self.kept.append(container)
+        weakref.finalize(beside, lambda: next(leaves(container)).fill(255))
+        return [container, beside]
 
 
 FINALIZED = {
@@ -461,9 +461,12 @@ def test_what_a_finalizer_writes_reaches_no_batch(name):
     assert [int(first_of(batch).max()) for batch in batches] == [*range(20)]
 
 
-def test_what_a_finalizer_writes_to_a_kept_tuple_reaches_no_batch():
-    batches, _ = batches_of(Made(KeepsTuple(), 20), prefetch_factor=4)
-    assert [int(pair[0].max()) for pair, _ in batches] == [*range(20)]
+@pytest.mark.parametrize(
+    "contain", [lambda a: [a], lambda a: (a, 1), lambda a: {"a": a}], ids=["list", "tuple", "dict"]
+)
+def test_what_a_finalizer_writes_to_a_kept_container_reaches_no_batch(contain):
+    batches, _ = batches_of(Made(Keeps(contain), 20), prefetch_factor=4)
+    assert [int(first_of(container).max()) for container, _ in batches] == [*range(20)]
 
 
 def test_buffers_that_go_back_to_a_pool_arrive_as_they_were_sent():
