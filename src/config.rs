@@ -64,6 +64,11 @@ pub const SMALL_MESSAGE: u64 = SLAB;
 pub const TRIM_WINDOW: u32 = 64;
 /// Windows after which idle blocks lose their pages: a single one may be unusual.
 pub const TRIM_PATIENCE: u8 = 2;
+/// Bytes from which a block is large: its pages cost more than a wake-up.
+pub const LARGE: u64 = MIB;
+/// How long a worker waits for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a fraction of what
+/// fresh pages cost.
+pub const RETURN_WAIT: Duration = Duration::from_micros(200);
 /// Size classes by which a warm block may exceed the requested size (up to 75 % larger).
 pub const REUSE_CLASSES: usize = 3;
 /// With varying sizes, idle pages may exceed the recent peak by the peak divided by this.
@@ -143,6 +148,9 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 /// The longest single sleep of an idle worker; then it trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
+/// How long a worker is idle before it returns all idle pages if it is ahead of the loop: several times what fresh pages of a
+/// large batch cost.
+pub const AHEAD: Duration = Duration::from_millis(20);
 /// Bytes held by a worker's objects from which it calls Python's garbage collector, which does not see their size.
 pub const COLLECT_FROM: u64 = 32 * MIB;
 /// The same threshold in batches of the largest size so far; the higher of both applies.

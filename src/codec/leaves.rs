@@ -74,6 +74,7 @@ impl<'a> Outgoing<'a> {
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         // Sleeps with the GIL: the batch must not change while it is encoded.
+        self.port.await_return(len as u64, std::thread::sleep)?;
         let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
         Ok((self.leaves.len() as u32 - 1, memory))

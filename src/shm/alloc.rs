@@ -7,18 +7,18 @@
 //! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
 //! [`TRIM_PATIENCE`] windows of [`TRIM_WINDOW`] allocations punches the surplus. With varying sizes, idle pages beyond
 //! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly larger
-//! class is reused first. An idle worker keeps only what the batches under way need.
+//! class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead of the loop.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::arena::Arena;
-use super::block::{self, Left, WORKER};
+use super::block::{self, CONSUMER, DELIVERED, Left, WORKER};
 use super::forks;
 use super::layout::PAGE;
 use crate::config::{
-    HEADROOM_CHECK, HEADROOM_MARGIN, IDLE_SHARE, RESERVATION_WAIT, REUSE_CLASSES, SLAB, TRIM_PATIENCE,
+    HEADROOM_CHECK, HEADROOM_MARGIN, IDLE_SHARE, LARGE, RESERVATION_WAIT, REUSE_CLASSES, SLAB, TRIM_PATIENCE,
     TRIM_WINDOW,
 };
 use crate::error::{Error, Result};
@@ -454,6 +454,35 @@ impl Allocator {
         Ok(())
     }
 
+    /// Whether a message of this region waits for the loop: the main process opens it when it delivers the batch.
+    pub fn is_ahead(&self) -> bool {
+        self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
+    }
+
+    /// Whether a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
+    pub fn awaits(&mut self, len: u64) -> Result<bool> {
+        if len < LARGE {
+            return Ok(false);
+        }
+        self.collect()?;
+        let class = class_of(len.div_ceil(PAGE)).min(CLASSES - 1);
+        let largest = class_pages((class + REUSE_CLASSES).min(CLASSES - 1)) * PAGE;
+        let list = &self.free[self.warm_class(class)];
+        if list.blocks.len() > list.cold {
+            return Ok(false);
+        }
+        let table = &self.arena.table(self.region)[..self.mapped.len()];
+        Ok(table.iter().any(|entry| {
+            entry.state.load(Ordering::Relaxed) == CONSUMER | DELIVERED
+                && (len..=largest).contains(&entry.warm.load(Ordering::Relaxed))
+        }))
+    }
+
+    fn states(&self) -> impl Iterator<Item = u32> {
+        let table = &self.arena.table(self.region)[..self.mapped.len()];
+        table.iter().map(|entry| entry.state.load(Ordering::Relaxed))
+    }
+
     /// Punches idle blocks until the region holds at most `budget` bytes of pages. For an idle worker.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();
@@ -475,7 +504,6 @@ impl Allocator {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shm::block::CONSUMER;
 
     fn allocator() -> Allocator {
         Allocator::new(Arena::create_sized(1 << 30, 1, 8).unwrap(), 0)
@@ -512,6 +540,30 @@ mod tests {
         assert_ne!(a.allocate(20_000, CONSUMER).unwrap(), id);
         a.arena.clone().release(0, id, CONSUMER);
         assert_eq!(a.allocate(20_000, WORKER).unwrap(), id);
+    }
+
+    #[test]
+    fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
+        const LEN: u64 = 8 << 20;
+        let mut a = allocator();
+        assert!(!a.awaits(LEN).unwrap(), "nothing is held");
+        let id = a.allocate(LEN, CONSUMER).unwrap();
+        assert!(a.is_ahead());
+        assert!(!a.awaits(LEN).unwrap(), "the loop has not had it yet");
+        a.arena.clone().delivered(0, id).unwrap();
+        assert!(!a.is_ahead());
+        assert!(a.awaits(LEN).unwrap() && a.awaits(LEN * 3 / 4).unwrap());
+        for other in [LARGE - 1, LEN / 2, LEN + PAGE] {
+            assert!(!a.awaits(other).unwrap(), "{other} bytes would not be taken from it");
+        }
+        let idle = a.allocate(LEN, WORKER).unwrap();
+        a.release(idle);
+        assert!(!a.awaits(LEN).unwrap(), "a warm block is idle");
+        a.trim(0).unwrap();
+        assert!(a.awaits(LEN).unwrap());
+        a.arena.clone().release_delivered(0, id);
+        assert!(!a.awaits(LEN).unwrap(), "it has come back");
+        assert_eq!(a.allocate(LEN, WORKER).unwrap(), id);
     }
 
     #[test]

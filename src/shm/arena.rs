@@ -4,15 +4,16 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::time::Duration;
 
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{
     BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead,
-    RingControl, RingSlot, Sleeper, VERSION,
+    RingControl, RingSlot, Sleeper, VERSION, WorkerState,
 };
 use super::queue::QueueMemory;
 use super::ring::{Consumer, Entry, RingMemory};
-use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL};
+use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL, LARGE};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
@@ -388,7 +389,29 @@ impl Arena {
             return;
         }
         let head = &self.region_head(region).returned;
+        let is_large = entry.warm.load(Ordering::Relaxed) >= LARGE;
         block::give_back(&self.parking, head, entry, id, || self.punch_block(region, entry));
+        if is_large {
+            self.tell_idle(region);
+        }
+    }
+
+    /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the pages. Workers
+    /// that share a queue share a bell, too, and look by themselves.
+    fn tell_idle(&self, region: u32) {
+        if region >= self.geometry.workers || self.queue_control().is_some() {
+            return;
+        }
+        let ControlPage { status, sleeper, .. } = self.control(region);
+        let since = Duration::from_nanos(status.since_ns.load(Ordering::Relaxed));
+        let is_idle = status.state.load(Ordering::Relaxed) == WorkerState::Idle as u32;
+        if is_idle
+            && sys::clock::monotonic().saturating_sub(since) >= status.long_idle()
+            && sleeper.0.must_ring()
+        {
+            // It looks by itself later.
+            let _ = sys::futex::wake(&sleeper.0.bell, 1);
+        }
     }
 
     /// Punches all pages of a block that will not be used soon. On an error they stay.

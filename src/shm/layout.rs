@@ -7,10 +7,11 @@
 //! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
 //! All shared words are atomics: reading what a broken worker wrote is defined, and its users check the meaning.
 
-use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
+use crate::config::{AHEAD, BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
 use crate::numbered::numbered_enum;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
@@ -251,6 +252,13 @@ pub struct StatusPage {
 }
 
 impl StatusPage {
+    /// How long an idle worker waits usually: as long as its last batch took, or [`AHEAD`] if that is longer. On a busy machine both
+    /// become longer.
+    pub fn long_idle(&self) -> Duration {
+        let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
+        AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
+    }
+
     /// The number of the state.
     pub fn state(&self) -> u32 {
         self.state.load(Ordering::Relaxed)

@@ -69,7 +69,8 @@ impl WorkerLease {
         len: usize,
         pause: impl Fn(Duration),
     ) -> Result<Option<Self>> {
-        let (block, ptr) = match settle(|| port.allocate(len as u64), pause) {
+        let found = port.await_return(len as u64, &pause);
+        let (block, ptr) = match found.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use super::arrays::Arrays;
 use super::stack::StackOffer;
-use crate::config::{IDLE_SLICE, POOL_IDLE, RECENT_BATCHES, SMALL_MESSAGE, YIELD_FOR};
+use crate::config::{
+    AHEAD, IDLE_SLICE, LARGE, POOL_IDLE, RECENT_BATCHES, RETURN_WAIT, SMALL_MESSAGE, YIELD_FOR,
+};
 use crate::error::{Error, Result};
 use crate::shm::alloc::{Allocator, settle};
 use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
@@ -243,28 +245,62 @@ impl Port {
         let ticket = sleeper.announce();
         let found = self.poll();
         if matches!(found, Ok(None)) && !self.stopping() {
-            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(IDLE_SLICE));
+            let slice = self.idle().clamp(AHEAD, IDLE_SLICE);
+            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(slice));
             sleeper.awake();
-            match woken {
-                Ok(sys::futex::Wake::TimedOut) => {
-                    self.trim()?;
-                }
-                Ok(_) => {}
-                // A sandbox refuses futexes: poll instead.
-                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            // A sandbox refuses futexes: poll instead.
+            if woken.is_err() {
+                std::thread::sleep(Duration::from_millis(1));
             }
-            return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
+            let found = self.poll()?;
+            // The time has passed, or the loop has released a block.
+            if found.is_none() && woken.is_ok() {
+                self.trim()?;
+            }
+            return Ok(found.map_or(Received::Nothing, Received::Task));
         }
         sleeper.awake();
         Ok(found?.map_or(Received::Stop, Received::Task))
     }
 
-    /// Returns idle pages beyond those that the batches under way need, and all of them if there are none for long.
-    fn trim(&self) -> Result<()> {
+    /// How long the worker has had nothing to do.
+    fn idle(&self) -> Duration {
         let since = self.status().since_ns.load(Ordering::Relaxed);
-        let idle = Duration::from_nanos(sys::clock::monotonic_ns().saturating_sub(since));
-        let budget = if idle < POOL_IDLE { self.arena.budget(self.worker) } else { 0 };
-        lock(&self.allocator).trim(budget)
+        Duration::from_nanos(sys::clock::monotonic_ns().saturating_sub(since))
+    }
+
+    /// Returns idle pages: those beyond what the batches under way need; all of them if there are none for long, or if the
+    /// worker is ahead of the loop. Then there is time for fresh pages before the loop needs the next batch.
+    fn trim(&self) -> Result<()> {
+        let (idle, long) = (self.idle(), self.status().long_idle());
+        let mut allocator = lock(&self.allocator);
+        if idle >= POOL_IDLE || idle >= long && allocator.is_ahead() {
+            allocator.trim(0)
+        } else if idle >= IDLE_SLICE {
+            allocator.trim(self.arena.budget(self.worker))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Before a large block is allocated: waits a moment for the return of one that the loop is about to release, because its
+    /// pages are warm. `pause` sleeps.
+    pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
+        if len < LARGE || !self.arena.is_ours() {
+            return Ok(());
+        }
+        let most = RETURN_WAIT.saturating_mul(u32::try_from(len / LARGE).unwrap_or(u32::MAX));
+        let start = sys::clock::monotonic();
+        loop {
+            let mut allocator = lock(&self.allocator);
+            // Ahead of the loop there is more time. An idle worker may be returning as many pages just now.
+            let most = if allocator.is_ahead() { (most.saturating_mul(4)).min(AHEAD) } else { most };
+            if !allocator.awaits(len)? || sys::clock::monotonic() - start >= most {
+                return Ok(());
+            }
+            drop(allocator);
+            pause(RETURN_WAIT);
+        }
     }
 
     fn poll(&self) -> Result<Option<TaskEntry>> {
@@ -668,6 +704,97 @@ mod tests {
         let (_, wall) = fetch(&port, TaskKind::Plain, || std::thread::sleep(LONG));
         assert!(u128::from(wall) >= LONG.as_nanos(), "{wall}");
         assert_eq!(fetch(&port, TaskKind::Resume, || ()), (0, 0), "a control message is no fetch");
+    }
+
+    /// A port with an idle warm block, one that the consumer has received, and one that waits for it.
+    fn waiting(len: u64) -> (Port, u32, u32) {
+        let port = port(1 << 30);
+        let blocks = [0; 3].map(|_| port.allocate(len).unwrap().0);
+        let leaves = blocks[1..].iter().map(|&block| (Leaf { block, len }, Keep::No));
+        port.send(0, ResultKind::Plain, &leaves.collect::<Vec<_>>(), b"", Timings::default()).unwrap();
+        port.release(blocks[0]);
+        port.arena.delivered(0, blocks[1]).unwrap();
+        port.enter(WorkerState::Idle);
+        (port, blocks[1], blocks[2])
+    }
+
+    fn has_been_idle(port: &Port, time: Duration) {
+        let since = sys::clock::monotonic_ns() - time.as_nanos() as u64;
+        port.status().since_ns.store(since, Ordering::Relaxed);
+        port.status().task_since_ns.store(since, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
+        const LEN: u64 = 4 << 20;
+        let (port, _, waits) = waiting(LEN);
+        let warm = || lock(&port.allocator).warm_bytes();
+        let all = warm();
+        assert!(all >= 3 * LEN);
+        has_been_idle(&port, AHEAD / 2);
+        port.trim().unwrap();
+        assert_eq!(warm(), all, "a moment without a task is usual");
+        has_been_idle(&port, AHEAD);
+        port.trim().unwrap();
+        assert_eq!(warm(), all - LEN);
+        // What the consumer holds is untouched; without a message that waits, the loop waits for this worker.
+        port.arena.release(0, waits, CONSUMER);
+        port.trim().unwrap();
+        assert!(lock(&port.allocator).is_ahead(), "the message itself");
+        for (id, entry) in port.arena.table(0)[..port.arena.block_count(0) as usize].iter().enumerate() {
+            if entry.state.load(Ordering::Relaxed) == CONSUMER {
+                port.arena.release(0, id as u32, CONSUMER);
+            }
+        }
+        let (block, _) = port.allocate(LEN).unwrap();
+        port.release(block);
+        let all = warm();
+        has_been_idle(&port, AHEAD);
+        port.trim().unwrap();
+        assert_eq!(warm(), all);
+    }
+
+    #[test]
+    fn a_block_that_comes_back_wakes_a_worker_that_is_idle() {
+        const LEN: u64 = 4 << 20;
+        for (len, idle, state, is_woken) in [
+            (LEN, AHEAD, WorkerState::Idle, true),
+            (LEN / 8, AHEAD, WorkerState::Idle, false),
+            (LEN, AHEAD / 2, WorkerState::Idle, false),
+            (LEN, AHEAD, WorkerState::Fetch, false),
+        ] {
+            let (port, delivered, _) = waiting(len);
+            port.enter(state);
+            has_been_idle(&port, idle);
+            let ticket = port.sleeper().announce();
+            port.arena.release_delivered(0, delivered);
+            let rung = port.sleeper().bell.load(Ordering::Relaxed) != ticket.0;
+            assert_eq!(rung, is_woken, "{len} bytes, {idle:?}, {state:?}");
+        }
+    }
+
+    #[test]
+    fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
+        const LEN: u64 = 4 << 20;
+        let (port, delivered, _) = waiting(LEN);
+        let pauses = std::cell::Cell::new(0);
+        let pause = |time| {
+            std::thread::sleep(time);
+            pauses.set(pauses.get() + 1);
+        };
+        port.await_return(LEN, pause).unwrap();
+        assert_eq!(pauses.get(), 0, "a block is idle");
+        port.allocate(LEN).unwrap();
+        port.await_return(LEN, pause).unwrap();
+        assert!((1..=16).contains(&pauses.get()), "{}", pauses.get());
+        pauses.set(0);
+        port.await_return(LEN, |_| {
+            pauses.set(pauses.get() + 1);
+            port.arena.release_delivered(0, delivered);
+        })
+        .unwrap();
+        assert_eq!(pauses.get(), 1);
+        assert_eq!(port.allocate(LEN).unwrap().0, delivered);
     }
 
     #[test]

@@ -68,6 +68,19 @@ def test_pages_go_without_a_call_and_only_when_they_were_idle_for_long():
         assert same([x for x, _ in loader], expected)
 
 
+def test_workers_that_are_ahead_of_the_loop_keep_no_idle_pages():
+    """Each worker has two batches ready, and the loop holds one: a block that is idle is of no use for now."""
+    images = Images(32, (3, 300, 300))
+    expected = torch.stack([images[i][0] for i in range(32)])
+    batch = expected.nbytes
+    assert batch > 2 * CONTROL
+    for place, (x, _) in enumerate(DataLoader(images, batch_size=32, sampler=[*range(32)] * 8, num_workers=2)):
+        assert same(x, expected), place
+        if 2 <= place < 4:
+            assert wait_until(lambda: arena_bytes() < 5 * batch + CONTROL), place
+            assert same(x, expected), place
+
+
 def test_a_loader_that_has_not_begun_inherits_the_pages():
     """A program that makes a loader for each epoch binds the new one to the name of the old one."""
     loader = loader_of()
