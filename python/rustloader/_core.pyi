@@ -505,7 +505,8 @@ class Port:
         """Sends a plain batch, the one item of a list. Returns False, and sends nothing, if it must be pickled: always
         unless ``leaves_are_ours``, that is, with a custom reducer of tensors or arrays. MemoryError: no room.
 
-        Arrays in the region are not copied if they die with the batch. To find out, this empties the list."""
+        Arrays in the region are not copied if nothing but the batch refers to them. They must then go with the batch,
+        so this empties the list."""
 
     def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
         """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are
@@ -513,7 +514,7 @@ class Port:
 
     def use_numpy_arena(self) -> bool:
         """Lets NumPy make large arrays in this worker's region, in this thread. Returns False, and changes nothing,
-        if NumPy is older than 1.22, or the program has set a handler of its own."""
+        if NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched."""
 
     def enter_thread(self) -> None:
         """Does the same in a further thread, if `use_numpy_arena` has succeeded."""

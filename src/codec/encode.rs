@@ -57,7 +57,7 @@ pub fn encode<S: Sink>(
     sink: &mut S,
 ) -> PyResult<bool> {
     let before = out.len();
-    let Ok(copies) = plain(Some(bridge), batch, out) else {
+    let Ok(copies) = plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
         return Ok(false);
     };
@@ -81,21 +81,23 @@ pub fn encode<S: Sink>(
 /// Appends an index batch to `out`. False: it must be pickled, and `out` is unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    let plain = plain(None, index, out).is_ok();
+    let plain = plain(None, index, out, false).is_ok();
     if !plain {
         out.truncate(before);
     }
     plain
 }
 
-/// Writes a plain tree and returns the pending copies. On an error `out` holds a part.
+/// Writes a plain tree and returns the pending copies. `is_sole`: only its list has the value, or arrays are copied anyhow. On an
+/// error `out` holds a part.
 fn plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
     out: &mut Vec<u8>,
+    is_sole: bool,
 ) -> Plain<Vec<PendingCopy<Bound<'py, PyAny>>>> {
     let from = out.len();
-    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole: bridge.is_some() };
+    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.tangled() {

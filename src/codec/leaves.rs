@@ -80,6 +80,10 @@ impl Sink for Outgoing<'_> {
         Ok((self.leaves.len() as u32 - 1, memory))
     }
 
+    fn takes_arrays(&self) -> bool {
+        self.takes_arrays
+    }
+
     fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)> {
         let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
         if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
@@ -87,7 +91,7 @@ impl Sink for Outgoing<'_> {
         }
         let keep = match self.port.has_array(block) {
             false => Keep::Yes,
-            true if is_sole && self.takes_arrays && self.port.note_array(block) => Keep::Unknown { offset },
+            true if is_sole && self.port.note_array(block) => Keep::Unknown { offset },
             true => return None,
         };
         self.leaves.push((Leaf { block, len: offset + len as u64 }, keep));

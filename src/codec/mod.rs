@@ -53,6 +53,11 @@ pub trait Sink {
     /// Allocates a leaf, page aligned: its number and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
+    /// Whether arrays that nothing but the batch refers to can be adopted.
+    fn takes_arrays(&self) -> bool {
+        false
+    }
+
     /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least `INLINE_LIMIT` bytes.
     /// `is_sole`: nothing but the batch has the array that they belong to, and nothing will change them when the batch is dropped.
     fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)>;

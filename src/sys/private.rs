@@ -1,7 +1,7 @@
 //! Private copies of shared memory in a forked child, and the parent's wait for them.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::failpoint::failpoint;
 use super::retry;
@@ -35,7 +35,10 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
 /// As of [`make_private`].
 pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
     // SAFETY: the caller's range.
-    unsafe { libc::mprotect(start.cast(), len, libc::PROT_NONE) };
+    if unsafe { libc::mprotect(start.cast(), len, libc::PROT_NONE) } != 0 {
+        // SAFETY: the child ends rather than write to memory of its parent.
+        unsafe { libc::_exit(127) };
+    }
 }
 
 /// Lets a parent wait after a fork until its child has passed a point, or has ended.
@@ -64,9 +67,12 @@ impl Gate {
     pub fn wait(self, limit: Duration) {
         drop(self.childs);
         let mut poll = libc::pollfd { fd: self.ours.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let limit = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-        // SAFETY: one local structure.
-        let _ = retry(|| unsafe { libc::poll(&mut poll, 1, limit) });
+        let start = Instant::now();
+        let _ = retry(|| {
+            let left = limit.saturating_sub(start.elapsed()).as_millis();
+            // SAFETY: one local structure.
+            unsafe { libc::poll(&mut poll, 1, i32::try_from(left).unwrap_or(i32::MAX)) }
+        });
     }
 }
 

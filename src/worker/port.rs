@@ -58,6 +58,8 @@ pub struct Port {
     reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
+    /// The last wait for a block of the loop was in vain, and none has come back since: the loop keeps its batches.
+    waited_in_vain: AtomicBool,
     /// Payload of the last task that came in a block.
     pub payload: Mutex<Vec<u8>>,
     /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
@@ -117,6 +119,7 @@ impl Port {
             reserve: Mutex::new(reserve),
             doorbell,
             orphaned: AtomicBool::new(false),
+            waited_in_vain: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
             stack: StackOffer::default(),
@@ -295,7 +298,15 @@ impl Port {
             let mut allocator = lock(&self.allocator);
             // Ahead of the loop there is more time. An idle worker may be returning as many pages just now.
             let most = if allocator.is_ahead() { (most.saturating_mul(4)).min(AHEAD) } else { most };
-            if !allocator.awaits(len)? || sys::clock::monotonic() - start >= most {
+            if !allocator.awaits(len)? {
+                self.waited_in_vain.store(false, Ordering::Relaxed);
+                return Ok(());
+            }
+            if self.waited_in_vain.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            if sys::clock::monotonic() - start >= most {
+                self.waited_in_vain.store(true, Ordering::Relaxed);
                 return Ok(());
             }
             drop(allocator);
@@ -776,7 +787,7 @@ mod tests {
     #[test]
     fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
         const LEN: u64 = 4 << 20;
-        let (port, delivered, _) = waiting(LEN);
+        let (port, delivered, waits) = waiting(LEN);
         let pauses = std::cell::Cell::new(0);
         let pause = |time| {
             std::thread::sleep(time);
@@ -788,13 +799,19 @@ mod tests {
         port.await_return(LEN, pause).unwrap();
         assert!((1..=16).contains(&pauses.get()), "{}", pauses.get());
         pauses.set(0);
+        port.await_return(LEN, pause).unwrap();
+        assert_eq!(pauses.get(), 0, "the last wait was in vain");
+        port.arena.release_delivered(0, delivered);
+        port.await_return(LEN, pause).unwrap();
+        assert_eq!(port.allocate(LEN).unwrap().0, delivered);
+        port.arena.delivered(0, waits).unwrap();
         port.await_return(LEN, |_| {
             pauses.set(pauses.get() + 1);
-            port.arena.release_delivered(0, delivered);
+            port.arena.release_delivered(0, waits);
         })
         .unwrap();
-        assert_eq!(pauses.get(), 1);
-        assert_eq!(port.allocate(LEN).unwrap().0, delivered);
+        assert_eq!(pauses.get(), 1, "a block has come back since");
+        assert_eq!(port.allocate(LEN).unwrap().0, waits);
     }
 
     #[test]

@@ -162,7 +162,8 @@ class ArenaStats:
 class CopyStats:
     """Counts what workers copied and what they sent without a copy.
 
-    What ``default_collate`` builds lies in the arena, and so do large arrays that NumPy makes in a worker.
+    What ``default_collate`` builds lies in the arena, and so do large arrays that NumPy makes in a worker. These are
+    copied if anything but the batch refers to them.
 
     Attributes:
         count: Number of tensors, arrays and bytes objects that workers copied into the arena.

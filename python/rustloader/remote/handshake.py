@@ -1,4 +1,4 @@
-"""The handshake of a connection. Nothing is unpickled before the other end has shown the token.
+"""The handshake of a connection. The main process unpickles nothing before the worker has shown the token.
 
 The worker sends a magic number, the token, its worker number, pid and its versions as JSON. The main process answers
 with the job, or with the reason why it refuses. The worker says that it has read everything, or what error prevents

@@ -54,20 +54,20 @@ def from_image(kind: type, image: Any) -> Any:
     Raises:
         ValueError: The image is damaged, or one of another version.
     """
+    return kind(_copied(memoryview(image).cast("B")))
+
+
+def _copied(image: memoryview) -> SharedStore:
+    ShareBuilder().expect(len(image))
     fd = os.memfd_create("rustloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        return kind(_copied(memoryview(image).cast("B"), fd))
+        at = 0
+        while at < len(image):
+            at += os.pwrite(fd, image[at : at + (1 << 24)], at)
+        return SharedStore.sealed(fd)
     except BaseException:
         os.close(fd)
         raise
-
-
-def _copied(image: memoryview, fd: int) -> SharedStore:
-    ShareBuilder().expect(len(image))
-    at = 0
-    while at < len(image):
-        at += os.pwrite(fd, image[at : at + (1 << 24)], at)
-    return SharedStore.sealed(fd)
 
 
 def reduce_to_descriptor(shared: Any) -> tuple[Any, ...]:

@@ -73,8 +73,10 @@ atexit.register(_at_exit)
 
 
 def _close(sock: socket.socket) -> None:
-    _own.discard(sock)
-    sock.close()
+    # A fork in between would give the child a socket that it does not know.
+    with _lock:
+        _own.discard(sock)
+        sock.close()
 
 
 def _address(key: str, run: tuple[str, ...]) -> bytes:
@@ -252,7 +254,10 @@ class _Server:
             if number == self._listener.fileno():
                 self._accept()
             else:
-                self._answer(self._waiting.pop(number))
+                sock = self._waiting.pop(number, None)
+                # None: `_accept` has just closed it for a newer one.
+                if sock is not None:
+                    self._answer(sock)
         return bool(ready)
 
     def _accept(self) -> None:
@@ -266,13 +271,13 @@ class _Server:
             if not self._ended:
                 time.sleep(_RETRY)
             return
+        if _peer(sock)[1] != os.geteuid():
+            _close(sock)
+            return
         if len(self._waiting) >= _MOST_WAITING:
             _close(self._waiting.pop(next(iter(self._waiting))))
-        if _peer(sock)[1] == os.geteuid():
-            sock.setblocking(False)
-            self._waiting[sock.fileno()] = sock
-        else:
-            _close(sock)
+        sock.setblocking(False)
+        self._waiting[sock.fileno()] = sock
 
     def _answer(self, sock: socket.socket) -> None:
         try:

@@ -71,13 +71,13 @@ impl SharedStore {
         }
         // SAFETY: the caller has opened it, and keeps it open during the call.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        py.detach(|| {
+        let store = py.detach(|| {
             seal_all(fd)?;
-            // A damaged image is refused before the descriptor has an owner.
             Store::open(fd)
         })?;
-        // SAFETY: the caller hands the descriptor over.
-        Self::open(unsafe { OwnedFd::from_raw_fd(fd.as_raw_fd()) })
+        // SAFETY: the caller hands the descriptor over. Nothing fails from here on: after an error it is the caller's.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd.as_raw_fd()) };
+        Ok(Self { store: Arc::new(store), fd: KnownFd::new(fd) })
     }
 
     #[getter]
