@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Any
 
 from rustloader.config import REMOTE_START
-from rustloader.remote import handshake
 
 Line = tuple[str, str, str]
 
@@ -66,6 +65,9 @@ def _versions() -> dict[str, str]:
 def _nodes(ray: Any) -> Iterator[Line]:
     """Asks each node for its versions."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # It needs torch, which doctor may have to report as missing.
+    from rustloader.remote import handshake
 
     asked = {}
     for node in ray.nodes():

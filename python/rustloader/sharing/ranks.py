@@ -254,10 +254,9 @@ class _Server:
             if number == self._listener.fileno():
                 self._accept()
             else:
-                sock = self._waiting.pop(number, None)
-                # None: `_accept` has just closed it for a newer one.
-                if sock is not None:
-                    self._answer(sock)
+                # `_accept` may just have closed it for a newer one.
+                if number in self._waiting:
+                    self._answer(self._waiting.pop(number))
         return bool(ready)
 
     def _accept(self) -> None:
