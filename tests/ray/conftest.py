@@ -1,6 +1,5 @@
 """A small Ray cluster. `make test-ray` uses a network namespace, because Ray listens on all interfaces."""
 
-import contextlib
 import gc
 import os
 import shutil
@@ -12,6 +11,10 @@ import pytest
 
 # An actor's start takes seconds, and on a busy machine many of them.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
+# The stand-ins for devices.
+sys.path.append(os.path.join(os.path.dirname(__file__), "../python"))
+
+from ray_support import GONE, actors, links
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,51 +31,66 @@ def ray_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def cluster(ray_folder):
-    """Two nodes with two CPUs each; the driver is on the first one."""
+class Nodes:
+    """Two nodes with two CPUs each; the driver is on the first one. The second one can be lost, and another added."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=options)
+        self.address = self.cluster.address
+        self.second = None
+        self.complete()
+
+    def complete(self):
+        if self.second is None:
+            self.second = self.cluster.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"far": 2})
+
+    def lose(self):
+        self.cluster.remove_node(self.second)
+        self.second = None
+
+
+@pytest.fixture(scope="session")
+def nodes(ray_folder, request):
     import ray
-    from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=options)
-    second = cluster.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"far": 2})
-    ray.init(address=cluster.address, log_to_driver=False)
+    nodes = Nodes()
+    ray.init(address=nodes.address, log_to_driver=False)
     # No node can import the tests.
-    ray.cloudpickle.register_pickle_by_value(sys.modules["test_ray"])
-    cluster.second = second
-    yield cluster
+    for module in {item.module for item in request.session.items} | {sys.modules["ray_support"]}:
+        ray.cloudpickle.register_pickle_by_value(module)
+    yield nodes
     ray.shutdown()
-    cluster.shutdown()
+    nodes.cluster.shutdown()
 
 
-def links():
-    """Threads of this process that serve a connection."""
-    found = 0
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
-            found += file.read() == "rl_link\n"
-    return found
+@pytest.fixture
+def cluster(nodes):
+    """The cluster, with both nodes."""
+    nodes.complete()
+    return nodes
 
 
-def actors():
-    """Pids of workers in this network namespace."""
-    network, found = os.stat("/proc/self/ns/net").st_ino, []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if file.read().startswith("ray::_Actor") and os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                found.append(int(pid))
-    return found
+def reserved():
+    """CPUs of the cluster that are not free."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return 0
+    return ray.cluster_resources().get("CPU", 0) - ray.available_resources().get("CPU", 0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request):
-    """Actors and connections are gone after each test."""
+    """Actors, connections and what Ray has reserved for them are gone after each test."""
     yield
     if request.session.testsfailed:
         return  # the report keeps frames, and with them iterators
     gc.collect()
-    deadline = time.monotonic() + 20
-    while links() or actors():
-        assert time.monotonic() < deadline, f"{links()} connections and the actors {actors()} are left"
+    deadline = time.monotonic() + GONE
+    while left := [links(), actors(), reserved()]:
+        if not any(left):
+            break
+        assert time.monotonic() < deadline, "{} connections, the actors {} and {} CPUs are left".format(*left)
         time.sleep(0.02)

@@ -10,73 +10,15 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import ray
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from ray_support import StatefulStream, Stream, epochs, is_gone, noisy, same, wait_until
+from torch.utils.data import Dataset
 
 import rustloader
 import rustloader.ray
 from rustloader.workers import group
-
-
-def noisy(size=60, numel=40):
-    class Noisy(Dataset):
-        """Defined here, so that only cloudpickle can send it."""
-
-        def __init__(self):
-            self.data = np.arange(size)
-
-        def __len__(self):
-            return size
-
-        def __getitem__(self, index):
-            self.data[index] += 1
-            info = get_worker_info()
-            noise = torch.rand(numel), np.random.rand(2), random.random()
-            return index, *noise, (info.id, info.num_workers, info.seed)
-
-    return Noisy()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        info = get_worker_info()
-        for at in range(info.id, 31, info.num_workers):
-            yield torch.tensor(at), torch.rand(2)
-
-
-def epochs(dataset, context, count=2, **options):
-    torch.manual_seed(5)
-    options = {"batch_size": 4, "num_workers": 2, "persistent_workers": True, **options}
-    loader = rustloader.DataLoader(dataset, multiprocessing_context=context, **options)
-    return [list(loader) for _ in range(count)]
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
-def is_gone(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_until(done, seconds=40):
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def init(worker_id):
@@ -136,16 +78,15 @@ def test_errors_and_timeouts_are_those_of_local_workers(cluster):
     wait_until(lambda: is_gone(pid))
 
 
-def test_an_epoch_is_resumed_by_other_actors(cluster):
+@pytest.mark.parametrize(
+    ("dataset", "options"), [(noisy(), {"shuffle": True, "seed_by": "sample"}), (StatefulStream(), {})]
+)
+def test_an_epoch_is_resumed_by_other_actors(cluster, dataset, options):
     def make():
         torch.manual_seed(5)
+        context = rustloader.ray.RayContext()
         return rustloader.StatefulDataLoader(
-            noisy(),
-            batch_size=4,
-            num_workers=1,
-            shuffle=True,
-            seed_by="sample",
-            multiprocessing_context=rustloader.ray.RayContext(),
+            dataset, batch_size=4, num_workers=1, multiprocessing_context=context, **options
         )
 
     loader = make()
@@ -156,7 +97,11 @@ def test_an_epoch_is_resumed_by_other_actors(cluster):
     rest = list(iterator)
     resumed = make()
     resumed.load_state_dict(state)
-    assert len(rest) == 10 and same(list(resumed), rest)
+    again = list(resumed)
+    if isinstance(dataset, StatefulStream):
+        # The other actor's dataset has read nothing before.
+        rest = [[index, reads - 20] for index, reads in rest]
+    assert len(rest) == 10 and same(again, rest)
 
 
 def test_a_driver_that_is_an_actor_itself_has_workers(cluster):
@@ -232,37 +177,3 @@ def test_doctor_asks_the_nodes(cluster):
     found, *nodes = [it for it in json.loads(done.stdout)["findings"] if it["subject"] in ("Ray", "Ray node")]
     assert "of 4 CPUs free" in found["found"] and len(nodes) == 2
     assert all(f"rustloader {rustloader.__version__}" in it["found"] and it["state"] == "ok" for it in nodes)
-
-
-KILLED = """
-import os, signal, sys
-import ray, rustloader, rustloader.ray, torch
-ray.init(address=sys.argv[1], log_to_driver=False)
-context = rustloader.ray.RayContext()
-iterator = iter(rustloader.DataLoader(list(range(1000)), num_workers=2, multiprocessing_context=context))
-next(iterator)
-print(*[worker.pid for worker in iterator._workers], flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_workers_of_a_killed_driver_end(cluster):
-    run = subprocess.run([sys.executable, "-c", KILLED, cluster.address], capture_output=True, text=True, timeout=120)
-    assert run.returncode == -signal.SIGKILL, run.stderr
-    pids = [int(pid) for pid in run.stdout.split()]
-    assert len(pids) == 2
-    wait_until(lambda: all(map(is_gone, pids)))
-
-
-def test_the_loss_of_a_node_is_a_death_that_is_made_good(cluster):
-    # The last test: the node does not come back.
-    torch.manual_seed(5)
-    context = rustloader.ray.RayContext()
-    loader = rustloader.DataLoader(
-        noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=3, seed_by="sample"
-    )
-    iterator = iter(loader)
-    batches = [next(iterator) for _ in range(3)]
-    cluster.remove_node(cluster.second)
-    batches += list(iterator)
-    assert [index for batch in batches for index in batch[0].tolist()] == list(range(60))
