@@ -17,7 +17,7 @@ const NO_BLOCK: u32 = u32::MAX;
 /// Bytes of a leaf's row in a message.
 const LEAF_ROW: usize = 16;
 /// Bytes before the leaves' rows in a message.
-const MESSAGE_HEAD: usize = 8;
+pub const MESSAGE_HEAD: usize = 8;
 
 numbered_enum! {
     /// What a worker is asked to do.
@@ -234,6 +234,14 @@ pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
+/// Bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes. [`Error::Corrupt`] if the message is too
+/// short for them.
+pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
+    let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
+    let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
+    start.ok_or_else(|| Error::corrupt(format!("the leaf table of a message of {len} bytes")))
+}
+
 /// Replaces `out` by the head of a message: all before its payload.
 pub fn message_head<'a>(leaves: impl ExactSizeIterator<Item = &'a Leaf>, out: &mut Vec<u8>) {
     out.clear();
@@ -321,8 +329,12 @@ mod tests {
         assert_eq!(message.len() as u64, message_len(2, 0));
         message.extend_from_slice(b"payload");
         assert_eq!(read_message(&message).unwrap(), (leaves.to_vec(), message.len() - 7));
-        for cut in 0..message_len(2, 0) as usize {
+        let start = message_len(2, 0);
+        assert_eq!(payload_start(&message[..MESSAGE_HEAD], start).unwrap(), start);
+        assert!(payload_start(&u64::MAX.to_le_bytes(), start).is_err());
+        for cut in 0..start as usize {
             assert!(read_message(&message[..cut]).is_err());
+            assert!(payload_start(&message[..cut.min(MESSAGE_HEAD)], cut as u64).is_err());
         }
     }
 

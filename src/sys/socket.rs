@@ -1,6 +1,6 @@
 //! A connected stream socket that never blocks, and its wait.
 
-use std::io::IoSlice;
+use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
@@ -31,6 +31,45 @@ pub struct Found {
     pub readable: bool,
     /// The other descriptor is readable.
     pub rung: bool,
+}
+
+/// Bytes to send, by pointer and length. Others may change them meanwhile, which a slice does not allow.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
+
+impl<'a> Part<'a> {
+    /// The bytes of a slice.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        // SAFETY: a slice can be read for its lifetime.
+        unsafe { Self::raw(bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// `len` bytes at `memory`.
+    ///
+    /// # Safety
+    /// They stay mapped and readable for `'a`. Their values may change.
+    pub unsafe fn raw(memory: *const u8, len: usize) -> Self {
+        Self(libc::iovec { iov_base: memory.cast_mut().cast(), iov_len: len }, PhantomData)
+    }
+
+    /// Passes over `count` bytes of `parts`, and over the parts that are empty after that.
+    pub fn advance(parts: &mut &mut [Self], mut count: usize) {
+        let mut done = 0;
+        for Self(part, _) in parts.iter_mut() {
+            let passed = part.iov_len.min(count);
+            // `passed` bytes of the part are there.
+            part.iov_base = part.iov_base.wrapping_byte_add(passed);
+            part.iov_len -= passed;
+            count -= passed;
+            if part.iov_len > 0 {
+                break;
+            }
+            done += 1;
+        }
+        assert!(count == 0, "{count} bytes more than the parts have");
+        *parts = &mut std::mem::take(parts)[done..];
+    }
 }
 
 /// A connected stream socket. A forked child forgets it: closing it there would not end the connection.
@@ -73,14 +112,15 @@ impl Socket {
     }
 
     /// Sends what fits into the socket's buffer.
-    pub fn send(&self, parts: &[IoSlice<'_>]) -> Result<Moved> {
+    pub fn send(&self, parts: &[Part<'_>]) -> Result<Moved> {
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        // An IoSlice has the layout of an iovec.
+        // A Part has the layout of an iovec.
         message.msg_iov = parts.as_ptr().cast_mut().cast();
         message.msg_iovlen = parts.len() as _;
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: the header names `parts`, which outlive the call and are only read.
+        // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if they change
+        // meanwhile, old or new ones are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
         moved(super::retry(|| failpoint!("socket_send", -1, call())), "sendmsg", false)
     }
@@ -162,14 +202,40 @@ mod tests {
         // SAFETY: `bytes` is a local array.
         let mut receive = || unsafe { other.receive(bytes.as_mut_ptr(), 8) };
         assert_eq!(receive().unwrap(), Moved::Nothing);
-        assert_eq!(one.send(&[IoSlice::new(b"ab"), IoSlice::new(b"c")]).unwrap(), Moved::Bytes(3));
+        assert_eq!(one.send(&[Part::new(b"ab"), Part::new(b"c")]).unwrap(), Moved::Bytes(3));
         assert_eq!(receive().unwrap(), Moved::Bytes(3));
-        while one.send(&[IoSlice::new(&[0; 4096])]).unwrap() != Moved::Nothing {}
+        while one.send(&[Part::new(&[0; 4096])]).unwrap() != Moved::Nothing {}
         while receive().unwrap() != Moved::Nothing {}
         one.shut_down(std::net::Shutdown::Both);
         assert_eq!(receive().unwrap(), Moved::End);
-        assert!(one.send(&[IoSlice::new(b"d")]).is_err());
+        assert!(one.send(&[Part::new(b"d")]).is_err());
         assert_eq!(&bytes[..1], [0]);
+    }
+
+    #[test]
+    fn parts_are_passed_over_byte_by_byte_and_empty_ones_at_once() {
+        let all: Vec<u8> = (0..10).collect();
+        let parts = || [&all[..0], &all[..3], &all[3..3], &all[3..4], &all[4..]].map(Part::new);
+        for step in 1..=10 {
+            let mut parts = parts();
+            let mut left = &mut parts[..];
+            Part::advance(&mut left, 0);
+            for begin in (0..10).step_by(step) {
+                let part = left[0].0;
+                // SAFETY: what is left of a part lies in `all`.
+                let first = unsafe { *part.iov_base.cast::<u8>() };
+                assert_eq!(usize::from(first), begin);
+                assert_eq!(left.iter().map(|part| part.0.iov_len).sum::<usize>(), 10 - begin);
+                Part::advance(&mut left, step.min(10 - begin));
+            }
+            assert!(left.is_empty());
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "1 bytes more than the parts have")]
+    fn no_more_is_passed_over_than_there_is() {
+        Part::advance(&mut &mut [Part::new(b"ab")][..], 3);
     }
 
     #[test]
@@ -182,7 +248,7 @@ mod tests {
         let rung = || Some(bell.as_fd());
         assert_eq!(one.wait(true, false, rung(), soon).unwrap(), nothing);
         assert_eq!(one.wait(true, true, rung(), None).unwrap(), nothing);
-        other.send(&[IoSlice::new(b"a")]).unwrap();
+        other.send(&[Part::new(b"a")]).unwrap();
         assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: false });
         assert_eq!(one.wait(false, false, None, soon).unwrap(), nothing);
         bell.ring().unwrap();

@@ -1,7 +1,6 @@
 //! The sending direction of a link: tasks from the rings to the socket, and which of them are unanswered.
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
 use std::sync::Arc;
 
 use super::counters;
@@ -15,7 +14,7 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::Consumer;
 use crate::sync::Ordering;
 use crate::sys;
-use crate::sys::socket::{Moved, Socket};
+use crate::sys::socket::{Moved, Part, Socket};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
 /// What is taken from the rings, and not sent or not answered yet.
@@ -122,7 +121,7 @@ impl Outflow {
     pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
         let mut sent = 0;
         while sent < self.out.len() {
-            match socket.send(&[IoSlice::new(&self.out[sent..])])? {
+            match socket.send(&[Part::new(&self.out[sent..])])? {
                 Moved::Bytes(count) => sent += count,
                 Moved::Nothing | Moved::End => break,
             }

@@ -1,6 +1,5 @@
 //! The worker's end of a connection: an arena of its own for the worker's loop, and two threads that copy.
 
-use std::io::IoSlice;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -21,8 +20,8 @@ use crate::sync::Ordering;
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
-use crate::sys::socket::{Moved, Socket};
-use crate::wire::{self, ResultEntry, TaskEntry, TaskKind};
+use crate::sys::socket::{Moved, Part, Socket};
+use crate::wire::{self, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
 /// The only worker of the arena.
 const WORKER: u32 = 0;
@@ -187,7 +186,7 @@ impl Remote {
         loop {
             if !told && self.ready.load(Ordering::Acquire) {
                 told = true;
-                self.send(&[IoSlice::new(&Head::bare(Kind::Ready).to_bytes())])?;
+                self.send(&[Part::new(&Head::bare(Kind::Ready).to_bytes())])?;
             }
             // Before the last look at the ring: what was published before `finish` is sent.
             let finishing = self.finishing.load(Ordering::Acquire);
@@ -196,7 +195,7 @@ impl Remote {
                 self.send_result(&ResultEntry::from_words(&words)?, &mut ready)?;
             }
             if finishing {
-                self.send(&[IoSlice::new(&Head::bare(Kind::Left).to_bytes())])?;
+                self.send(&[Part::new(&Head::bare(Kind::Left).to_bytes())])?;
                 self.socket.shut_down(std::net::Shutdown::Write);
                 return Ok(());
             }
@@ -225,25 +224,27 @@ impl Remote {
             head.extend_from_slice(&Head::bare(Kind::Result).to_bytes());
             frame::put_words(head, &entry.to_words());
             frame::put_words(head, &counted);
-            return self.send(&[IoSlice::new(head)]);
+            return self.send(&[Part::new(head)]);
         };
-        let memory = self.arena.block_memory(WORKER, block, entry.len)?;
-        // SAFETY: the block has these bytes, and belongs to the consumer, who is this thread.
-        let message = unsafe { std::slice::from_raw_parts(memory.as_ptr(), entry.len as usize) };
-        let (leaves, start) = wire::read_message(message)?;
-        let payload = &message[start..];
+        let mut table = Vec::new();
+        self.arena.read_block(WORKER, block, entry.len.min(MESSAGE_HEAD as u64), &mut table)?;
+        let start = wire::payload_start(&table, entry.len)?;
+        self.arena.read_block(WORKER, block, start, &mut table)?;
+        let (leaves, _) = wire::read_message(&table)?;
+        let payload = entry.len - start;
         let count = u32::try_from(leaves.len()).unwrap_or(u32::MAX);
-        head.extend_from_slice(&Head { kind: Kind::Result, count, len: payload.len() as u64 }.to_bytes());
+        head.extend_from_slice(&Head { kind: Kind::Result, count, len: payload }.to_bytes());
         frame::put_words(head, &entry.to_words());
         frame::put_words(head, &counted);
         leaves.iter().for_each(|leaf| frame::put_words(head, &[leaf.len]));
-        let mut parts = vec![IoSlice::new(head), IoSlice::new(payload)];
+        let message = self.arena.block_memory(WORKER, block, entry.len)?.as_ptr();
+        // SAFETY: `payload` bytes of the block begin there, and it belongs to this thread until `let_go`.
+        let payload = unsafe { Part::raw(message.add(start as usize), payload as usize) };
+        let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {
-            let memory = self.arena.block_memory(WORKER, leaf.block, leaf.len)?;
+            let memory = self.arena.block_memory(WORKER, leaf.block, leaf.len)?.as_ptr();
             // SAFETY: as above. An object of the worker may write into it at the same time, as it may with a local worker.
-            parts.push(IoSlice::new(unsafe {
-                std::slice::from_raw_parts(memory.as_ptr(), leaf.len as usize)
-            }));
+            parts.push(unsafe { Part::raw(memory, leaf.len as usize) });
         }
         let sent = parts.chunks(PARTS).try_for_each(|parts| self.send(parts));
         lease::let_go(&self.arena, WORKER, block);
@@ -252,13 +253,13 @@ impl Remote {
     }
 
     /// Sends all of `parts`, waiting for room.
-    fn send(&self, parts: &[IoSlice<'_>]) -> Result<()> {
+    fn send(&self, parts: &[Part<'_>]) -> Result<()> {
         let mut parts = parts.to_vec();
         let mut left = &mut parts[..];
-        IoSlice::advance_slices(&mut left, 0);
+        Part::advance(&mut left, 0);
         while !left.is_empty() {
             match self.socket.send(left)? {
-                Moved::Bytes(count) => IoSlice::advance_slices(&mut left, count),
+                Moved::Bytes(count) => Part::advance(&mut left, count),
                 Moved::Nothing | Moved::End => {
                     self.socket.wait(false, true, None, None)?;
                 }
