@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs resume-programs soak faults kill restarts \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
@@ -107,6 +107,9 @@ failures: build failpoints ## Make each system call of an epoch fail, or end its
 
 fuzz-programs: build ## Run random programs through both loaders and compare (ARGS='--programs 5000 --seed 7')
 	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
+
+fuzz-ray: build $(RAY)/.made-with ## The same with workers on a Ray cluster (ARGS='--programs 200 --seed 7')
+	@$(IN_ITS_OWN_NETWORK) cd tests/python; "$$@" $(abspath $(RAY))/bin/python -m differential --start-method ray $(ARGS)
 
 resume-programs: build ## Stop and resume loaders in random programs, against a model (ARGS='--programs 10000 --seed 1')
 	cd tests/python && $(abspath $(BIN))/python -m stateful.model $(ARGS)

@@ -2,61 +2,31 @@
 
 import gc
 import os
-import shutil
 import sys
-import tempfile
 import time
 
 import pytest
 
 # An actor's start takes seconds, and on a busy machine many of them.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
-# The stand-ins for devices.
+# Stand-ins for devices, the cluster.
 sys.path.append(os.path.join(os.path.dirname(__file__), "../python"))
 
+import ray_cluster
 from ray_support import GONE, actors, links
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder():
-    """Ray's files: its sockets' names are limited to about 100 bytes. Nothing goes to the home folder."""
-    folder = tempfile.mkdtemp(prefix="rl-ray-")
-    token = os.path.join(folder, "token")
-    with open(token, "w") as file:
-        file.write("0123456789abcdef" * 4)
-    os.environ["RAY_TMPDIR"] = folder
-    os.environ["RAY_AUTH_TOKEN_PATH"] = token
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class Nodes:
-    """Two nodes with two CPUs each; the driver is on the first one. The second one can be lost, and another added."""
-
-    def __init__(self):
-        from ray.cluster_utils import Cluster
-
-        options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args=options)
-        self.address = self.cluster.address
-        self.second = None
-        self.complete()
-
-    def complete(self):
-        if self.second is None:
-            self.second = self.cluster.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"far": 2})
-
-    def lose(self):
-        self.cluster.remove_node(self.second)
-        self.second = None
+    with ray_cluster.folder() as path:
+        yield path
 
 
 @pytest.fixture(scope="session")
 def nodes(ray_folder, request):
     import ray
 
-    nodes = Nodes()
+    nodes = ray_cluster.Nodes()
     ray.init(address=nodes.address, log_to_driver=False)
     # No node can import the tests.
     for module in {item.module for item in request.session.items} | {sys.modules["ray_support"]}:

@@ -1,6 +1,7 @@
 """The command line of the differential tester."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -8,7 +9,7 @@ import time
 
 import torch
 
-from . import compare, coverage, generate, processes, shrink
+from . import actors, compare, coverage, generate, processes, shrink
 from .program import START_METHODS, Program
 
 
@@ -37,6 +38,12 @@ def main():
         args.seed, args.start_method, lambda p: all(v in map(str, p.value_of(name)) for name, v in wanted)
     )
     programs = [Program.from_json(args.replay)] if args.replay else itertools.islice(generator, args.programs)
+    with actors.cluster() if args.start_method == "ray" else contextlib.nullcontext():
+        return run(args, generator, programs)
+
+
+def run(args, generator, programs):
+    """Runs programs and reports: the exit status."""
     start, different, tried = time.monotonic(), 0, coverage.Coverage()
     runs = processes.run_all(programs, args.jobs)
     for program, *records in runs:

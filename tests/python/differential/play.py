@@ -17,7 +17,8 @@ from torch.utils.data import get_worker_info
 import rustloader
 import rustloader.iterator.core
 
-from . import describe, parts, patterns, recorder, samplers
+from . import actors, describe, parts, patterns, recorder, samplers
+from .program import ELSEWHERE
 
 LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
 ITERATORS = {
@@ -125,9 +126,11 @@ class Session:
     def context(self, by_name):
         """The context of workers; ours may be one of workers on other machines."""
         method = self.program.start_method
+        if method == "ray" and self.which == "ours":
+            return actors.context()
         if method == "remote" and self.which == "ours":
             return Remote(Path(self.folder).parent)  # beside the records of calls
-        method = "forkserver" if method == "remote" else method
+        method = "forkserver" if method in ELSEWHERE else method
         return method if by_name else torch.multiprocessing.get_context(method)
 
     def loader(self):
@@ -264,7 +267,7 @@ class Session:
             self.note("status", [type(s).__name__ for s in status], list(status))
         if loader is not None:
             workers = getattr(iterator, "_workers", [])
-            names = [[w.name, type(w).__name__] for w in workers] if self.program.start_method != "remote" else []
+            names = [[w.name, type(w).__name__] for w in workers] if self.program.start_method not in ELSEWHERE else []
             self.note("workers", names, [[w.daemon, w.is_alive()] for w in workers])
 
     def counters(self, iterator):
@@ -307,6 +310,8 @@ def watched(session):
 
 def play(program, which, folder):
     """The record of a program's run."""
+    if program.start_method == "ray" and which == "ours" and program.num_workers:
+        actors.connect()
     # Workers are to have one all the same.
     torch.set_num_threads(2)
     # The fork server imports torch once, not each of its workers.

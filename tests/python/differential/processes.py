@@ -19,7 +19,7 @@ import torch.utils.data
 from . import play, seeded
 
 # Seconds that a run may take. torch's loader takes 0.1 to 2 s, and a hundred times that on a machine that is very busy.
-LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400, "remote": 400}
+LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400, "remote": 400, "ray": 400}
 
 
 class Run:

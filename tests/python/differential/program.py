@@ -112,8 +112,9 @@ SEEDED_PATTERNS = (
 )
 
 # The start methods: fork in the large set, the others in a small one of their own.
-# "remote": torch's workers by forkserver, ours as on other machines, over connections.
-START_METHODS = ("fork", "spawn", "forkserver", "remote")
+# "remote": torch's workers by forkserver, ours as on other machines, over connections; "ray": as actors of a cluster.
+START_METHODS = ("fork", "spawn", "forkserver", "remote", "ray")
+ELSEWHERE = ("remote", "ray")
 
 
 @dataclasses.dataclass(frozen=True)
