@@ -1,7 +1,33 @@
-//! Atomics: the standard library's, or loom's when the models run (`--cfg loom`).
+//! Atomics: the standard library's, or loom's when the models run (`--cfg loom`). And a lock that outlives panics.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+/// Locks a mutex, also if a thread has panicked while it held it: what it protects is whole at each step.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_whose_holder_has_panicked_can_be_taken() {
+        let mutex = Mutex::new(0);
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(|| {
+                let _held = lock(&mutex);
+                std::panic::resume_unwind(Box::new(()));
+            });
+            assert!(holder.join().is_err());
+        });
+        *lock(&mutex) += 1;
+        assert_eq!(*lock(&mutex), 1);
+    }
+}

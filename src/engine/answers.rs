@@ -1,6 +1,6 @@
 //! What is known of the answers of this epoch, for positions to resume from. Any thread may ask at any time.
 
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 use super::completions::{Incoming, Parcel};
 use super::position::Positions;
@@ -8,6 +8,7 @@ use super::snapshots::Snapshots;
 use super::{Engine, Handle};
 use crate::error::Result;
 use crate::id::WorkerId;
+use crate::sync::lock;
 
 /// The answers of the current epoch, and the workers' snapshots.
 #[derive(Debug)]
@@ -44,7 +45,7 @@ impl Handle {
     /// The answers. Locked only briefly: no Python code runs meanwhile, and nothing waits. The bindings hold the GIL then, so
     /// that Python never forks with the lock held; a child checks [`Handle::is_ours`] first.
     pub fn answers(&self) -> MutexGuard<'_, Answers> {
-        self.answers.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.answers)
     }
 
     /// The newest snapshot of this epoch that a worker made after at most `answers` of its answers: how many those were,

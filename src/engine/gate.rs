@@ -4,6 +4,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
+use crate::sync::lock;
+
 /// A lock with bounded waits, between which callers check signals. Reentry is an error, not a deadlock, for signal handlers.
 #[derive(Debug, Default)]
 pub struct Gate {
@@ -31,7 +33,7 @@ pub enum Attempt {
 
 impl Gate {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     /// Enters if no thread is in.

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use super::answers::Answers;
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::metrics::{Meter, Totals};
 use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys;
 
 /// A worker's slot, whose process may be replaced.
@@ -145,7 +145,7 @@ impl Handle {
         self.check_ours()?;
         let slot = self.slots.get(worker as usize);
         let slot = slot.ok_or_else(|| Error::usage(format!("no worker {worker}")))?;
-        Ok(slot.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(lock(slot))
     }
 
     /// The current process of a worker. `None` before its start, and in a forked child.
@@ -252,7 +252,7 @@ impl Handle {
     }
 
     pub(super) fn last(&self) -> MutexGuard<'_, Option<Box<[Status]>>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.last)
     }
 
     fn stop_workers(&self) {

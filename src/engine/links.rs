@@ -1,20 +1,17 @@
 //! The connections to workers on other machines.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
 use crate::shm::arena::Arena;
+use crate::sync::lock;
 use crate::sys::event::EventFd;
 use crate::transport::Link;
 
 /// The present connection of each worker. The locks are held for the copy of a pointer alone.
 #[derive(Debug)]
 pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
-
-fn locked(slot: &Mutex<Option<Arc<Link>>>) -> MutexGuard<'_, Option<Arc<Link>>> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Links {
     pub(super) fn new(workers: u32) -> Self {
@@ -30,13 +27,13 @@ impl Links {
         bell: &Arc<EventFd>,
     ) -> Result<Arc<Link>> {
         let link = Link::start(arena, worker, socket, bell.clone())?;
-        *locked(&self.0[worker as usize]) = Some(link.clone());
+        *lock(&self.0[worker as usize]) = Some(link.clone());
         Ok(link)
     }
 
     /// Sends a worker what its ring has.
     pub(super) fn ring(&self, worker: u32) {
-        if let Some(link) = self.0.get(worker as usize).and_then(|slot| locked(slot).clone()) {
+        if let Some(link) = self.0.get(worker as usize).and_then(|slot| lock(slot).clone()) {
             link.pump();
         }
     }
@@ -54,6 +51,6 @@ impl Links {
     }
 
     fn all(&self) -> impl Iterator<Item = Arc<Link>> {
-        self.0.iter().filter_map(|slot| locked(slot).clone())
+        self.0.iter().filter_map(|slot| lock(slot).clone())
     }
 }

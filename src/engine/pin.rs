@@ -29,6 +29,7 @@ use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
 use crate::shm::layout::Sleeper;
+use crate::sync::lock;
 use crate::sys;
 use crate::wire::ResultKind;
 
@@ -82,7 +83,7 @@ struct ThreadEnd {
 
 impl ThreadEnd {
     fn end(&self) {
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.ended) = true;
         self.has_ended.notify_all();
     }
 }
@@ -107,7 +108,7 @@ impl PinControl {
 
     /// Whether the thread runs.
     pub fn is_alive(&self) -> bool {
-        !*self.end.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        !*lock(&self.end.ended)
     }
 
     /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
@@ -117,7 +118,7 @@ impl PinControl {
 
     /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
     pub fn join(&self, limit: Duration) -> bool {
-        let ended = self.end.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = lock(&self.end.ended);
         let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }

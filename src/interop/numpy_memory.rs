@@ -120,8 +120,8 @@ pub struct NumpyMemory {
 }
 
 impl NumpyMemory {
-    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched. The memory of the handler stays
-    /// for good: arrays may outlive everything else.
+    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched. The
+    /// memory of the handler stays for good: arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
         let Some(default) = api.default(py)? else { return Ok(None) };

@@ -1,7 +1,7 @@
 //! The worker's side: one `Port` per worker process.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -20,6 +20,7 @@ use crate::interop::numpy_memory::NumpyMemory;
 use crate::interop::tensor::Bridge;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
+use crate::sync::lock;
 use crate::sys::signal::{self, stack_signal};
 use crate::transport::Remote;
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
@@ -126,7 +127,7 @@ impl PyPort {
     }
 
     fn payload(&self) -> MutexGuard<'_, Vec<u8>> {
-        let mut payload = self.payload.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut payload = lock(&self.payload);
         payload.clear();
         payload
     }
@@ -205,7 +206,7 @@ impl PyPort {
             entry => entry,
         };
         let Some(entry) = entry else { return Ok((code::LEAVE, 0, None)) };
-        let in_block = entry.block.map(|_| self.port.payload.lock().unwrap_or_else(PoisonError::into_inner));
+        let in_block = entry.block.map(|_| lock(&self.port.payload));
         let bytes = in_block.as_deref().map_or(&entry.inline[..], |payload| payload);
         let bytes = &bytes[..entry.len as usize];
         let index = match entry.kind {

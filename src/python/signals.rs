@@ -1,9 +1,10 @@
 //! Deferring signals while workers are forked.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::prelude::*;
 
+use crate::sync::lock;
 use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
 
@@ -18,7 +19,7 @@ pub struct DeferredSignals {
 
 impl DeferredSignals {
     fn exchange(&self, entered: Option<(Deferred, Mask)>) -> Option<(Deferred, Mask)> {
-        std::mem::replace(&mut *self.entered.lock().unwrap_or_else(PoisonError::into_inner), entered)
+        std::mem::replace(&mut *lock(&self.entered), entered)
     }
 }
 

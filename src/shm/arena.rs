@@ -1,18 +1,22 @@
 //! The arena: one sealed memfd, mapped once by each process, with typed and checked access.
 
+mod rings;
+mod usage;
+
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
+pub use self::rings::{ArenaQueue, ArenaRing};
+pub use self::usage::Usage;
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{
     BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead,
     RingControl, RingSlot, Sleeper, VERSION, WorkerState,
 };
-use super::queue::QueueMemory;
-use super::ring::{Consumer, Entry, RingMemory};
+use super::ring::{Consumer, Entry};
 use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL, LARGE};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -24,49 +28,6 @@ static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 /// Number of blocks in which tensors delivered by this process lie now.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
-}
-
-/// Memory use according to an arena's tables, in bytes of pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Bytes with pages.
-    pub warm: u64,
-    /// Bytes in held blocks.
-    pub held: u64,
-    /// Bytes in blocks with tensors delivered to the user.
-    pub leased: u64,
-    /// The sum of the regions' peaks, each at its own time.
-    pub high_water: u64,
-    /// Number of blocks.
-    pub blocks: u64,
-}
-
-impl Usage {
-    pub(crate) fn add_block(&mut self, entry: &BlockEntry) {
-        let warm = entry.warm.load(Ordering::Relaxed);
-        let state = entry.state.load(Ordering::Relaxed);
-        self.warm = self.warm.saturating_add(warm);
-        if state & !block::RETURNING != 0 {
-            self.held = self.held.saturating_add(warm);
-        }
-        if state & DELIVERED != 0 {
-            self.leased = self.leased.saturating_add(warm);
-        }
-    }
-}
-
-impl std::ops::Add for Usage {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            warm: self.warm.saturating_add(other.warm),
-            held: self.held.saturating_add(other.held),
-            leased: self.leased.saturating_add(other.leased),
-            high_water: self.high_water.saturating_add(other.high_water),
-            blocks: self.blocks.saturating_add(other.blocks),
-        }
-    }
 }
 
 /// One arena as one process sees it.
@@ -571,64 +532,5 @@ impl Drop for Arena {
     fn drop(&mut self) {
         // Forked processes may still map the arena, which would keep its pages.
         self.retire();
-    }
-}
-
-/// A control and its slots in an arena, whose memory `_arena` keeps mapped.
-#[derive(Debug)]
-pub struct Mapped<C, S> {
-    _arena: Arc<Arena>,
-    control: NonNull<C>,
-    slots: NonNull<[S]>,
-}
-
-/// A ring in an arena.
-pub type ArenaRing = Mapped<RingControl, RingSlot>;
-/// The shared queue of an arena.
-pub type ArenaQueue = Mapped<QueueControl, QueueSlot>;
-
-// SAFETY: the pointers stand for shared references into memory that `_arena` keeps mapped, and references to `Sync` types
-// are Send; so is `Arc<Arena>`.
-unsafe impl<C: Sync, S: Sync> Send for Mapped<C, S> {}
-
-impl<C, S> Mapped<C, S> {
-    fn new(arena: Arc<Arena>, control: &C, slots: &[S]) -> Self {
-        Self { control: NonNull::from(control), slots: NonNull::from(slots), _arena: arena }
-    }
-
-    #[inline]
-    fn mapped_control(&self) -> &C {
-        // SAFETY: points into the mapping that `_arena` keeps.
-        unsafe { self.control.as_ref() }
-    }
-
-    #[inline]
-    fn mapped_slots(&self) -> &[S] {
-        // SAFETY: points into the mapping that `_arena` keeps.
-        unsafe { self.slots.as_ref() }
-    }
-}
-
-impl RingMemory for ArenaRing {
-    #[inline]
-    fn control(&self) -> &RingControl {
-        self.mapped_control()
-    }
-
-    #[inline]
-    fn slots(&self) -> &[RingSlot] {
-        self.mapped_slots()
-    }
-}
-
-impl QueueMemory for ArenaQueue {
-    #[inline]
-    fn control(&self) -> &QueueControl {
-        self.mapped_control()
-    }
-
-    #[inline]
-    fn slots(&self) -> &[QueueSlot] {
-        self.mapped_slots()
     }
 }

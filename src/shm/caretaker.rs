@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::config::CARETAKER_STACK;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys;
 
 /// Does what is due. Returns the time until the next call, or `None` if nothing is left to do.
@@ -48,7 +48,7 @@ fn state() -> Option<MutexGuard<'static, State>> {
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
-    Some(STATE.lock().unwrap_or_else(PoisonError::into_inner))
+    Some(lock(&STATE))
 }
 
 /// Calls `work` on the thread, now and as often as it asks. Without a thread the work is left to later calls.
@@ -127,8 +127,7 @@ impl State {
 
 /// The thread's body: works until nothing is left, or until a fork.
 fn run(work: Work) {
-    let lock = || STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut state = lock();
+    let mut state = lock(&STATE);
     loop {
         if state.forks > 0 {
             return;
@@ -136,7 +135,7 @@ fn run(work: Work) {
         state.asked = false;
         drop(state);
         let wait = work();
-        state = lock();
+        state = lock(&STATE);
         if state.asked || state.forks > 0 {
             continue;
         }

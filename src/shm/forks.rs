@@ -14,7 +14,7 @@ use super::arena::{Arena, delivered_blocks};
 use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
 use super::caretaker;
 use crate::error::Result;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, on_fork};
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
@@ -70,7 +70,7 @@ fn table() -> MutexGuard<'static, Table> {
         }
     }
     // SAFETY: a published table is never freed.
-    unsafe { &*current }.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    lock(unsafe { &*current })
 }
 
 /// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails

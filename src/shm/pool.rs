@@ -9,14 +9,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as Stamp;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::arena::Arena;
 use super::caretaker;
 use super::layout::{Geometry, Needs};
 use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys;
 
 struct Idle {
@@ -108,7 +108,7 @@ fn pool() -> Option<MutexGuard<'static, Pool>> {
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
-    Some(POOL.lock().unwrap_or_else(PoisonError::into_inner))
+    Some(lock(&POOL))
 }
 
 /// Takes a pooled or new arena, without an owner.

@@ -4,7 +4,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::counters;
 use super::frame::{self, FIXED, Head, Kind};
@@ -20,7 +20,7 @@ use crate::shm::block::CONSUMER;
 use crate::shm::layout::{StatusPage, WorkerState};
 use crate::shm::ring::Producer;
 use crate::shm::{doorbell, lease};
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::socket::Socket;
@@ -45,10 +45,6 @@ pub struct Link {
     /// Why it ended, unless the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Link {

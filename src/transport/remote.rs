@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use super::counters;
@@ -16,7 +16,7 @@ use crate::shm::block::CONSUMER;
 use crate::shm::layout::Needs;
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, lease};
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
@@ -96,7 +96,7 @@ impl Remote {
     pub fn finish(&self, limit: Duration) -> bool {
         self.finishing.store(true, Ordering::Release);
         let _ = self.bell.ring();
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = lock(&self.over);
         let waited = self.is_over.wait_timeout_while(over, limit, |over| !*over);
         let all = waited.is_ok_and(|(over, _)| *over);
         self.socket.shut_down(std::net::Shutdown::Both);
@@ -174,7 +174,7 @@ impl Remote {
             // The receiving thread finds the end, too.
             self.socket.shut_down(std::net::Shutdown::Both);
         }
-        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.over) = true;
         self.is_over.notify_all();
     }
 

@@ -20,11 +20,11 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr};
 use std::sync::{Arc, MutexGuard};
 
-use super::port::{Port, lock};
+use super::port::Port;
 use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
 use crate::error::Result;
 use crate::shm::layout::PAGE;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, on_fork};
 use crate::sys::private::{Gate, make_inaccessible, make_private};
 

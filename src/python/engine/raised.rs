@@ -1,10 +1,12 @@
 //! An error in a batch's place that this process has raised: when the batch was unpickled, for example.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::exceptions::{PyBaseException, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit};
+
+use crate::sync::lock;
 
 /// Has the method of torch's `ExceptionWrapper`, which carries the errors of workers.
 #[pyclass(frozen, name = "RaisedError", module = "rustloader._core")]
@@ -16,7 +18,7 @@ impl Raised {
     }
 
     fn error(&self) -> MutexGuard<'_, Option<Py<PyBaseException>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -1,0 +1,164 @@
+//! The port's use of the worker's region: blocks, their holders, idle pages and the reserve.
+
+use std::time::Duration;
+
+use super::{Keep, Port};
+use crate::config::{AHEAD, IDLE_SLICE, LARGE, POOL_IDLE, RECENT_BATCHES, RETURN_WAIT, SMALL_MESSAGE};
+use crate::error::{Error, Result};
+use crate::shm::block::{CONSUMER, WORKER, mark_if, release_owned};
+use crate::sync::{Ordering, lock};
+use crate::sys;
+use crate::wire::Leaf;
+
+impl Port {
+    /// Returns idle pages: those beyond what the batches under way need; all of them if there are none for long, or if the
+    /// worker is ahead of the loop. Then there is time for fresh pages before the loop needs the next batch.
+    pub(super) fn trim(&self) -> Result<()> {
+        let (idle, long) = (self.idle(), self.status().long_idle());
+        let mut allocator = lock(&self.allocator);
+        if idle >= POOL_IDLE || idle >= long && allocator.is_ahead() {
+            allocator.trim(0)
+        } else if idle >= IDLE_SLICE {
+            allocator.trim(self.arena.budget(self.worker))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Before a large block is allocated: waits a moment for the return of one that the loop is about to release, because its
+    /// pages are warm. `pause` sleeps.
+    pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
+        if len < LARGE || !self.arena.is_ours() {
+            return Ok(());
+        }
+        let most = RETURN_WAIT.saturating_mul(u32::try_from(len / LARGE).unwrap_or(u32::MAX));
+        let start = sys::clock::monotonic();
+        loop {
+            let mut allocator = lock(&self.allocator);
+            // Ahead of the loop there is more time. An idle worker may be returning as many pages just now.
+            let most = if allocator.is_ahead() { (most.saturating_mul(4)).min(AHEAD) } else { most };
+            if !allocator.awaits(len)? {
+                self.waited_in_vain.store(false, Ordering::Relaxed);
+                return Ok(());
+            }
+            if self.waited_in_vain.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            if sys::clock::monotonic() - start >= most {
+                self.waited_in_vain.store(true, Ordering::Relaxed);
+                return Ok(());
+            }
+            drop(allocator);
+            pause(RETURN_WAIT);
+        }
+    }
+
+    /// Allocates a block of `len` bytes, held by this worker. Does not wait, see [`crate::shm::alloc::settle`].
+    pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
+        self.check_ours()?;
+        let id = lock(&self.allocator).allocate(len, WORKER)?;
+        Ok((id, self.arena.block_memory(self.worker, id, len)?.as_ptr()))
+    }
+
+    /// Releases this worker's hold on a block. Does nothing in a child of the worker.
+    pub fn release(&self, block: u32) {
+        if self.arena.is_ours() {
+            lock(&self.allocator).release(block);
+        }
+    }
+
+    /// The block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the block: they fill
+    /// at least half of it, and it has not been sent before, because a consumer may still hold such a block.
+    pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
+        // In a child of the worker a lost thread may hold the lock.
+        if !self.arena.is_ours() {
+            return None;
+        }
+        let allocator = lock(&self.allocator);
+        let (block, offset) = allocator.find(address)?;
+        let entry = &self.arena.table(self.worker)[block as usize];
+        let used = entry.warm.load(Ordering::Relaxed);
+        let whole = offset + len <= used && len >= used / 2;
+        (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block))
+            .then_some((block, offset))
+    }
+
+    /// Makes the consumer a holder of a block of an unpublished message. The worker's object in it may then go.
+    pub fn hand_over_early(&self, block: u32) {
+        let state = &self.arena.table(self.worker)[block as usize].state;
+        if self.arena.is_ours() && mark_if(state, WORKER, CONSUMER) {
+            lock(&self.allocator).note_sent(block);
+        }
+    }
+
+    /// Undoes [`Port::hand_over_early`], if the message is not published.
+    pub fn take_back(&self, block: u32) {
+        if self.arena.is_ours() {
+            self.arena.release(self.worker, block, CONSUMER);
+        }
+    }
+
+    /// Transfers the leaves to the consumer.
+    pub(super) fn hand_over(&self, leaves: &[(Leaf, Keep)]) -> Result<()> {
+        let table = self.arena.table(self.worker);
+        let mut allocator = lock(&self.allocator);
+        for (leaf, keep) in leaves {
+            let state = &table[leaf.block as usize].state;
+            match keep {
+                Keep::No => state.store(CONSUMER, Ordering::Relaxed),
+                Keep::Yes | Keep::Freed => {
+                    mark_if(state, WORKER, CONSUMER);
+                    match keep {
+                        Keep::Yes => allocator.note_sent(leaf.block),
+                        // The consumer holds it now, so this cannot free it.
+                        _ => {
+                            release_owned(state, WORKER);
+                        }
+                    }
+                }
+                Keep::HandedOver => {}
+                Keep::Unknown { .. } => return Err(Error::usage("a message with an array that may change")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the largest recent batch.
+    pub(in crate::worker) fn largest_batch(&self) -> u64 {
+        let [now, before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
+        now.max(before)
+    }
+
+    /// Updates the size of the largest recent batch on the status page.
+    pub(super) fn note_size(&self, bytes: u64) {
+        let status = self.status();
+        let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
+        if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(RECENT_BATCHES) {
+            (now, before) = (0, now);
+            self.largest[1].store(before, Ordering::Relaxed);
+        }
+        now = now.max(bytes);
+        self.largest[0].store(now, Ordering::Relaxed);
+        status.largest.store(now.max(before), Ordering::Relaxed);
+    }
+
+    /// Allocates a message's block. Out of memory it uses the reserve, to report the error; a later call refills that.
+    pub(super) fn allocate_message(&self, len: u64) -> Result<u32> {
+        let allocator = &mut *lock(&self.allocator);
+        let mut reserve = lock(&self.reserve);
+        if len <= SMALL_MESSAGE {
+            allocator.trust(SMALL_MESSAGE);
+        }
+        let block = allocator.allocate(len, CONSUMER);
+        match (&block, *reserve) {
+            (Err(_), Some(kept)) if len <= SMALL_MESSAGE => {
+                *reserve = None;
+                allocator.release(kept);
+                return allocator.allocate(SMALL_MESSAGE, CONSUMER);
+            }
+            (Ok(_), None) => *reserve = allocator.allocate(SMALL_MESSAGE, WORKER).ok(),
+            _ => {}
+        }
+        block
+    }
+}

@@ -1,0 +1,163 @@
+//! Results and snapshots: how they become messages and are published.
+
+use super::{Ends, Port};
+use crate::error::{Error, Result};
+use crate::shm::alloc::settle;
+use crate::shm::block::CONSUMER;
+use crate::shm::doorbell;
+use crate::shm::layout::StatusPage;
+use crate::sync::{AtomicU64, Ordering, lock};
+use crate::sys;
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, Timings};
+
+/// Whether objects of the worker keep a leaf's block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// The block was allocated for this message.
+    No,
+    /// It contains an object of the worker.
+    Yes,
+    /// It contained one, which may have gone. The consumer holds it already.
+    HandedOver,
+    /// It contains an array, which begins at `offset` of the leaf. Whether the worker keeps it is known once the batch is dropped.
+    Unknown {
+        /// Bytes before the array.
+        offset: u64,
+    },
+    /// An array lay in it, whose memory has been freed.
+    Freed,
+}
+
+impl Port {
+    /// Publishes a result with a message, and transfers the blocks of `leaves` to the consumer; see [`Keep`].
+    pub fn send(
+        &self,
+        task: u64,
+        kind: ResultKind,
+        leaves: &[(Leaf, Keep)],
+        payload: &[u8],
+        timings: Timings,
+    ) -> Result<()> {
+        self.check_ours()?;
+        let len = wire::message_len(leaves.len(), payload.len());
+        let block = settle(|| self.allocate_message(len), std::thread::sleep)?;
+        let load = load_of(len, leaves);
+        self.note_size(load.bytes);
+        let mut ends = lock(&self.ends);
+        self.write_message(&mut ends.head, block, leaves, payload)?;
+        if !leaves.is_empty() {
+            self.hand_over(leaves)?;
+        }
+        let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
+        let entry = ResultEntry { task, kind, block: Some(block), len, checksum, timings, load };
+        let StatusPage { sent, adopted, adopted_bytes, .. } = self.status();
+        let add = |word: &AtomicU64, more| word.store(word.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        add(sent, 1);
+        for (leaf, _) in leaves.iter().filter(|(_, keep)| *keep != Keep::No) {
+            add(adopted, 1);
+            add(adopted_bytes, leaf.len);
+        }
+        self.publish(&mut ends, &entry)
+    }
+
+    /// Writes a message into its block, which belongs to this worker until it is published. `head` is a buffer.
+    fn write_message(
+        &self,
+        head: &mut Vec<u8>,
+        block: u32,
+        leaves: &[(Leaf, Keep)],
+        payload: &[u8],
+    ) -> Result<()> {
+        let len = wire::message_len(leaves.len(), payload.len());
+        let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
+        wire::message_head(leaves.iter().map(|(leaf, _)| leaf), head);
+        // SAFETY: the block has `len` bytes, which are head and payload; no other process uses it yet.
+        unsafe {
+            std::ptr::copy_nonoverlapping(head.as_ptr(), memory, head.len());
+            std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.add(head.len()), payload.len());
+        }
+        Ok(())
+    }
+
+    /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result. The first
+    /// one of an epoch has the count 0. At most one comes with each result, and one each at the begin and the end of the
+    /// epoch and for an error: the ring has no room for more. Returns false if it is left out for want of memory.
+    pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {
+        self.check_ours()?;
+        let kind = if is_error { ResultKind::FailedSnapshot } else { ResultKind::Snapshot };
+        let len = wire::message_len(0, payload.len());
+        // The main process waits for the first one, and an error should be known: these may use the reserve.
+        let block = match count == 0 || is_error {
+            true => settle(|| self.allocate_message(len), std::thread::sleep),
+            false => lock(&self.allocator).allocate(len, CONSUMER),
+        };
+        let block = match block {
+            Ok(block) => Some(block),
+            Err(Error::NoMemory { .. } | Error::RegionFull { .. } | Error::Os { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        if block.is_none() && count > 0 {
+            return Ok(false);
+        }
+        let mut ends = lock(&self.ends);
+        if let Some(block) = block {
+            self.write_message(&mut ends.head, block, &[], payload)?;
+        }
+        let (checksum, timings, load) = (wire::checksum(payload), Timings::default(), Load::default());
+        let entry = ResultEntry { task: count, kind, block, len, checksum, timings, load };
+        self.push(&mut ends, &entry)?;
+        // Only the first one is waited for. A result follows the others.
+        if count == 0 {
+            self.ring();
+        }
+        Ok(block.is_some())
+    }
+
+    /// Publishes a result without a message.
+    pub fn answer(&self, task: u64, kind: ResultKind) -> Result<()> {
+        self.check_ours()?;
+        let (timings, load) = (Timings::default(), Load::default());
+        let entry = ResultEntry { task, kind, block: None, len: 0, checksum: 0, timings, load };
+        self.publish(&mut lock(&self.ends), &entry)
+    }
+
+    fn publish(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
+        sys::moment::task_done();
+        self.push(ends, entry)?;
+        self.ring();
+        // Last: a reader of the count finds the result published.
+        let status = self.status();
+        status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    #[inline]
+    fn push(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
+        let full =
+            || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
+        ends.results.push(&entry.to_words()).map_err(|_| full())?;
+        doorbell::mark(self.arena.bitmap(), self.worker);
+        Ok(())
+    }
+
+    /// Wakes the main process if it sleeps.
+    #[inline]
+    fn ring(&self) {
+        if self.arena.header().doorbell.0.must_ring() {
+            let _ = self.doorbell.ring();
+        }
+    }
+}
+
+/// The load of a message of `len` bytes. Leaves that the worker does not keep are copies.
+fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
+    let mut load = Load { bytes: len, ..Load::default() };
+    for (leaf, keep) in leaves {
+        load.bytes += leaf.len;
+        if *keep == Keep::No {
+            load.copies += 1;
+            load.copied_bytes += leaf.len;
+        }
+    }
+    load
+}

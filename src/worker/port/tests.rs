@@ -1,0 +1,268 @@
+use super::*;
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, Timings};
+
+fn port(bytes: u64) -> Port {
+    let arena = Arena::create_sized(bytes, 1, 8).unwrap();
+    let doorbell = sys::event::EventFd::new().unwrap();
+    let doorbell = doorbell.as_fd().try_clone_to_owned().unwrap();
+    Port::open(arena, 0, doorbell).unwrap()
+}
+
+#[test]
+fn an_error_can_be_sent_when_the_region_is_full() {
+    let port = port(64 << 20);
+    let mut held = Vec::new();
+    for len in [1 << 20, 64 << 10, 4096] {
+        while let Ok((block, _)) = port.allocate(len) {
+            held.push(block);
+        }
+    }
+    assert!(port.allocate(1).is_err());
+    port.send(0, ResultKind::Error, &[], b"no memory", Timings::default()).unwrap();
+    // The reserve is used up, and refilled after a release.
+    assert!(port.send(1, ResultKind::Error, &[], b"none", Timings::default()).is_err());
+    held.into_iter().for_each(|block| port.release(block));
+    port.send(2, ResultKind::Error, &[], b"some", Timings::default()).unwrap();
+    assert!(lock(&port.reserve).is_some());
+}
+
+#[test]
+fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_error_are_reported() {
+    let port = port(64 << 20);
+    let mut held = Vec::new();
+    for len in [1 << 20, 64 << 10, 4096] {
+        while let Ok((block, _)) = port.allocate(len) {
+            held.push(block);
+        }
+    }
+    let mut results = Consumer::new(port.arena.result_ring(0));
+    let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
+    assert!(!port.send_snapshot(1, b"state", false).unwrap());
+    assert_eq!(entry(), None);
+    // The reserve is for these, as far as it goes. The main process waits for the first one in any case.
+    assert!(port.send_snapshot(0, b"state", false).unwrap());
+    assert!(entry().unwrap().block.is_some());
+    assert!(!port.send_snapshot(0, b"state", false).unwrap());
+    let none = entry().unwrap();
+    assert_eq!((none.kind, none.block, none.task), (ResultKind::Snapshot, None, 0));
+    port.release(held.pop().unwrap());
+    assert!(port.send_snapshot(3, b"error", true).unwrap());
+    let error = entry().unwrap();
+    assert_eq!((error.kind, error.block.is_some(), error.task), (ResultKind::FailedSnapshot, true, 3));
+    // A large one does not fit into the reserve.
+    assert!(!port.send_snapshot(0, &[0; 1 << 20], false).unwrap());
+    assert_eq!(entry().unwrap().block, None);
+    held.into_iter().for_each(|block| port.release(block));
+    assert!(port.send_snapshot(4, &[7; 500_000], false).unwrap());
+    let snapshot = entry().unwrap();
+    assert_eq!((snapshot.len, snapshot.load), (500_008, Load::default()));
+    assert_eq!(snapshot.checksum, wire::checksum(&[7; 500_000]));
+}
+
+#[test]
+fn a_snapshot_leaves_the_workers_figures_as_they_are() {
+    let port = port(64 << 20);
+    port.send(0, ResultKind::Plain, &[], &[0; 100], Timings::default()).unwrap();
+    let figures = || {
+        let StatusPage { sent, largest, tasks_done, task, .. } = port.status();
+        [sent, largest, tasks_done, task].map(|word| word.load(Ordering::Relaxed))
+    };
+    let before = figures();
+    assert!(port.send_snapshot(1, &[0; 100_000], false).unwrap());
+    assert_eq!((figures(), before), (before, [1, 108, 1, 0]));
+}
+
+/// Takes a task of the ring, whose fetch sleeps, or computes for as long.
+fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
+    let entry = TaskEntry::inline(0, kind, &[]).unwrap();
+    let tasks = &mut crate::shm::ring::Producer::new(port.arena.task_ring(0));
+    tasks.push(&entry.to_words()).unwrap();
+    let totals = || crate::metrics::WorkerTotals::of(port.status(), (1, false), 0);
+    let before = totals();
+    assert!(port.take_up().unwrap().is_some());
+    work();
+    port.enter(WorkerState::Collate);
+    let after = totals();
+    // Neither time after the fetch counts, nor a second interval in the dataset.
+    std::thread::sleep(Duration::from_millis(2));
+    port.enter(WorkerState::Fetch);
+    port.enter(WorkerState::Pack);
+    assert_eq!(totals().fetch_measured_ns, after.fetch_measured_ns);
+    let difference =
+        (after.fetch_cpu_ns - before.fetch_cpu_ns, after.fetch_measured_ns - before.fetch_measured_ns);
+    assert_eq!(totals().fetch_cpu_ns, after.fetch_cpu_ns);
+    difference
+}
+
+#[test]
+fn a_fetch_that_waits_takes_wall_time_and_one_that_computes_takes_cpu_time() {
+    const LONG: Duration = Duration::from_millis(30);
+    let port = port(64 << 20);
+    let computes = || {
+        let begin = sys::clock::process_cpu_ns();
+        while sys::clock::process_cpu_ns() - begin < LONG.as_nanos() as u64 {}
+    };
+    let (cpu, wall) = fetch(&port, TaskKind::Pickle, computes);
+    assert!(u128::from(cpu) >= LONG.as_nanos() && wall > 0, "{cpu} of {wall}");
+    let (_, wall) = fetch(&port, TaskKind::Plain, || std::thread::sleep(LONG));
+    assert!(u128::from(wall) >= LONG.as_nanos(), "{wall}");
+    assert_eq!(fetch(&port, TaskKind::Resume, || ()), (0, 0), "a control message is no fetch");
+}
+
+/// A port with an idle warm block, one that the consumer has received, and one that waits for it.
+fn waiting(len: u64) -> (Port, u32, u32) {
+    let port = port(1 << 30);
+    let blocks = [0; 3].map(|_| port.allocate(len).unwrap().0);
+    let leaves = blocks[1..].iter().map(|&block| (Leaf { block, len }, Keep::No));
+    port.send(0, ResultKind::Plain, &leaves.collect::<Vec<_>>(), b"", Timings::default()).unwrap();
+    port.release(blocks[0]);
+    port.arena.delivered(0, blocks[1]).unwrap();
+    port.enter(WorkerState::Idle);
+    (port, blocks[1], blocks[2])
+}
+
+fn has_been_idle(port: &Port, time: Duration) {
+    let since = sys::clock::monotonic_ns() - time.as_nanos() as u64;
+    port.status().since_ns.store(since, Ordering::Relaxed);
+    port.status().task_since_ns.store(since, Ordering::Relaxed);
+}
+
+#[test]
+fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
+    const LEN: u64 = 4 << 20;
+    let (port, _, waits) = waiting(LEN);
+    let warm = || lock(&port.allocator).warm_bytes();
+    let all = warm();
+    assert!(all >= 3 * LEN);
+    has_been_idle(&port, AHEAD / 2);
+    port.trim().unwrap();
+    assert_eq!(warm(), all, "a moment without a task is usual");
+    has_been_idle(&port, AHEAD);
+    port.trim().unwrap();
+    assert_eq!(warm(), all - LEN);
+    // What the consumer holds is untouched; without a message that waits, the loop waits for this worker.
+    port.arena.release(0, waits, CONSUMER);
+    port.trim().unwrap();
+    assert!(lock(&port.allocator).is_ahead(), "the message itself");
+    for (id, entry) in port.arena.table(0)[..port.arena.block_count(0) as usize].iter().enumerate() {
+        if entry.state.load(Ordering::Relaxed) == CONSUMER {
+            port.arena.release(0, id as u32, CONSUMER);
+        }
+    }
+    let (block, _) = port.allocate(LEN).unwrap();
+    port.release(block);
+    let all = warm();
+    has_been_idle(&port, AHEAD);
+    port.trim().unwrap();
+    assert_eq!(warm(), all);
+}
+
+#[test]
+fn a_block_that_comes_back_wakes_a_worker_that_is_idle() {
+    const LEN: u64 = 4 << 20;
+    for (len, idle, state, is_woken) in [
+        (LEN, AHEAD, WorkerState::Idle, true),
+        (LEN / 8, AHEAD, WorkerState::Idle, false),
+        (LEN, AHEAD / 2, WorkerState::Idle, false),
+        (LEN, AHEAD, WorkerState::Fetch, false),
+    ] {
+        let (port, delivered, _) = waiting(len);
+        port.enter(state);
+        has_been_idle(&port, idle);
+        let ticket = port.sleeper().announce();
+        port.arena.release_delivered(0, delivered);
+        let rung = port.sleeper().bell.load(Ordering::Relaxed) != ticket.0;
+        assert_eq!(rung, is_woken, "{len} bytes, {idle:?}, {state:?}");
+    }
+}
+
+#[test]
+fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
+    const LEN: u64 = 4 << 20;
+    let (port, delivered, waits) = waiting(LEN);
+    let pauses = std::cell::Cell::new(0);
+    let pause = |time| {
+        std::thread::sleep(time);
+        pauses.set(pauses.get() + 1);
+    };
+    port.await_return(LEN, pause).unwrap();
+    assert_eq!(pauses.get(), 0, "a block is idle");
+    port.allocate(LEN).unwrap();
+    port.await_return(LEN, pause).unwrap();
+    assert!((1..=16).contains(&pauses.get()), "{}", pauses.get());
+    pauses.set(0);
+    port.await_return(LEN, pause).unwrap();
+    assert_eq!(pauses.get(), 0, "the last wait was in vain");
+    port.arena.release_delivered(0, delivered);
+    port.await_return(LEN, pause).unwrap();
+    assert_eq!(port.allocate(LEN).unwrap().0, delivered);
+    port.arena.delivered(0, waits).unwrap();
+    port.await_return(LEN, |_| {
+        pauses.set(pauses.get() + 1);
+        port.arena.release_delivered(0, waits);
+    })
+    .unwrap();
+    assert_eq!(pauses.get(), 1, "a block has come back since");
+    assert_eq!(port.allocate(LEN).unwrap().0, waits);
+}
+
+#[test]
+fn a_batch_of_a_replay_renews_the_time_of_the_task() {
+    let port = port(64 << 20);
+    let since = || port.status().task_since_ns.load(Ordering::Relaxed);
+    assert_eq!(since(), 0);
+    let before = sys::clock::monotonic_ns();
+    port.progress();
+    assert!((before..=sys::clock::monotonic_ns()).contains(&since()));
+}
+
+#[test]
+fn a_child_asks_for_no_lock_that_another_thread_may_hold() {
+    let port = port(64 << 20);
+    let (block, memory) = port.allocate(40_000).unwrap();
+    let held = lock(&port.allocator);
+    // SAFETY: the child leaves by _exit; what it calls allocates nothing.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let nothing = port.adoptable(memory as usize, 40_000).is_none();
+        port.release(block);
+        // SAFETY: no exit handler runs.
+        unsafe { libc::_exit(if nothing { 0 } else { 1 }) };
+    }
+    let mut status = -1;
+    // SAFETY: `status` is a local number that the kernel fills.
+    let mut gone = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
+    let begin = std::time::Instant::now();
+    let ended = loop {
+        match gone() {
+            true => break true,
+            false if begin.elapsed() > Duration::from_secs(20) => break false,
+            false => std::thread::sleep(Duration::from_millis(1)),
+        }
+    };
+    if !ended {
+        // SAFETY: a child of this process, not reaped yet.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+    drop(held);
+    assert!(ended, "the child waits for the lock");
+    assert_eq!(status, 0);
+}
+
+#[test]
+fn what_was_sent_before_is_not_adopted_again() {
+    let port = port(64 << 20);
+    let (block, memory) = port.allocate(40_000).unwrap();
+    assert_eq!(port.adoptable(memory as usize, 40_000), Some((block, 0)));
+    assert_eq!(port.adoptable(memory as usize, 4_000), None);
+    let leaf = Leaf { block, len: 40_000 };
+    port.send(0, ResultKind::Plain, &[(leaf, Keep::Yes)], b"", Timings::default()).unwrap();
+    assert_eq!(port.adoptable(memory as usize, 40_000), None);
+    // The consumer has released it, and may have written to it.
+    port.arena.release(0, block, CONSUMER);
+    assert_eq!(port.adoptable(memory as usize, 40_000), None);
+    port.release(block);
+    let (again, memory) = port.allocate(40_000).unwrap();
+    assert_eq!(again, block);
+    assert!(port.adoptable(memory as usize, 40_000).is_some());
+}
