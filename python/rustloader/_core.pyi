@@ -24,6 +24,7 @@ __all__ = [
     "TIMED_OUT",
     "UNREADABLE",
     "VACANT",
+    "ArrayTensor",
     "Counts",
     "Death",
     "DeferredSignals",
@@ -516,6 +517,10 @@ class Port:
         """Lets NumPy make large arrays in this worker's region, in this thread. Returns False, and changes nothing,
         if NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched."""
 
+    def array_tensor(self, array: np.ndarray) -> ArrayTensor | None:
+        """Stands for ``torch.as_tensor(array)`` if the array lies in the region and could be sent from there, and torch
+        would make a tensor over its memory without a warning."""
+
     def enter_thread(self) -> None:
         """Does the same in a further thread, if `use_numpy_arena` has succeeded."""
 
@@ -587,6 +592,13 @@ class IndexStream:
 class StoppableIndices:
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
+
+@final
+class ArrayTensor:
+    """An array in a batch that arrives as a tensor, without a copy if nothing but the batch refers to the array."""
+
+    def tensor(self) -> torch.Tensor:
+        """``torch.as_tensor`` of the array."""
 
 @final
 class TimedCollate:

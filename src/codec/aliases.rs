@@ -37,6 +37,8 @@ enum Change {
 struct SharedMemory<O> {
     low: usize,
     len: usize,
+    /// The largest alignment of their elements.
+    align: usize,
     /// The tensors in it, which keep it alive.
     tensors: O,
 }
@@ -143,7 +145,8 @@ impl<T: Tensors> Aliases<'_, T> {
         }
         let objects = extents.iter().map(|extent| &self.leaves[extent.leaf].object);
         let tensors = self.tensors.together(objects.collect()).ok_or(NotPlain)?;
-        self.storages.push(SharedMemory { low, len, tensors });
+        let align = views.iter().map(|view| view.dtype.align()).max().unwrap_or(1);
+        self.storages.push(SharedMemory { low, len, align, tensors });
         Ok(())
     }
 
@@ -192,7 +195,7 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_storages(&self, writer: &mut Writer<'_>) -> Vec<PendingCopy<T::Object>> {
         let mut copies = Vec::new();
-        for SharedMemory { low, len, tensors } in &self.storages {
+        for SharedMemory { low, len, align, tensors } in &self.storages {
             let (first, len) = (*low as *const u8, *len);
             if len < INLINE_LIMIT {
                 // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes, so their storages hold all of it.
@@ -200,7 +203,7 @@ impl<T: Tensors> Aliases<'_, T> {
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
                 let place = writer.storage_outside(len);
-                copies.push(PendingCopy::of_bytes(tensors.clone(), place, first, len));
+                copies.push(PendingCopy::of_bytes(tensors.clone(), place, first, len, *align));
             }
         }
         copies

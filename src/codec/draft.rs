@@ -23,14 +23,16 @@ pub struct PendingCopy<O> {
     pub place: Placeholder,
     first: *const u8,
     plan: Plan,
+    /// Bytes that its address in shared memory is a multiple of.
+    align: usize,
     /// See [`Sink::adopt`].
     is_sole: bool,
 }
 
 impl<O> PendingCopy<O> {
-    /// Copies `len` bytes from `first` on, which `owner` keeps alive.
-    pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize) -> Self {
-        Self { _owner: owner, place, first, plan: Plan::bytes(len), is_sole: false }
+    /// Copies `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of `align`.
+    pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
+        Self { _owner: owner, place, first, plan: Plan::bytes(len), align, is_sole: false }
     }
 
     /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
@@ -40,9 +42,10 @@ impl<O> PendingCopy<O> {
         sink: &mut S,
         copy: impl FnOnce(&Plan, *const u8, *mut u8),
     ) -> Result<(), Error> {
-        let Self { place, first, plan, is_sole, .. } = self;
+        let Self { place, first, plan, align, is_sole, .. } = self;
+        let fits = plan.gather.is_none() && (*first as usize).is_multiple_of(*align);
         let adopt = || sink.adopt(*first, plan.bytes, *is_sole);
-        let (leaf, offset) = match plan.gather.is_none().then(adopt).flatten() {
+        let (leaf, offset) = match fits.then(adopt).flatten() {
             Some(adopted) => adopted,
             None => {
                 let (leaf, target) = sink.reserve(plan.bytes)?;
@@ -111,7 +114,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
     pub fn bytes_outside(&mut self, value: &O, bytes: &[u8]) -> Plain {
         if self.is_new(value)? {
             let place = self.out.bytes_outside(bytes.len());
-            self.copies.push(PendingCopy::of_bytes(value.clone(), place, bytes.as_ptr(), bytes.len()));
+            self.copies.push(PendingCopy::of_bytes(value.clone(), place, bytes.as_ptr(), bytes.len(), 1));
         }
         Ok(())
     }
@@ -150,7 +153,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             unsafe { self.out.inline(kind, dtype, shape, &plan, first) };
         } else {
             let place = self.out.outside(kind, dtype, shape, &plan);
-            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, is_sole });
+            let align = dtype.align();
+            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, align, is_sole });
         }
         if plan.span > 0 {
             let start = first.wrapping_offset(plan.low) as usize;

@@ -10,6 +10,7 @@ use super::aliases::{Tensors, resolve};
 use super::draft::{Draft, NotPlain, PendingCopy, Plain};
 use super::seen::Object;
 use crate::config::{ARRAY_MIN, DETACH_FROM, INLINE_LIMIT};
+use crate::interop::array_tensor::ArrayTensor;
 use crate::interop::tensor::Bridge;
 use crate::interop::view::{LeafView, TensorView};
 use crate::tree::layout::numel;
@@ -169,6 +170,8 @@ impl<'py> Encoder<'_, 'py> {
             self.draft.out.complex(number.real(), number.imag());
         } else if self.bridge.is_some_and(|bridge| bridge.is_array(value)) {
             return self.array(value);
+        } else if let Ok(inner) = value.cast_exact::<ArrayTensor>() {
+            return self.array_tensor(value, inner.get().array(value.py()));
         } else {
             return Err(NotPlain);
         }
@@ -293,6 +296,16 @@ impl<'py> Encoder<'_, 'py> {
         let is_sole = self.is_sole && is_large && is_sole(value);
         // An error is none of the batch's: the array is copied.
         let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
+        // SAFETY: NumPy has just described this view; the batch keeps the array alive.
+        unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
+    }
+
+    /// An `ArrayTensor`, which has `array`. Its memory may be another leaf's, too: then alias resolution gives up.
+    fn array_tensor(&mut self, value: &Bound<'py, PyAny>, array: Bound<'py, PyAny>) -> Plain {
+        let bridge = self.bridge.ok_or(NotPlain)?;
+        let view = bridge.view_as_tensor(&array).ok_or(NotPlain)?;
+        let is_sole = self.is_sole && is_sole(value) && is_sole(&array);
+        let is_sole = is_sole && bridge.has_alone(&array).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }

@@ -6,6 +6,8 @@ pub mod memory;
 pub mod view;
 
 #[cfg(feature = "python")]
+pub mod array_tensor;
+#[cfg(feature = "python")]
 pub mod collate;
 #[cfg(feature = "python")]
 pub mod detached;

@@ -35,6 +35,7 @@ mod _core {
     use crate::codec::roundtrip::{_collate, _roundtrip};
     #[pymodule_export]
     use crate::interop::{
+        array_tensor::ArrayTensor,
         dlpack::buffer::{LeaseBuffer, heap_storage},
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
         gather::gather_in_torch,

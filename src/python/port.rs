@@ -10,8 +10,9 @@ use pyo3::types::{PyBytes, PyList};
 use super::engine::PyEngine;
 use super::{code, remote};
 use crate::codec::{self, Outgoing};
-use crate::config::INLINE_LIMIT;
+use crate::config::{ARRAY_MIN, INLINE_LIMIT};
 use crate::copy::copy;
+use crate::interop::array_tensor::ArrayTensor;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::fetcher::{StoppableIndices, TimedCollate};
@@ -23,6 +24,7 @@ use crate::shm::layout::{Geometry, WorkerState};
 use crate::sync::lock;
 use crate::sys::signal::{self, stack_signal};
 use crate::transport::Remote;
+use crate::tree::layout::{Plan, Style};
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
@@ -240,6 +242,22 @@ impl PyPort {
 
     fn enter_thread(&self, py: Python<'_>) -> PyResult<()> {
         self.numpy_memory.get().map_or(Ok(()), |memory| memory.enter(py))
+    }
+
+    fn array_tensor(&self, array: &Bound<'_, PyAny>) -> PyResult<Option<ArrayTensor>> {
+        let (py, bridge) = (array.py(), Bridge::get(array.py())?);
+        let Some(view) = bridge.view_as_tensor(array) else { return Ok(None) };
+        let plan = Plan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
+        let bytes = plan.filter(|plan| plan.gather.is_none()).map_or(0, |plan| plan.bytes);
+        let block =
+            (bytes >= ARRAY_MIN).then(|| self.port.adoptable(view.first as usize, bytes as u64)).flatten();
+        if !block.is_some_and(|(block, _)| self.port.has_array(block))
+            || bridge.has_modes(py)?
+            || !bridge.default_is_cpu(py)?
+        {
+            return Ok(None);
+        }
+        Ok(Some(ArrayTensor::new(array)))
     }
 
     fn at_sample(&self, place: u64) {

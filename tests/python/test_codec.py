@@ -852,6 +852,16 @@ def test_adopted_leaves(offset: int) -> None:
         _roundtrip(want[0], adopt=2)  # floats at an odd place
 
 
+def test_what_is_not_aligned_is_copied_to_a_place_that_is() -> None:
+    odd = torch.frombuffer(bytearray(40_001), dtype=torch.float32, offset=1)
+    for want in (odd, [odd, odd[1:]], odd.numpy()):
+        got = back(want, adopt=1)
+        for a, b in zip(
+            got if isinstance(want, list) else [got], want if isinstance(want, list) else [want], strict=True
+        ):
+            assert type(a) is type(b) and (a == b).all() and a.shape == b.shape
+
+
 @pytest.mark.parametrize("n", [0, 1, 16 * 1024 - 1, 16 * 1024, 300_000])
 @pytest.mark.parametrize("offset", [None, 0, 70])
 def test_bytes_of_all_sizes_and_the_identity_of_large_ones(n: int, offset: int | None) -> None:

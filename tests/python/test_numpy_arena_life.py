@@ -13,6 +13,7 @@ import torch
 from numpy_arena_support import SIZE, Made, batches_of, fresh, identity
 from numpy_handlers import handler_name, set_handler, without_handlers
 from support import DataLoader, run_script
+from torch.utils.data import default_convert
 
 import rustloader
 
@@ -120,10 +121,12 @@ def test_what_opencv_makes_is_sent_without_a_copy(mb):
         return cv2.cvtColor(cv2.resize(picture, (side, side // 4)) // (index + 1), cv2.COLOR_BGR2RGBA)
 
     for make in (resize, convert):
-        batches, stats = batches_of(Made(make, 4))
-        assert same(batches, make)
-        assert stats.copies.count == 0, stats.copies
-        assert stats.copies.adopted_bytes >= 4 * side * side
+        # As arrays, and as tensors by torch's default.
+        for collate in (identity, default_convert):
+            batches, stats = batches_of(Made(make, 4), collate_fn=collate)
+            assert same(batches, make)
+            assert stats.copies.count == 0, stats.copies
+            assert stats.copies.adopted_bytes >= 4 * side * side
         # In a list of samples, from threads as well.
         lists, stats = batches_of(Made(make, 4), batch_size=2, worker_threads=2)
         assert same([picture for batch in lists for picture in batch], make)
@@ -151,9 +154,10 @@ def test_what_h5py_reads_is_sent_without_a_copy(mb, chunks, tmp_path):
                 self.file = h5py.File(path)
             return self.file["x"][index]
 
-    batches, stats = batches_of(Stored())
-    assert same(batches, expected.__getitem__)
-    assert stats.copies.count == 0 and stats.copies.adopted_bytes == expected.nbytes, stats.copies
+    for collate in (identity, default_convert):
+        batches, stats = batches_of(Stored(), collate_fn=collate)
+        assert same(batches, expected.__getitem__)
+        assert stats.copies.count == 0 and stats.copies.adopted_bytes == expected.nbytes, stats.copies
     tensors, stats = batches_of(Stored(), collate_fn=torch.from_numpy)
     assert same(tensors, expected.__getitem__) and stats.copies.count == 4
 

@@ -25,7 +25,7 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 from rustloader.texts import name_of
-from rustloader.workers import resuming, serialize
+from rustloader.workers import converting, resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
 from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
@@ -99,6 +99,8 @@ class _Worker:
         self.source: Any = dataset
         # The fetcher's `fetch`, if it is torch's own.
         self.torchs_fetch: Any = None
+        # Whether batches may have arrays in the place of tensors.
+        self.converts = False
         # Seeds batches or samples, if an option asks for it.
         self.seeds: Seeds | None = None
         # Makes the samples of a batch at the same time, if an option asks for it.
@@ -172,10 +174,11 @@ class _Worker:
             told: Arguments of the dataset's ``set_epoch``, or None.
         """
         job = self.job
-        collate_fn = job.collate_fn
+        is_torchs_own = torchs.is_own(job.dataset_kind)
+        self.converts = is_torchs_own and job.numpy_arena and converting.is_torchs_own(job.collate_fn)
+        collate_fn = converting.converter(self.port) if self.converts else job.collate_fn
         if self.seeds is not None:
             collate_fn = self.seeds.for_collating(collate_fn)
-        is_torchs_own = torchs.is_own(job.dataset_kind)
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
@@ -243,6 +246,8 @@ class _Worker:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
                 if self.guard is not None:
+                    if self.converts and self.guard.has_failures():
+                        data = converting.tensors_of(data)
                     data = self.guard.reported(data)
             except Exception as error:
                 failures = None if self.guard is None else self.guard.why_empty(error, self.job.dataset_kind)
@@ -327,13 +332,24 @@ class _Worker:
 
     def send(self, task: int, batch: list[Any]) -> None:
         """Sends the one item of a list, or the error that prevents it. May empty the list."""
-        kind = type(batch[0])
+        kind = converting.kind_of(batch[0])
         try:
-            if not self.port.send(task, batch, serialize.leaves_are_ours()):
+            if not self.send_plain(task, batch):
                 self.send_pickle(task, batch[0])
         except Exception:
             where = f"{self.where} (pid {os.getpid()}), which could not send its batch of type {name_of(kind)}"
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
+
+    def send_plain(self, task: int, batch: list[Any]) -> bool:
+        """Sends the one item of a list if it is a plain tree, or leaves it there, ready to be pickled."""
+        leaves_are_ours = serialize.leaves_are_ours()
+        if self.port.send(task, batch, leaves_are_ours):
+            return True
+        tensors = converting.tensors_of(batch[0]) if self.converts else batch[0]
+        if tensors is batch[0]:
+            return False
+        batch[0] = tensors
+        return self.port.send(task, batch, leaves_are_ours)
 
     def send_pickle(self, task: int, batch: Any) -> None:
         if not self.port.send_pickle(task, *self.portable(*serialize.dumps(batch))):

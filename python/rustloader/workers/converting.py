@@ -1,0 +1,69 @@
+"""torch's default_convert for arrays in shared memory, of which no tensors are made: those would hide the arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate
+
+from rustloader._core import ArrayTensor, Port
+from rustloader.torch_side import is_torchs
+
+_default_convert: Any = collate.default_convert
+_as_tensor: Any = torch.as_tensor
+# Types of values that it returns as they are.
+_UNCHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Tensor))
+
+
+def is_torchs_own(collate_fn: Any) -> bool:
+    """Whether a ``collate_fn`` is torch's default_convert, which a program has not changed."""
+    return (
+        collate_fn is _default_convert
+        and collate.default_convert is _default_convert
+        and is_torchs(_default_convert, collate)
+        and type(_as_tensor) is BuiltinFunctionType
+    )
+
+
+def converter(port: Port) -> Callable[[Any], Any]:
+    """A function that does what default_convert does, with an ``ArrayTensor`` in the place of a tensor over an array in
+    ``port``'s region. :func:`tensors_of` makes the tensors."""
+
+    def convert(data: Any) -> Any:
+        kind = type(data)
+        if kind in _UNCHANGED:
+            return data
+        if kind is np.ndarray:
+            made = port.array_tensor(data) if torch.as_tensor is _as_tensor else None
+            return _default_convert(data) if made is None else made
+        if kind is list or kind is tuple:
+            return [convert(item) for item in data]
+        if kind is dict:
+            return {key: convert(data[key]) for key in data}
+        return _default_convert(data)
+
+    return convert
+
+
+def tensors_of(batch: Any) -> Any:
+    """A batch of :func:`converter` as default_convert returns it: the same object, if it has all its tensors."""
+    kind = type(batch)
+    if kind is ArrayTensor:
+        return batch.tensor()
+    if kind is list:
+        items = [tensors_of(item) for item in batch]
+        return items if any(made is not item for made, item in zip(items, batch, strict=True)) else batch
+    if kind is dict:
+        values = {key: tensors_of(value) for key, value in batch.items()}
+        return values if any(values[key] is not value for key, value in batch.items()) else batch
+    return batch
+
+
+def kind_of(batch: Any) -> type:
+    """The type of a batch, as default_convert returns it."""
+    kind = type(batch)
+    return torch.Tensor if kind is ArrayTensor else kind

@@ -1,0 +1,56 @@
+//! Arrays that travel as tensors.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::tensor::Bridge;
+use super::view::LeafView;
+use crate::tree::Kind;
+use crate::tree::layout::Dims;
+
+/// An array in a batch that arrives as the tensor that `torch.as_tensor` makes of it. No such tensor exists in the worker: it
+/// would hide the array, and with it what else refers to the memory.
+#[pyclass(frozen, module = "rustloader._core")]
+pub struct ArrayTensor {
+    /// The array itself: like the tensor, this object decides how long it lives.
+    array: Py<PyAny>,
+}
+
+impl ArrayTensor {
+    /// Stands for the tensor of an array. The tensor's memory: [`Bridge::view_as_tensor`].
+    pub fn new(array: &Bound<'_, PyAny>) -> Self {
+        Self { array: array.clone().unbind() }
+    }
+
+    /// A further reference to the array.
+    pub fn array<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        self.array.bind(py).clone()
+    }
+}
+
+#[pymethods]
+impl ArrayTensor {
+    fn tensor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        py.import(intern!(py, "torch"))?.call_method1(intern!(py, "as_tensor"), (&self.array,))
+    }
+}
+
+impl Bridge {
+    /// The memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch warns or fails.
+    pub fn view_as_tensor(&self, array: &Bound<'_, PyAny>) -> Option<LeafView> {
+        let py = array.py();
+        let view = self.array_view(array)?;
+        let flags = array.getattr(intern!(py, "flags")).ok()?;
+        if view.dtype.torch_name().is_none()
+            || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()?
+        {
+            return None;
+        }
+        // torch keeps the array's strides. Where a dimension has one element, an export has others.
+        let strides: Vec<i64> = array.getattr(intern!(py, "strides")).ok()?.extract().ok()?;
+        let item = view.dtype.itemsize() as i64;
+        let fits = strides.iter().all(|&stride| stride >= 0 && stride % item == 0);
+        let strides = Dims::new(&strides).filter(|_| fits)?;
+        Some(LeafView { kind: Kind::Tensor, byte_strides: strides, ..view })
+    }
+}

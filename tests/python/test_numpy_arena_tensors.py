@@ -1,0 +1,306 @@
+"""What torch's default makes of arrays in the arena: the same tensors, whose hidden arrays are still seen."""
+
+import collections
+import copy
+import weakref
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy_arena_support import SIZE, Made, batches_of, fresh
+from support import DataLoader
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import default_convert
+
+import rustloader
+
+pytestmark = pytest.mark.ours
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def filled(shape, index, dtype=np.float32):
+    return np.full(shape, index, dtype)
+
+
+# Samples, and whether they need no copy.
+SAMPLES = {
+    "C order": (lambda i: filled((3, 200, 100), i), True),
+    "F order": (lambda i: filled((3, 200, 100), i).T, True),
+    "channels first": (lambda i: filled((200, 100, 3), i).transpose(2, 0, 1), True),
+    "one channel": (lambda i: filled((200, 200, 1), i).transpose(2, 0, 1), True),
+    "of a batch": (lambda i: filled((200, 200), i)[None], True),
+    "first of a batch": (lambda i: filled((40, 1, 64, 64), i)[:, 0], True),
+    "backwards": (lambda i: filled((400, 200), i)[::-1], None),
+    "odd stride": (lambda i: as_strided(filled((200, 200), i), (1, 200, 200), (3, 800, 4)), None),
+    "expanded": (lambda i: np.broadcast_to(filled((1, 40000), i), (2, 40000)), False),
+    "read-only": (lambda i: read_only(filled((200, 200), i)), False),
+    "memory map": (lambda i: filled((200, 200), i).view(np.memmap), False),
+    "big-endian": (lambda i: filled((200, 200), i).astype(">f4"), None),
+    "long double": (lambda i: filled((200, 200), i, np.longdouble), None),
+    "dates": (lambda i: filled((200, 200), i, np.int64).view("M8[s]"), None),
+    "text": (lambda i: np.full(SIZE, str(i)), None),
+    "objects": (lambda i: [filled(3, i, object), fresh(i)], False),
+    "beside a set": (lambda i: {"a": fresh(i), "b": {i}}, False),
+    "beside scalars": (lambda i: (fresh(i), np.float32(i), np.arange(i), i / 7, 1j, None, "x", b"y", True), True),
+    "in other containers": (lambda i: [Pair(fresh(i), i), collections.deque([fresh(i)])], False),
+    "in an ordered dict": (lambda i: collections.OrderedDict(a=fresh(i), b=[fresh(i)]), False),
+} | {
+    dtype: (lambda i, dtype=dtype: filled((400, 200), i, dtype), True)
+    for dtype in "bool uint16 int16 uint32 int32 uint64 int64 float16 float64 complex64 complex128".split()
+}
+
+
+def form(value):
+    """Types, layouts and values, at any depth."""
+    match value:
+        case torch.Tensor():
+            return value.dtype, value.shape, value.stride(), value.storage_offset(), value.tolist()
+        case np.ndarray():
+            return value.dtype, value.strides, value.tolist()
+        case dict():
+            return type(value), [(key, form(item)) for key, item in value.items()]
+        case list() | tuple() | collections.deque():
+            return type(value), [form(item) for item in value]
+    return value
+
+
+def outcome(load):
+    """The forms of the batches, or the error."""
+    try:
+        return [form(batch) for batch in load()]
+    except Exception as error:
+        return type(error), str(error).splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_arrays_become_the_tensors_that_torch_makes(name):
+    make, is_adopted = SAMPLES[name]
+    loader = DataLoader(Made(make, 3), batch_size=None, num_workers=1)
+    expected = outcome(lambda: list(TorchDataLoader(Made(make, 3), batch_size=None, num_workers=1)))
+    got = outcome(lambda: list(loader))
+    assert got == expected
+    copies = rustloader.stats(loader).copies
+    if is_adopted is not None:
+        assert (copies.count == 0) is is_adopted and (copies.adopted > 0) is is_adopted, copies
+
+
+def test_holes_are_closed_by_a_copy():
+    batches, stats = batches_of(Made(lambda i: filled((64, 2, 64, 64), i)[:, :1]), collate_fn=default_convert)
+    assert [batch.tolist() for batch in batches] == [filled((64, 1, 64, 64), i).tolist() for i in range(6)]
+    assert stats.copies.count == 6 and stats.copies.bytes == 6 << 20
+
+
+def test_tensors_of_one_array_share_it():
+    def make(index):
+        array = fresh(index)
+        return {"a": array, "b": array[: SIZE // 2], "c": torch.from_numpy(array)}
+
+    batches, stats = batches_of(Made(make), collate_fn=default_convert)
+    for index, batch in enumerate(batches):
+        assert all((tensor == index).all() for tensor in batch.values())
+        batch["b"][:] = 255
+        assert all((tensor[: SIZE // 2] == 255).all() for tensor in batch.values())
+    assert stats.copies.count == 6 and stats.copies.adopted == 0
+
+
+# What keeps a sample. Each writes into it when the next one is made.
+
+CONTAINERS = {
+    "list": lambda a: [a],
+    "tuple": lambda a: (a, 1),
+    "dict": lambda a: {"a": a},
+    "nested": lambda a: [({"a": a},)],
+    "named tuple": lambda a: Pair(a, 1),
+    "deque": lambda a: collections.deque([a]),
+}
+
+
+def array_in(value):
+    while not isinstance(value, np.ndarray | torch.Tensor):
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+class KeepsSamples:
+    def __init__(self, contain, keep):
+        self.contain, self.keep, self.kept = contain, keep, []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        for kept in self.kept:
+            if kept() is not None:
+                array_in(kept())[:] = 255
+        sample = self.contain(fresh(index))
+        self.kept.append(self.keep(sample))
+        return sample
+
+
+def in_a_closure(sample):
+    return lambda: sample
+
+
+def copied_shallowly(sample):
+    return in_a_closure(copy.copy(sample))
+
+
+def in_a_generator(sample):
+    def keep():
+        local = sample
+        while True:
+            yield local
+
+    generator = keep()
+    next(generator)
+    return generator.__next__
+
+
+def by_weak_reference(sample):
+    return weakref.ref(array_in(sample))
+
+
+@pytest.mark.parametrize("keep", [in_a_closure, copied_shallowly, in_a_generator, by_weak_reference])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_keeps_a_sample_reaches_no_batch(name, keep):
+    batches, stats = batches_of(KeepsSamples(CONTAINERS[name], keep), collate_fn=default_convert, prefetch_factor=4)
+    assert [int(array_in(batch).max()) for batch in batches] == [*range(10)]
+    assert stats.copies.count == 10 and stats.copies.adopted == 0
+
+
+class KeepsTensors:
+    """A `collate_fn` of the program that keeps what torch's function makes, and writes into it later."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, sample):
+        for tensor in self.kept:
+            tensor[:] = 255
+        self.kept.append(default_convert(sample))
+        return self.kept[-1]
+
+
+def test_a_collate_fn_that_keeps_its_tensors_changes_no_batch():
+    batches, stats = batches_of(Made(fresh, 10), collate_fn=KeepsTensors(), prefetch_factor=4)
+    assert [int(batch.max()) for batch in batches] == [*range(10)]
+    assert stats.copies.count == 10 and stats.copies.adopted == 0
+
+
+# Where torch's function would make something else
+
+
+class AddsOne(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return made + 1 if function is torch.as_tensor else made
+
+
+def enter_mode(worker_id):
+    AddsOne().__enter__()
+
+
+def replace_as_tensor(worker_id):
+    torchs = torch.as_tensor
+    torch.as_tensor = lambda data: torchs(data) + 1
+
+
+class ReplacesAsTensor(Made):
+    """The same in the dataset, after the fetcher was made."""
+
+    def __getitem__(self, index):
+        if type(torch.as_tensor) is not type(lambda: 0):
+            replace_as_tensor(0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("init", [enter_mode, replace_as_tensor, None])
+def test_what_the_program_makes_of_as_tensor_counts(init):
+    kind = Made if init else ReplacesAsTensor
+    batches, _ = batches_of(kind(fresh), collate_fn=default_convert, worker_init_fn=init)
+    assert [int(batch.min()) for batch in batches] == [1, 2, 3, 4, 5, 6]
+
+
+def replace_default_convert(worker_id):
+    torch.utils.data._utils.collate.default_convert = lambda data: data
+
+
+def test_a_replaced_default_convert_is_called():
+    batches, _ = batches_of(
+        Made(lambda i: [fresh(i)]), collate_fn=default_convert, worker_init_fn=replace_default_convert
+    )
+    assert [type(batch[0]) for batch in batches] == [np.ndarray] * 6
+
+
+def register_reducer(worker_id):
+    ForkingPickler.register(np.ndarray, lambda array: (int, ()))
+
+
+def test_reducers_of_arrays_do_not_meet_those_of_tensors():
+    batches, stats = batches_of(Made(fresh), collate_fn=default_convert, worker_init_fn=register_reducer)
+    assert [int(batch.max()) for batch in batches] == [*range(6)]
+    assert stats.copies.adopted == 0
+
+
+def refuse(tensor):
+    raise ValueError("no tensors")
+
+
+def register_refusal(worker_id):
+    ForkingPickler.register(torch.Tensor, refuse)
+
+
+def test_an_error_names_the_type_that_the_batch_has():
+    with pytest.raises(ValueError, match=r"could not send its batch of type torch\.Tensor"):
+        batches_of(Made(fresh), collate_fn=default_convert, worker_init_fn=register_refusal)
+
+
+# Options
+
+
+class Failing(Made):
+    def __getitem__(self, index):
+        if index % 3 == 1:
+            raise ValueError(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace", lambda index, error: fresh(index)])
+def test_samples_that_fail(on_error):
+    loader = DataLoader(Failing(fresh, 9), batch_size=None, num_workers=1, on_error=on_error)
+    batches = list(loader)
+    assert all(type(batch) is torch.Tensor and (batch == batch[0]).all() for batch in batches)
+    found = [int(batch[0]) for batch in batches]
+    if on_error == "skip":
+        assert found == [0, 2, 3, 5, 6, 8]
+        assert rustloader.stats(loader).copies.count == 0
+    else:
+        assert len(found) == 9 and [n for n in found if n % 3 != 1][:2] != []
+        assert found[::3] == [0, 3, 6] and found[2::3] == [2, 5, 8]
+
+
+@pytest.mark.parametrize("kw", [{"seed_by": "sample"}, {"batch_size": 2}, {"persistent_workers": True}])
+def test_other_options_need_no_copy_either(kw):
+    loader = DataLoader(Made(fresh, 8), num_workers=2, collate_fn=default_convert, **{"batch_size": None, **kw})
+    for _ in range(2):
+        batches = [tensor for batch in loader for tensor in (batch if "batch_size" in kw else [batch])]
+        assert [int(tensor.max()) for tensor in batches] == [*range(8)]
+        assert {type(tensor) for tensor in batches} == {torch.Tensor}
+    assert rustloader.stats(loader).copies.count == 0
+
+
+def test_without_the_arena_tensors_are_copied(monkeypatch):
+    monkeypatch.setenv("RUSTLOADER_NUMPY_ARENA", "0")
+    batches, stats = batches_of(Made(fresh), collate_fn=default_convert)
+    assert [int(batch.max()) for batch in batches] == [*range(6)]
+    assert stats.copies.count == 6 and stats.copies.adopted == 0
