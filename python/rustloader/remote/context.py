@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, Protocol
 
@@ -17,14 +17,14 @@ class Call:
     Attributes:
         address: Where the main process listens.
         port: Its port for this worker.
-        token: The secret that the worker shows.
+        token: The secret by which both ends prove themselves. It does not travel over their connection.
         worker_id: The worker's number.
         generation: Number of processes that the worker had before.
     """
 
     address: str
     port: int
-    token: bytes
+    token: bytes = field(repr=False)
     worker_id: int
     generation: int
 

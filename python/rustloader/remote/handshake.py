@@ -1,8 +1,16 @@
-"""The handshake of a connection. The main process unpickles nothing before the worker has shown the token.
+"""The handshake of a connection. Both ends prove that they know a secret, before either of them unpickles anything.
 
-The worker sends a magic number, the token, its worker number, pid and its versions as JSON. The main process answers
-with the job, or with the reason why it refuses. The worker says that it has read everything, or what error prevents
-it. After that the connection belongs to the engine.
+The worker has the secret from what started it, Ray say. It does not travel over the connection::
+
+    main process    magic number, nonce                                                          the challenge
+    worker          magic number, nonce, worker number, pid, versions as JSON                    the hello
+                    proof: HMAC-SHA256 by the secret of "worker", the challenge and the hello
+    main process    proof: HMAC-SHA256 by the secret of "main", the challenge and the hello
+                    the job, or the reason why it refuses
+    worker          that it has read everything, or what error prevents it
+
+The nonces are new for each connection, so no proof is of use in another one. After that the connection belongs to the
+engine.
 """
 
 from __future__ import annotations
@@ -23,13 +31,16 @@ from rustloader._core import __version__
 
 TOKEN_BYTES = 32
 _MAGIC = b"rustload"
-# Magic, token, worker number, pid, bytes of the versions.
-_HELLO = struct.Struct(f"<8s{TOKEN_BYTES}sIIH")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
+# Magic, nonce, worker number, pid, bytes of the versions.
+_HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
 # Whether the sender goes on, and bytes of what follows.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 _ANSWER_MAX = 1 << 34
-# Seconds that a connection may take to show its token: a stranger does not hold the start up for longer.
+# Seconds that a connection may take to prove itself: a stranger does not hold the start up for longer.
 _HELLO_SECONDS = 5.0
 
 
@@ -38,7 +49,7 @@ class HandshakeError(RuntimeError):
 
 
 def new_token() -> bytes:
-    """A secret for one connection."""
+    """A secret for one worker."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -63,10 +74,19 @@ def skew(theirs: dict[str, Any]) -> str | None:
     return f"the versions differ: {pairs}; install the same ones on both machines"
 
 
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.settimeout(_left(deadline))
+    connection.sendall(data)
+
+
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = bytearray()
     while len(received) < count:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.settimeout(_left(deadline))
         piece = connection.recv(min(count - len(received), 1 << 20))
         if not piece:
             raise HandshakeError("the connection was closed in the handshake")
@@ -74,10 +94,14 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(received)
 
 
+def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
+    """What only an end that knows the secret can send, in this role, after all that was said."""
+    return hmac.digest(token, role + said, "sha256")
+
+
 def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
     """Sends the next part of a handshake: the job, or a reason to end it."""
-    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    connection.sendall(_ANSWER.pack(goes_on, len(text)) + text)
+    _send(connection, _ANSWER.pack(goes_on, len(text)) + text, deadline)
 
 
 def receive_answer(connection: socket.socket, deadline: float) -> bytes:
@@ -92,32 +116,56 @@ def receive_answer(connection: socket.socket, deadline: float) -> bytes:
 
 
 def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, deadline: float) -> socket.socket:
-    """Connects to the main process and shows the token."""
-    connection = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+    """Connects to the main process. Each end has proved itself to the other when this returns.
+
+    Raises:
+        HandshakeError: What listens there does not know the secret, or has closed the connection.
+        OSError: Nothing listens there, or it is silent until the deadline.
+    """
+    connection = socket.create_connection((address, port), timeout=_left(deadline))
     try:
-        told = json.dumps(versions()).encode()
-        connection.sendall(_HELLO.pack(_MAGIC, token, worker_id, pid, len(told)) + told)
+        introduce(connection, token, worker_id, pid, deadline)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
+def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int, deadline: float) -> None:
+    """Proves the worker to the main process, and has the main process prove itself."""
+    challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
+    if not challenge.startswith(_MAGIC):
+        raise HandshakeError("what listens there is not the main process of a DataLoader")
+    told = json.dumps(versions()).encode()
+    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(told)) + told
+    said = challenge + hello
+    _send(connection, hello + _proof(token, b"worker", said), deadline)
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", said)):
+        raise HandshakeError("what listens there does not know the secret of this worker")
+
+
 def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
-    """Reads how a connection begins. Returns the worker's pid; None for a stranger, who is told nothing.
+    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who is told
+    nothing but a nonce.
 
     Raises:
         HandshakeError: It is the worker, and its versions differ. It has been told.
     """
     limit = min(deadline, time.monotonic() + _HELLO_SECONDS)
+    challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
     try:
-        magic, shown, number, pid, length = _HELLO.unpack(_receive(connection, _HELLO.size, limit))
-        known = hmac.compare_digest(shown, token)
-        if not known or magic != _MAGIC or number != worker_id or length > _VERSIONS_MAX:
+        _send(connection, challenge, limit)
+        head = _receive(connection, _HELLO.size, limit)
+        magic, _, number, pid, length = _HELLO.unpack(head)
+        if magic != _MAGIC or number != worker_id or length > _VERSIONS_MAX:
             return None
         told = _receive(connection, length, limit)
+        said = challenge + head + told
+        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", said)):
+            return None
     except (OSError, HandshakeError):
         return None
+    _send(connection, _proof(token, b"main", said), limit)
     reason = _skew_of(told)
     if reason is not None:
         send_answer(connection, False, reason.encode(), limit)

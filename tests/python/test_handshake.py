@@ -1,0 +1,262 @@
+"""The handshake of a connection to another machine: each end proves itself, and nothing is unpickled before that."""
+
+import json
+import os
+import pickle
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from rustloader.remote import handshake
+from rustloader.remote.context import Call
+from rustloader.workers import remote
+
+TOKEN, OTHER = bytes(range(32)), bytes(32)
+WORKER, PID = 3, 4711
+SECONDS = 20.0
+JOB = b"job"
+
+
+@pytest.fixture
+def pair():
+    """Makes connected sockets, which are closed at the end."""
+    made = []
+
+    def make():
+        made.extend(socket.socketpair())
+        return made[-2:]
+
+    yield make
+    for end in made:
+        end.close()
+
+
+@pytest.fixture
+def beside():
+    """Runs a function in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda *args: pool.submit(*args)
+
+
+def deadline(seconds=SECONDS):
+    return time.monotonic() + seconds
+
+
+def as_main(connection, token=TOKEN, worker_id=WORKER):
+    """The main process's end: the pid of the worker, or None for a stranger."""
+    pid = handshake.is_expected(connection, token, worker_id, deadline())
+    if pid is not None:
+        handshake.send_answer(connection, True, JOB, deadline())
+    return pid
+
+
+def as_worker(connection, token=TOKEN, seconds=SECONDS):
+    """The worker's end: what the main process answers after both proofs, or an error."""
+    try:
+        handshake.introduce(connection, token, WORKER, PID, deadline(seconds))
+        return handshake.receive_answer(connection, deadline(seconds))
+    except (handshake.HandshakeError, OSError) as error:
+        return error
+
+
+def facing(pair, end, said):
+    """What an end does if the other one says this, and no more; and what it says itself."""
+    mine, other = pair()
+    other.sendall(said)
+    other.shutdown(socket.SHUT_WR)
+    done = end(mine)
+    mine.shutdown(socket.SHUT_WR)
+    return done, other.recv(10_000)
+
+
+def handshake_of(pair, beside, monkeypatch):
+    """What both ends say in a handshake that succeeds: the main process, and the worker."""
+    main, worker = pair()
+    said = []
+    send = handshake._send
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "_send", lambda *args: (said.append(args[1]), send(*args)))
+        other = beside(as_worker, worker)
+        assert as_main(main) == PID
+        assert other.result(SECONDS) == JOB
+    challenge, hello, proof, answer = said
+    return challenge + proof + answer, hello
+
+
+@pytest.fixture
+def known(pair, beside, monkeypatch):
+    """What both ends say, with nonces that are the same in all handshakes of the test."""
+    monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_bytes=lambda count: b"\7" * count))
+    said = handshake_of(pair, beside, monkeypatch)
+    assert facing(pair, as_worker, said[0]) == (JOB, said[1])
+    assert facing(pair, as_main, said[1]) == (PID, said[0])
+    return said
+
+
+def test_both_ends_prove_themselves_and_the_secret_does_not_travel(pair, beside, monkeypatch):
+    pieces = []
+    for _ in range(2):
+        main, worker = handshake_of(pair, beside, monkeypatch)
+        assert TOKEN not in main + worker
+        # Nonces and proofs are new, for each connection and for each role.
+        pieces += [main[8:40], main[40:72], worker[8:40], worker[-32:]]
+    assert len(set(pieces)) == 8
+
+
+@pytest.mark.parametrize(("token", "worker_id"), [(OTHER, WORKER), (TOKEN, WORKER + 1)])
+def test_a_worker_with_another_secret_or_number_is_a_stranger(pair, beside, token, worker_id):
+    main, worker = pair()
+    other = beside(as_worker, worker, token)
+    assert as_main(main, TOKEN, worker_id) is None
+    main.close()
+    assert "closed in the handshake" in str(other.result(SECONDS)) or isinstance(other.result(), OSError)
+
+
+def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(beside, tmp_path):
+    trace = tmp_path / "unpickled"
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(trace),)
+
+    job = bytes(4) + pickle.dumps(Bomb())
+
+    def pretend(listener, proof):
+        connection, _ = listener.accept()
+        with connection:
+            challenge = handshake._MAGIC + bytes(32)
+            handshake._send(connection, challenge, deadline())
+            hello = connection.recv(4096)
+            handshake._send(connection, proof(challenge, hello[:-32], hello[-32:]), deadline())
+            handshake.send_answer(connection, True, job, deadline())
+
+    for proof in (
+        lambda challenge, hello, shown: handshake._proof(OTHER, b"main", challenge + hello),
+        lambda challenge, hello, shown: shown,
+        lambda challenge, hello, shown: os.urandom(32),
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other = beside(pretend, listener, proof)
+            call = Call("127.0.0.1", listener.getsockname()[1], TOKEN, WORKER, 0)
+            with pytest.raises(handshake.HandshakeError, match="does not know the secret"):
+                remote.serve(job, call, SECONDS)
+            other.exception(SECONDS)  # a reset, if the worker was quicker
+    assert not trace.exists()
+    # The job would have left its trace.
+    pickle.loads(job[4:])
+    assert trace.exists()
+
+
+def test_what_was_recorded_is_of_no_use_again(pair, beside, monkeypatch):
+    main, worker = handshake_of(pair, beside, monkeypatch)
+    refused, said = facing(pair, as_main, worker)
+    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+    assert "does not know the secret" in str(facing(pair, as_worker, main)[0])
+
+
+def test_each_byte_of_a_hello_is_covered_by_its_proof(pair, known):
+    _, worker = known
+    for at in range(len(worker)):
+        changed = bytearray(worker)
+        changed[at] ^= 1
+        refused, said = facing(pair, as_main, bytes(changed))
+        assert refused is None and len(said) == handshake._CHALLENGE_BYTES, at
+
+
+def test_a_worker_takes_no_other_challenge_and_no_other_proof(pair, known):
+    main, _ = known
+    for at in range(handshake._CHALLENGE_BYTES + 32):
+        changed = bytearray(main)
+        changed[at] ^= 1
+        assert isinstance(facing(pair, as_worker, bytes(changed))[0], handshake.HandshakeError), at
+
+
+def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, known):
+    main, worker = known
+    for cut in range(len(worker)):
+        assert facing(pair, as_main, worker[:cut])[0] is None, cut
+    for cut in range(len(main)):
+        assert isinstance(facing(pair, as_worker, main[:cut])[0], handshake.HandshakeError), cut
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\0", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(200), bytes(range(256)) * 20]
+)
+def test_garbage_is_refused_by_both_ends(pair, garbage):
+    refused, said = facing(pair, as_main, garbage)
+    assert refused is None and len(said) in (0, handshake._CHALLENGE_BYTES)
+    assert isinstance(facing(pair, as_worker, garbage)[0], (handshake.HandshakeError, OSError))
+
+
+def test_lengths_are_checked_before_anything_is_received_for_them(pair):
+    main, stranger = pair()
+    length = handshake._VERSIONS_MAX + 1
+    # The stranger keeps the connection open, and sends what an end would receive that does not look at the length.
+    stranger.sendall(handshake._HELLO.pack(b"rustload", bytes(32), WORKER, PID, length) + bytes(length))
+    assert as_main(main) is None
+    assert len(main.recv(1 << 16)) == length
+    worker, other = pair()
+    other.sendall(handshake._ANSWER.pack(True, handshake._ANSWER_MAX + 1))
+    with pytest.raises(handshake.HandshakeError, match="a handshake of 17179869185 bytes"):
+        handshake.receive_answer(worker, deadline())
+
+
+def trickle(connection, said, seconds):
+    for at in range(len(said)):
+        time.sleep(seconds)
+        try:
+            connection.send(said[at : at + 1])
+        except OSError:
+            break  # the other end has given up
+
+
+def test_a_slow_peer_is_waited_for(pair, beside, known):
+    main, worker = known
+    for end, said, expected in ((as_main, worker, PID), (as_worker, main, JOB)):
+        mine, other = pair()
+        slow = beside(trickle, other, said, 0.001)
+        assert end(mine) == expected
+        slow.result(SECONDS)
+
+
+def test_a_peer_that_is_too_slow_or_silent_is_refused_in_time(pair, beside, known, monkeypatch):
+    monkeypatch.setattr(handshake, "_HELLO_SECONDS", 0.2)
+    main, worker = known
+
+    def hurried(connection):
+        return as_worker(connection, seconds=0.2)
+
+    for end, said in ((as_main, worker), (hurried, main)):
+        for slow in (said, b""):
+            mine, other = pair()
+            slowly = beside(trickle, other, slow, 0.02)
+            refused = end(mine)
+            assert refused is None if end is as_main else isinstance(refused, TimeoutError)
+            mine.close()
+            slowly.result(SECONDS)
+
+
+def test_versions_are_compared_after_both_proofs(pair, beside, monkeypatch):
+    ours = handshake.versions()
+    told = iter([{"rustloader": "9.9.9", "Python": "3.11"}, ours])  # the worker's first
+    monkeypatch.setattr(handshake, "versions", lambda: next(told))
+    main, worker = pair()
+    other = beside(as_worker, worker)
+    with pytest.raises(handshake.HandshakeError, match=r"rustloader 9\.9\.9 there and") as caught:
+        as_main(main)
+    # The worker has taken the text from a main process that has proved itself.
+    assert str(other.result(SECONDS)) == str(caught.value)
+
+
+def test_a_stranger_is_not_told_which_versions_there_are(pair):
+    text = json.dumps({"rustloader": "9.9.9"}).encode()
+    hello = handshake._HELLO.pack(b"rustload", bytes(32), WORKER, PID, len(text)) + text + bytes(32)
+    refused, said = facing(pair, as_main, hello)
+    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+
+
+def test_a_call_does_not_show_its_secret():
+    assert repr(TOKEN) not in repr(Call("127.0.0.1", 1, TOKEN, WORKER, 0))
