@@ -11,7 +11,7 @@ from sample_data import Numbers
 from support import DataLoader, epoch, run_script, rustloader
 from torch.utils.data import get_worker_info
 
-from rustloader import procfs
+from rustloader import local_ranks, procfs
 from rustloader.cli import crowding, doctor
 from rustloader.options import option_of
 from rustloader.workers import affinity
@@ -102,19 +102,12 @@ def test_how_cores_are_dealt(count, workers, dealt):
     ],
 )
 def test_ranks_with_the_cores_of_their_launcher_divide_them(rank, ranks, part, monkeypatch):
-    monkeypatch.setattr(affinity, "_are_launchers", lambda cores: True)
+    monkeypatch.setattr(local_ranks, "are_bound", lambda cores: False)
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert list(affinity.own_part(range(4))) == part
-    monkeypatch.setattr(affinity, "_are_launchers", lambda cores: False)
+    monkeypatch.setattr(local_ranks, "are_bound", lambda cores: True)
     assert list(affinity.own_part(range(4))) == [0, 1, 2, 3]
-
-
-def test_the_launchers_cores(monkeypatch):
-    assert affinity._are_launchers(sorted(os.sched_getaffinity(os.getppid())))
-    assert not affinity._are_launchers([*MINE, 100_000])
-    monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
-    assert affinity._are_launchers([100_000])
 
 
 @needs_two

@@ -156,10 +156,26 @@ def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
     limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
     monkeypatch.setattr("rustloader.cores.usable_cores", lambda: cores)
+    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert arguments.first_guess() == wanted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bound", "quota", "wanted"),
+    [("4", False, None, 2), ("4", True, None, 8), ("4", True, 8.0, 2), ("1", True, 8.0, 8), ("x", True, 8.0, 8)],
+)
+def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch, ranks, bound, quota, wanted):
+    """A CPU quota is for all ranks, and so is the memory."""
+    monkeypatch.setattr("rustloader._core.memory_limits", lambda: [(True, 1 << 40, 64 << 30)])
+    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("rustloader.cores.cpu_quota", lambda: quota)
+    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: bound)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert arguments.first_guess() == wanted
+    assert arguments.memory_left() == (64 << 30) // (int(ranks) if ranks.isdecimal() else 1)
 
 
 def test_the_first_guess_on_other_systems(monkeypatch):
@@ -349,6 +365,7 @@ def test_workers_without_data_count(decisions, monkeypatch):
 def test_ranks_share_the_cores(decisions, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(tuner, "effective_cores", lambda: 8.0)
+    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: False)
     loader = DataLoader(Numbers(N), num_workers="auto")
     list(loader)
     iter(loader)

@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+import rustloader.local_ranks as local_ranks
+
 AUTO = "auto"
 # Attribute of a loader: the number of workers that "auto" has last set. Another `num_workers` is the program's own.
 SET = "_rustloader_auto"
@@ -68,20 +70,26 @@ def fix(loader: Any) -> None:
 
 def first_guess() -> int:
     """The number of workers to begin with: the cores of this process by affinity and CPU quota, divided among the ranks
-    of this machine (``LOCAL_WORLD_SIZE``), and no more than the free memory allows."""
+    that share them, and no more than the free memory allows."""
     if not sys.platform.startswith("linux"):
-        return max(1, min(_MOST, (os.cpu_count() or 1) // ranks()))
+        return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
     from rustloader.cores import usable_cores
 
     left = memory_left()
     by_memory = _MOST if left is None else left // _MEMORY
-    return max(1, min(_MOST, usable_cores() // ranks(), by_memory))
+    return max(1, min(_MOST, usable_cores() // ranks_on_cores(), by_memory))
 
 
-def ranks() -> int:
-    """The processes of a distributed program on this machine."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isdecimal() else 1
+def ranks_on_cores() -> int:
+    """The ranks that share the cores of this one: itself if they are bound, and all ranks of this machine otherwise.
+
+    A CPU quota is for all of them.
+    """
+    from rustloader.cores import cpu_quota
+
+    ranks = local_ranks.size() or 1
+    bound = ranks > 1 and cpu_quota() is None and local_ranks.are_bound(os.sched_getaffinity(0))
+    return 1 if bound else ranks
 
 
 def memory_left() -> int | None:
@@ -89,4 +97,4 @@ def memory_left() -> int | None:
     from rustloader._core import memory_limits
 
     left = min((left for _, _, left in memory_limits()), default=None)
-    return None if left is None else left // ranks()
+    return None if left is None else left // (local_ranks.size() or 1)

@@ -62,7 +62,7 @@ class Tuner:
             limits.append(self._memory)
         if loader._dataset_kind == _DatasetKind.Iterable:
             limits += _limits_of_shards(loader.dataset, watch)
-        decision = decide(epoch, effective_cores() / arguments.ranks(), limits, self._history)
+        decision = decide(epoch, effective_cores() / arguments.ranks_on_cores(), limits, self._history)
         self._history = decision.history
         if decision.workers != self.count:
             text = 'num_workers="auto" of a DataLoader over %s: %s in place of %s, because %s'

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Set
 
+import rustloader.local_ranks as local_ranks
 import rustloader.procfs as procfs
 
 
@@ -26,8 +27,7 @@ def ranks() -> list[tuple[int, Set[int]]]:
 def crowding() -> tuple[str, str] | None:
     """What was found of the ranks' cores, and what to do, if anything; None without other ranks."""
     (_, mine), *others = ranks()
-    expected = os.environ.get("LOCAL_WORLD_SIZE", "")
-    count = max(len(others) + 1, int(expected) if expected.isdecimal() else 1)
+    count = max(len(others) + 1, local_ranks.size() or 1)
     if count == 1:
         return None
     same = [pid for pid, cores in others if cores == mine]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
+import rustloader.local_ranks as local_ranks
 from rustloader.procfs import core_ranges
 
 
@@ -46,16 +47,7 @@ def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
 
 def own_part(cores: Sequence[int]) -> Sequence[int]:
     """The cores of this rank. Ranks that their launcher has not bound to cores share those of the launcher."""
-    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if not (rank.isdecimal() and ranks.isdecimal()) or int(rank) >= int(ranks) or not _are_launchers(cores):
+    rank, ranks = local_ranks.rank(), local_ranks.size()
+    if rank is None or ranks is None or rank >= ranks or local_ranks.are_bound(cores):
         return cores
-    return spread(cores, int(ranks))[int(rank)]
-
-
-def _are_launchers(cores: Sequence[int]) -> bool:
-    """Whether the process that has started this one runs on the same cores."""
-    try:
-        return os.sched_getaffinity(os.getppid()) == set(cores)
-    except OSError:
-        # It has ended.
-        return True
+    return spread(cores, ranks)[rank]

@@ -1,0 +1,53 @@
+"""The ranks of a distributed program on this machine, as its launcher (torchrun, Slurm, MPI) tells them.
+
+A variable that is missing, empty, or no number in ASCII digits tells nothing. The first one that tells something
+counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+# By launcher: how many ranks there are, and which of them this process is.
+_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# For each node, as in "2(x3),1".
+_SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+
+
+def number(name: str) -> int | None:
+    """The number in a variable of the environment; None if there is none."""
+    text = os.environ.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def size() -> int | None:
+    """The number of ranks on this machine, 1 or more; None if nothing tells."""
+    return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
+
+
+def rank() -> int | None:
+    """The number of this rank among those of this machine, from 0; None if nothing tells."""
+    return next((found for name in _RANKS if (found := number(name)) is not None), None)
+
+
+def _slurm_size() -> int | None:
+    sizes: list[int] = []
+    for part in os.environ.get(_SLURM_SIZES, "").split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
+        if not found:
+            return None
+        sizes += [int(found[1])] * int(found[2] or 1)
+    node = number("SLURM_NODEID")
+    return (sizes[node] or None) if node is not None and node < len(sizes) else None
+
+
+def are_bound(cores: Iterable[int]) -> bool:
+    """Whether the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux only."""
+    try:
+        return os.sched_getaffinity(os.getppid()) != set(cores)
+    except OSError:
+        # The launcher has ended.
+        return False
