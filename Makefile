@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts connections stress-ray \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
@@ -89,6 +89,12 @@ kill: build ## Kill a worker or the main process at random moments (ARGS='--epoc
 
 restarts: build ## Kill workers that start again, at random moments (ARGS='--epochs 500 --seed 1', ARGS='--leaks 1000')
 	cd tests/python && $(abspath $(BIN))/python -m faults.restarts $(ARGS)
+
+connections: build ## Workers elsewhere over connections that fail, at random moments (ARGS='--epochs 500 --seed 1')
+	cd tests/python && $(abspath $(BIN))/python -m faults.connections $(ARGS)
+
+stress-ray: build $(RAY)/.made-with ## The same on a Ray cluster that loses nodes and main processes, for 10 minutes (ARGS='--minutes 2')
+	@$(IN_ITS_OWN_NETWORK) cd tests/python; "$$@" $(abspath $(RAY))/bin/python -m faults.connections --ray --epochs 100000 --minutes 10 $(ARGS)
 
 interrupts: build ## Press Ctrl-C at random moments (ARGS='--count 1000 --seed 1')
 	cd tests/python && ../../$(BIN)/python -m faults.interrupts $(ARGS)

@@ -38,6 +38,11 @@ def test_an_iterator_may_be_dropped_at_any_moment_in_any_way():
     drive("drops", "--count", 20, "--seed", 1)
 
 
+@pytest.mark.slow
+def test_connections_may_fail_at_any_byte():
+    drive("connections", "--epochs", 8, "--seed", 2)
+
+
 def test_forks_while_other_loaders_work():
     drive("forks", "--forks", 8, "--seed", 1)
 

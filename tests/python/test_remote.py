@@ -191,6 +191,42 @@ def test_restarts_make_the_same_batches(tmp_path, dispatch):
     assert len({call.token for call in context.calls}) == len(context.calls)
 
 
+def dies_once(path, call):
+    """The first replacement ends before it connects, the second one in the handshake."""
+    if call.generation == 0:
+        return serve_file(path, call)
+    mark = path.with_suffix(".starts")
+    with open(mark, "a") as file:
+        file.write("x")
+    match len(mark.read_text()):
+        case 1:
+            raise SystemExit(3)
+        case 2:
+            handshake.connect(call.address, call.port, call.token, call.worker_id, os.getpid(), 1e9).close()
+        case _:
+            serve_file(path, call)
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("limit", [2, 3])
+def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
+    (expected,) = epochs(Noisy(), "fork", 1, seed_by="sample")
+    torch.manual_seed(5)
+    context, batches = LoopbackContext(tmp_path, dies_once), []
+    options = {"seed_by": "sample", "max_restarts": limit}
+    with contextlib.nullcontext() if limit == 3 else pytest.raises(WorkerDiedError) as caught:
+        for batch in rustloader.DataLoader(
+            Noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, **options
+        ):
+            batches.append(batch)
+            if len(batches) == 3:
+                context.workers[0].process.kill()
+    if limit == 3:
+        assert same(batches, expected) and len(context.calls) == 5
+    else:
+        assert "could not be started: worker 0 of a DataLoader cannot start" in "\n".join(caught.value.__notes__)
+
+
 @pytest.mark.warns
 def test_a_stuck_worker_is_killed_and_replaced(tmp_path):
     with pytest.raises(rustloader.WorkerStalledError):

@@ -13,7 +13,8 @@ os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SE
 sys.path.append(os.path.join(os.path.dirname(__file__), "../python"))
 
 import ray_cluster
-from ray_support import GONE, actors, links
+from ray_cluster import actors
+from ray_support import GONE, links
 
 
 @pytest.fixture(scope="session", autouse=True)

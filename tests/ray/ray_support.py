@@ -110,13 +110,3 @@ def links():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             found += file.read() == "rl_link\n"
     return found
-
-
-def actors():
-    """Pids of workers in this network namespace."""
-    network, found = os.stat("/proc/self/ns/net").st_ino, []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if file.read().startswith("ray::_Actor") and os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                found.append(int(pid))
-    return found

@@ -10,7 +10,8 @@ from unittest import mock
 import ray
 import torch
 from pinning_support import pinning
-from ray_support import Stream, Threads, actors, epochs, is_gone, noisy, same, wait_until
+from ray_cluster import actors
+from ray_support import Stream, Threads, epochs, is_gone, noisy, same, wait_until
 from standin import StandIn
 
 import rustloader

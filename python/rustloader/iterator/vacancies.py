@@ -12,7 +12,7 @@ from rustloader.errors import WorkerDiedError
 from rustloader.limited_log import faults as fault_log
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
-from rustloader.workers import deaths, process
+from rustloader.workers import deaths, process, remote
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import deferred_signals
 from rustloader.workers.restarts import FORK_WARNING, Restarts, hazard_of_fork
@@ -46,8 +46,8 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
             try:
                 _replace(iterator, restarts, death, make_job(death), unblock)
                 return
-            except OSError as error:
-                if not process.is_refused(error):
+            except (OSError, remote.StartError) as error:
+                if isinstance(error, OSError) and not process.is_refused(error):
                     raise
                 seconds = restarts.on_failed_start(death, error)
         if seconds is None:

@@ -89,7 +89,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(_left(deadline))
         piece = connection.recv(min(count - len(received), 1 << 20))
         if not piece:
-            raise HandshakeError("the connection was closed in the handshake")
+            raise ConnectionResetError("the connection was closed in the handshake")
         received += piece
     return bytes(received)
 

@@ -24,6 +24,10 @@ from rustloader.workers.bootstrap import Job
 _SHARED = ("collate_fn", "init_fn", "on_error")
 
 
+class StartError(RuntimeError):
+    """A worker has ended in its start, or its connection has: another start may succeed."""
+
+
 class RemoteProcess:
     """A worker on another machine, with the part of ``multiprocessing.Process`` that programs look at.
 
@@ -128,7 +132,8 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
     """Starts workers at the same time, and hands their connections to the engine. After an error none of them runs.
 
     Raises:
-        RuntimeError: A worker cannot start, cannot read the dataset, or does not within the context's limit.
+        StartError: A worker has ended, or its connection.
+        RuntimeError: A worker has other versions, cannot read the dataset, or does not within the context's limit.
     """
     deadline = time.monotonic() + blob.context.start_seconds
     starting: list[_Starting] = []
@@ -172,8 +177,10 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
                     else:
                         handshake.receive_answer(it.connection, deadline)
                         selector.unregister(key.fileobj)
-                except (handshake.HandshakeError, OSError) as error:
+                except handshake.HandshakeError as error:
                     raise RuntimeError(_refusal(it, str(error))) from None
+                except OSError as error:
+                    raise StartError(_refusal(it, it.started.failure() or str(error))) from None
             _check([it for it in starting if any(key.data is it for key in selector.get_map().values())], deadline)
 
 
@@ -182,16 +189,17 @@ def _refusal(it: _Starting, reason: str) -> str:
 
 
 def _check(waiting: list[_Starting], deadline: float) -> None:
-    """Raises if a worker has failed, or the time is over."""
+    """Raises if a worker has ended, or the time is over."""
     late = time.monotonic() >= deadline
     for it in waiting:
         reason = it.started.failure()
-        if reason is None and late:
+        if reason is not None:
+            raise StartError(_refusal(it, reason))
+        if late:
             reason = (
                 f"it has not connected within the limit of its start; {it.started.waits_for()}. A slow start needs a "
                 "larger RUSTLOADER_REMOTE_START_SECONDS"
             )
-        if reason is not None:
             raise RuntimeError(_refusal(it, reason))
 
 

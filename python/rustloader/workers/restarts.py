@@ -31,8 +31,8 @@ class Restarts:
 
     Attributes:
         lock: Held while a death is decided and its worker started again.
-        survived: Deaths in this epoch that were no final ones, and restarts that the system refused.
-        history: The last deaths of this epoch, and refused restarts, a line each.
+        survived: Deaths in this epoch that were no final ones, and restarts that have failed.
+        history: The last deaths of this epoch, and restarts that have failed, a line each.
         poison: For each worker the samples to pass over, by task and place, with the reason.
     """
 
@@ -94,8 +94,8 @@ class Restarts:
         again = again + 1 if death.answers == answers else int(out_of_memory)
         return self._decided(death, self._next_start(death, again))
 
-    def on_failed_start(self, death: Death, error: OSError) -> float | None:
-        """Counts a restart that the system refused, and decides what follows, as ``on_death`` does."""
+    def on_failed_start(self, death: Death, error: Exception) -> float | None:
+        """Counts a restart that has failed, and decides what follows, as ``on_death`` does."""
         self.history.append(f"worker {death.worker_id} could not be started: {error}")
         _, again = self._in_a_row.get(death.worker_id, (0, 0))
         return self._decided(death, self._next_start(death, again + 1))

@@ -59,5 +59,5 @@ def without_process(record):
     for events in record["workers"].values():
         for event in events:
             if event[0] == "worker":
-                event[1] = event[1][:-PROCESS_FACTS]
+                event[1][-PROCESS_FACTS:] = ["elsewhere"] * PROCESS_FACTS
     return record

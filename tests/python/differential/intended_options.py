@@ -124,7 +124,8 @@ def frames_of_torchs_fetcher(program, theirs, ours):
         return
     for record in (theirs, ours):
         for event in record["main"]:
-            if event[0] == "next" and event[2] == "error":
+            # A StopIteration of the dataset looks like the end.
+            if event[0] == "next" and event[2] in ("error", "end"):
                 event[3] = _replaced(r"  fetch\.py .*\n", "", event[3])
 
 
