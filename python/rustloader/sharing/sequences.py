@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections.abc
 import itertools
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn
 
 from rustloader._core import SharedItems, SharedPairs, SharedStore
 from rustloader.sharing import pickling
@@ -38,9 +39,33 @@ class _Sequence(SharedItems):
     """What a shared list and a shared tuple have in common."""
 
     __slots__ = ()
+    # Types whose objects compare with this one's.
+    _like: ClassVar[Any] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.reduce_by_value(self, protocol)
+
+    def _compared(self, other: Any, test: Callable[[Any, Any], Any]) -> Any:
+        """Compares as lists and tuples do: the first items that differ decide, then the lengths."""
+        if not isinstance(other, self._like):
+            return NotImplemented
+        for mine, its in zip(self, other, strict=False):
+            # Not `!=`, which a type may define otherwise.
+            if not (mine == its):
+                return test(mine, its)
+        return test(len(self), len(other))
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(other, operator.ge)
 
     def __copy__(self) -> Any:
         return self
@@ -76,7 +101,7 @@ class SharedList(_Sequence):
         return super().__new__(cls, checked(store, LIST), False)
 
     def __eq__(self, other: object) -> bool:
-        return self.equals(other) if isinstance(other, (list, SharedList)) else NotImplemented
+        return self.equals(other) if isinstance(other, self._like) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # as a list's
 
@@ -105,7 +130,7 @@ class SharedTuple(_Sequence):
         return super().__new__(cls, checked(store, TUPLE), True)
 
     def __eq__(self, other: object) -> bool:
-        return self.equals(other) if isinstance(other, (tuple, SharedTuple)) else NotImplemented
+        return self.equals(other) if isinstance(other, self._like) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.to_tuple())
@@ -226,6 +251,7 @@ forbid(SharedList, (*_SETTING, *_OF_LISTS), "to_list()")
 forbid(SharedTuple, _SETTING[:2], "to_list()")
 forbid(SharedDict, (*_SETTING, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
 
+SharedList._like, SharedTuple._like = (list, SharedList), (tuple, SharedTuple)
 for _kind in (SharedList, SharedTuple, SharedDict):
     pickling.register(_kind, pickling.reduce_to_descriptor)
 collections.abc.Sequence.register(SharedList)
