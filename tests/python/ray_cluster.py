@@ -47,7 +47,8 @@ class Nodes:
             self.second = self.cluster.add_node(**self.options, resources={"far": 2})
 
     def lose(self):
-        self.cluster.remove_node(self.second)
+        if self.second is not None:
+            self.cluster.remove_node(self.second)
         self.second = None
 
 
