@@ -2,6 +2,9 @@
 
 Python writes a reference count into each object that it looks at, so a forked worker ends up with a copy of each.
 Arrays and tensors are one object each.
+
+The sizes are those of Python objects alone, by a few items, and without running code of the dataset. `sharing.sizes`
+also counts the data of arrays, because it asks what another process would have to be sent.
 """
 
 from __future__ import annotations
