@@ -189,9 +189,9 @@ def test_an_address_that_nobody_serves_is_not_left_to_ray():
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        cluster._reach(f"127.0.0.1:{port}")
+        cluster.reach(f"127.0.0.1:{port}")
     for address in (f"127.0.0.1:{port}", f"[::ffff:127.0.0.1]:{port}"):
         with pytest.raises(OSError):
-            cluster._reach(address)
+            cluster.reach(address)
     for address in ("auto", "local", "ray://127.0.0.1:1"):
-        cluster._reach(address)
+        cluster.reach(address)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rustloader.bench.comparison import CONFIDENCE
+from rustloader.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.bench.memory import Peak, used
 from rustloader.bench.passes import Limits, Pass
 from rustloader.bench.plan import Plan, check_plot
@@ -38,6 +39,8 @@ def main(options: Any) -> int:
         check_target(options.factory)
         if options.plot is not None:
             check_plot(options.plot)
+        if options.ray:
+            check_ray()
         _Bench(options).run()
     except Unusable as error:
         print(f"rustloader bench: {error.message(options.verbose)}", file=sys.stderr)
@@ -88,11 +91,11 @@ class _Bench:
     def _point(self, setting: Setting, left: int, progress: Progress) -> Point:
         """Measures both engines with one setting, the first of ``left`` remaining ones."""
         with ExitStack() as stack:
-            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES
+            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + ((RAY,) if self._options.ray else ())
             where = f"{setting}: " if str(setting) else ""
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
-            self._about, *_ = [probe.answer() for probe in probes]
+            self._about, *others = [probe.answer() for probe in probes]
             sides = {probe.engine: Side() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
@@ -100,19 +103,24 @@ class _Bench:
                 progress.step(self._at(0.0))
             begin = time.monotonic()
             both = sides["torch"], sides.get("rustloader", sides["torch"])
-            point = Point(self._about["num_workers"], *both, options=setting.options)
+            point = Point(self._about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
             self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
             self._spent += time.monotonic() - begin
             if not point.alone:
                 started = {} if self._about["persistent_workers"] else starting(point.rustloader)
-                point.verdict = probes[-1].ask("verdict") | started
+                point.verdict = probes[1].ask("verdict") | started
+            if point.ray is not None:
+                settle([point])
+                ours, there = point.rustloader, Cluster(**others[-1]["cluster"])
+                cpu = ours.median("cpu_seconds_per_batch")
+                point.price = Price(ours.batch_bytes, cpu, usable_cores(), there)
         return point
 
     def _epochs(
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
         """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
-        sides = {"torch": point.torch, "rustloader": point.rustloader}
+        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or Side()}
         number, longest = 0, 0.0
         while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
             number += 1

@@ -48,7 +48,8 @@ class Plan:
     @property
     def steps(self) -> int:
         """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
-        sides = sum(1 if setting.workers == 0 else 2 for setting in self.settings)
+        engines = 3 if self._given.ray else 2
+        sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, left: int) -> float:
@@ -67,9 +68,13 @@ class Plan:
         most = f"at most {duration(self.seconds)}"
         if self._batches is not None:
             most += f" or {count_of(self._batches, 'batch')}"
-        text = f"epochs of torch and rustloader in turn, each {most}"
+        ray = self._given.ray
+        text = f"epochs of {'torch, rustloader and rustloader on Ray' if ray else 'torch and rustloader'}"
         if self.epochs is not None:
-            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader in turn, each {most}"
+            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader"
+            if ray:
+                text = f"{count_of(self.epochs, 'epoch')} of torch, of rustloader and of rustloader on Ray"
+        text += f" in turn, each {most}"
         if varied := list(self._varied()):
             text = f"with {', '.join(varied)}: {text}"
         if self.budget is None:

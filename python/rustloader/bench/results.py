@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rustloader.bench.comparison import Comparison, Interval, compare, median_interval, too_few
+from rustloader.bench.elsewhere import Price
 from rustloader.bench.layout import WIDTH, aligned, number, times
 from rustloader.bench.passes import Pass
 from rustloader.bench.settings import SWEPT, Setting
@@ -88,13 +89,16 @@ class Side:
 
 @dataclass
 class Point:
-    """The measurements with one setting. With 0 workers both sides are one object: torch's own loop."""
+    """The measurements with one setting. With 0 workers both sides are one object: torch's own loop. ``ray`` has
+    workers on a cluster, and ``price`` says when they pay; None without ``--ray`` or workers."""
 
     workers: int
     torch: Side = field(default_factory=Side)
     rustloader: Side = field(default_factory=Side)
     verdict: dict[str, Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    ray: Side | None = None
+    price: Price | None = None
 
     @property
     def setting(self) -> Setting:
@@ -138,6 +142,8 @@ class Point:
             **({"options": dict(self.options)} if self.options else {}),
             "torch": self.torch.as_dict(),
             "rustloader": self.rustloader.as_dict(),
+            **({"ray": self.ray.as_dict()} if self.ray else {}),
+            **({"price": self.price.as_dict()} if self.price else {}),
             "ratio": self.ratios,
             "comparison": comparison._asdict() if comparison else None,
             "verdict": self.verdict,
@@ -146,7 +152,7 @@ class Point:
 
 def settle(points: Iterable[Point]) -> None:
     """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
-    sides = [side for point in points for side in (point.torch, point.rustloader)]
+    sides = [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
     steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
     for side in sides:
         side.steady = steady
@@ -244,6 +250,19 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         "memory": _memory(side),
         "": "<-" if chosen and name != "torch" else "",
     }
+
+
+def ray_table(points: Iterable[Point]) -> str:
+    """Local workers and workers on a cluster, with a line for each setting. Empty without ``--ray``."""
+    rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
+    for point in points:
+        if (there := point.ray) is not None:
+            here = point.rustloader
+            rates = number(here.rate), number(there.rate), times(there.rate / here.rate)
+            cpu, first = there.median("cpu_seconds_per_batch"), there.median("first_batch_seconds")
+            megabytes = number(there.rate * here.batch_bytes / 1e6)
+            rows.append((str(point.setting), *rates, megabytes, duration(cpu), duration(first)))
+    return aligned(rows, gap=2) if len(rows) > 1 else ""
 
 
 def _memory(side: Side) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rustloader import options
 from rustloader.auto.arguments import fix
+from rustloader.bench.elsewhere import RAY, carry, give_workers, measure
 from rustloader.bench.passes import Limits, run_pass
 from rustloader.bench.settings import Setting
 from rustloader.bench.timeline import Recorder, watch
@@ -44,6 +45,9 @@ class BenchSide(Side):
             warnings.filterwarnings("ignore", "This DataLoader will create")
         self.make(self._setting.workers, ", or pass --workers 2")
         loader = self.loader
+        give_workers(loader, self.engine)
+        if self.engine == RAY:
+            carry(self.target)
         fix(loader)  # a measurement has one number of workers
         options.give(loader, dict(self._setting.options))  # torch's iterator does not read them
         if self._records is not None:
@@ -58,7 +62,13 @@ class BenchSide(Side):
             "persistent_workers": bool(loader.persistent_workers),
             "pin_memory": bool(loader.pin_memory),
             "start_method": method() if method else type(context).__name__,
+            **({"cluster": measure()} if self.engine == RAY else {}),
         }
+
+    def began(self, iterator: Any) -> None:
+        """As in ``Side``. The command cannot look after processes of other machines."""
+        if self.engine != RAY:
+            super().began(iterator)
 
     def run(self, number: int, limits: Limits, weigh: bool) -> dict[str, Any]:
         """Runs a pass. Passes with the same number use the same random seeds on both engines."""
@@ -92,5 +102,5 @@ class BenchSide(Side):
             except StopIteration:
                 raise Unusable(f"the loader of {self.target} yields no batches") from None
         served, line = self.served()
-        if self.engine == "rustloader" and not served and self.loader.num_workers > 0:
+        if self.engine != "torch" and not served and self.loader.num_workers > 0:
             raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered nothing'}")

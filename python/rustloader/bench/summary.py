@@ -8,7 +8,7 @@ from typing import Any
 from rustloader.bench.layout import wrapped
 from rustloader.bench.plan import Plan
 from rustloader.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
-from rustloader.bench.results import Point, sweep_table, table
+from rustloader.bench.results import Point, ray_table, sweep_table, table
 
 
 class Summary:
@@ -49,7 +49,13 @@ class Summary:
         yield ""
         yield from self._result(point)
         yield ""
+        yield from self._on_ray(point)
         yield wrapped(self._notes(point))
+
+    def _on_ray(self, point: Point) -> Iterator[str]:
+        if point.price is not None:
+            yield f"Batches/s with workers here and on Ray:\n\n{ray_table(self._points)}\n"
+            yield f"{wrapped(str(point.price))}\n"
 
     def _recommendation(self) -> Iterator[str]:
         for engine, choice in sorted(self._choices.items()):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 from rustloader.config import REMOTE_START
+from rustloader.probe.cluster import reach
 
 Line = tuple[str, str, str]
 
@@ -30,7 +30,7 @@ def cluster() -> Iterator[Line]:
     connected = ray.is_initialized()
     if not connected:
         try:
-            _reach(address)
+            reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             found = f"{version}; {address} does not answer: {type(error).__name__}: {error}"
@@ -46,13 +46,6 @@ def cluster() -> Iterator[Line]:
     finally:
         if not connected:
             ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    """Raises OSError if nothing listens at ``host:port``: Ray would end the process. Ray resolves other forms."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
 
 def _versions() -> dict[str, str]:

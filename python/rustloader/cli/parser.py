@@ -146,6 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
     add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
     add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
+    add("--ray", action="store_true", help="measure with workers on a Ray cluster too, and say whether they pay")
     add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     _add_shared(add)

@@ -46,6 +46,7 @@ def on_torch() -> Iterator[None]:
 ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
     "rustloader": lambda: rustloader.installed(),  # the attribute imports torch
+    "ray": lambda: rustloader.installed(),
 }
 
 
