@@ -201,8 +201,8 @@ pub const TABLE_READ: u32 = 1024;
 
 // --- Workers on other machines ---
 
-/// Bytes that a connection's end receives at once: a frame that is shorter takes no system call of its own.
-pub const LINK_BUFFER: usize = 128 << 10;
+/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own.
+pub const LINK_BUFFER: usize = 16 << 10;
 /// Leaves of one batch: a longer table is damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.

@@ -125,14 +125,20 @@ impl Socket {
         moved(super::retry(|| failpoint!("socket_send", -1, call())), "sendmsg", false)
     }
 
-    /// Receives what is there, into `len` bytes at `memory`.
+    /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its bytes.
     ///
     /// # Safety
     /// The caller owns these bytes.
-    pub unsafe fn receive(&self, memory: *mut u8, len: usize) -> Result<Moved> {
-        // SAFETY: the caller owns the bytes.
-        let call = || unsafe { libc::recv(self.raw(), memory.cast(), len, libc::MSG_DONTWAIT) };
-        moved(super::retry(|| failpoint!("socket_receive", -1, call())), "recv", true)
+    pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Moved> {
+        let mut parts =
+            [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
+        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = parts.as_mut_ptr();
+        message.msg_iovlen = parts.len() as _;
+        // SAFETY: the header names `parts`, whose bytes the caller owns.
+        let mut call = || unsafe { libc::recvmsg(self.raw(), &raw mut message, libc::MSG_DONTWAIT) };
+        moved(super::retry(|| failpoint!("socket_receive", -1, call())), "recvmsg", true)
     }
 
     /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, at most
@@ -200,7 +206,10 @@ mod tests {
         one.keep_alive(Duration::from_secs(10));
         let mut bytes = [0; 8];
         // SAFETY: `bytes` is a local array.
-        let mut receive = || unsafe { other.receive(bytes.as_mut_ptr(), 8) };
+        let mut receive = || unsafe {
+            let (first, second) = bytes.split_at_mut(2);
+            other.receive((first.as_mut_ptr(), 2), (second.as_mut_ptr(), 6))
+        };
         assert_eq!(receive().unwrap(), Moved::Nothing);
         assert_eq!(one.send(&[Part::new(b"ab"), Part::new(b"c")]).unwrap(), Moved::Bytes(3));
         assert_eq!(receive().unwrap(), Moved::Bytes(3));

@@ -1,8 +1,11 @@
 //! The receiving direction of a socket: whole parts of frames, over a buffer.
 
+use std::ptr::NonNull;
+
 use super::frame::{HEAD, Head};
-use crate::config::LINK_BUFFER;
+use crate::config::{LINK_BUFFER, YIELD_FOR};
 use crate::error::{Error, Result};
+use crate::sys;
 use crate::sys::socket::{Moved, Socket};
 
 /// Receives parts of a known size.
@@ -38,13 +41,24 @@ impl Inflow {
         Head::from_bytes(&bytes, most).map(Some)
     }
 
-    /// Receives more into the buffer; false at the end of the connection.
+    /// Receives more into the buffer; false at the end of the connection. Yields for a moment before it waits: the next frame is
+    /// often under way.
     fn refill(&mut self, socket: &Socket, rest: &mut impl FnMut() -> Result<()>) -> Result<bool> {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);
         let free = &mut self.buffer[self.end..];
         // SAFETY: the memory is the rest of the buffer.
-        match until_moved(rest, || unsafe { socket.receive(free.as_mut_ptr(), free.len()) })? {
+        let mut receive =
+            || unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) };
+        let start = sys::clock::monotonic();
+        let mut rest = || {
+            if sys::clock::monotonic() - start >= YIELD_FOR {
+                return rest();
+            }
+            sys::clock::yield_now();
+            Ok(())
+        };
+        match until_moved(&mut rest, &mut receive)? {
             None => Ok(false),
             Some(count) => {
                 self.end += count;
@@ -65,26 +79,21 @@ impl Inflow {
         len: usize,
         rest: &mut impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        let mut done = 0;
+        let there = (self.end - self.begin).min(len);
+        // SAFETY: the caller owns `len` bytes; the buffer has `there` bytes from `begin` on.
+        unsafe { std::ptr::copy_nonoverlapping(self.buffer[self.begin..].as_ptr(), memory, there) };
+        self.begin += there;
+        let mut done = there;
         while done < len {
-            let there = (self.end - self.begin).min(len - done);
-            if there > 0 {
-                // SAFETY: the caller owns `len` bytes, of which `done` are written; `there` fits into both.
-                unsafe {
-                    let from = self.buffer[self.begin..].as_ptr();
-                    std::ptr::copy_nonoverlapping(from, memory.add(done), there);
-                }
-                self.begin += there;
-                done += there;
-            } else if len - done >= LINK_BUFFER / 2 {
-                // SAFETY: as above; the rest of the caller's bytes.
-                let receive = || unsafe { socket.receive(memory.add(done), len - done) };
-                let count = until_moved(rest, receive)?.ok_or_else(cut)?;
-                self.total += count as u64;
-                done += count;
-            } else if !self.refill(socket, rest)? {
-                return Err(cut());
-            }
+            // The buffer is empty. What follows these bytes goes there in the same call.
+            let (buffer, wanted) = (&mut self.buffer, len - done);
+            // SAFETY: the rest of the caller's bytes, and the buffer.
+            let receive =
+                || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };
+            let count = until_moved(rest, receive)?.ok_or_else(cut)?;
+            self.total += count as u64;
+            done += count.min(wanted);
+            (self.begin, self.end) = (0, count.saturating_sub(wanted));
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::counters;
 use super::frame::{self, Head, Kind};
 use super::inflow::Inflow;
-use crate::config::{IDLE_SLICE, LINK_SILENCE, LINK_STACK, SMALL_MESSAGE};
+use crate::config::{IDLE_SLICE, LINK_SILENCE, LINK_STACK, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::Arena;
@@ -199,6 +199,9 @@ impl Remote {
                 self.socket.shut_down(std::net::Shutdown::Write);
                 return Ok(());
             }
+            if !self.idles() {
+                continue;
+            }
             let sleeper = &self.arena.header().doorbell.0;
             sleeper.announce();
             let idle = self.arena.bitmap()[0].load(Ordering::Relaxed) == 0;
@@ -214,6 +217,18 @@ impl Remote {
             waited?;
             self.bell.drain()?;
         }
+    }
+
+    /// Yields for a moment, as the next result is often under way; false once there is one.
+    fn idles(&self) -> bool {
+        let start = sys::clock::monotonic();
+        while sys::clock::monotonic() - start < YIELD_FOR {
+            sys::clock::yield_now();
+            if self.arena.bitmap()[0].load(Ordering::Relaxed) != 0 {
+                return false;
+            }
+        }
+        true
     }
 
     /// Sends a published result, and releases its blocks.
