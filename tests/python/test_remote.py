@@ -249,8 +249,12 @@ def test_nothing_is_left(tmp_path):
     context = LoopbackContext(tmp_path)
     iterator = iter(rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context))
     next(iterator)
-    now = connections() - before
-    assert now["rl_link"] == 2 and now.total() == 4
+    deadline = time.monotonic() + 20
+    # A thread has its name once it runs.
+    while (now := connections() - before)["rl_link"] < 2:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.01)
+    assert now.total() == 4
     del iterator
     for worker in context.workers:
         worker.process.join(20)

@@ -119,8 +119,8 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
     """Connects to the main process. Each end has proved itself to the other when this returns.
 
     Raises:
-        HandshakeError: What listens there does not know the secret, or has closed the connection.
-        OSError: Nothing listens there, or it is silent until the deadline.
+        HandshakeError: What listens there does not know the secret.
+        OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
     """
     connection = socket.create_connection((address, port), timeout=_left(deadline))
     try:
