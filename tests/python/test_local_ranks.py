@@ -26,6 +26,7 @@ def environment(monkeypatch):
         ({"MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "2"}, 3, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"}, 2, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, 1, 0),
+        ({"LOCAL_WORLD_SIZE": "0", "MPI_LOCALNRANKS": "3"}, 3, None),
         # A launcher within another: torchrun as a step of Slurm.
         ({"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}, 8, 5),
     ],
