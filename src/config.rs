@@ -203,6 +203,14 @@ pub const TABLE_READ: u32 = 1024;
 
 /// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own.
 pub const LINK_BUFFER: usize = 16 << 10;
+/// Bytes of the largest result that the worker's thread sends itself: waking another thread would take longer.
+pub const LINK_AT_ONCE: u64 = 32 << 10;
+/// Results that a consumer receives itself one after the other before the connection's thread goes off duty.
+pub const LINK_STREAK: u32 = 8;
+/// How often a thread that is off duty looks whether the consumer still receives.
+pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
+/// How often a worker's receiving thread looks for what arrives while a batch is made: deaths and shutdowns are seen that late.
+pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Leaves of one batch: a longer table is damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.

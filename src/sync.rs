@@ -1,6 +1,6 @@
 //! Atomics: the standard library's, or loom's when the models run (`--cfg loom`). And a lock that outlives panics.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -11,6 +11,15 @@ pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 /// Locks a mutex, also if a thread has panicked while it held it: what it protects is whole at each step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`lock`]; `None` while another thread has it.
+pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }
 
 #[cfg(test)]
@@ -28,6 +37,8 @@ mod tests {
             assert!(holder.join().is_err());
         });
         *lock(&mutex) += 1;
-        assert_eq!(*lock(&mutex), 1);
+        let held = try_lock(&mutex).unwrap();
+        assert_eq!(*held, 1);
+        assert!(try_lock(&mutex).is_none());
     }
 }

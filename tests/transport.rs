@@ -193,7 +193,7 @@ impl Worker {
         let lost = Arc::new(AtomicBool::new(false));
         let noted = lost.clone();
         let remote = Remote::start(socket, OUTSTANDING, move || noted.store(true, Relaxed), || {}).unwrap();
-        let port = Port::open(remote.arena().clone(), 0, remote.doorbell().unwrap()).unwrap();
+        let port = Port::over(remote.clone()).unwrap();
         remote.ready();
         Self { port, remote: Some(remote), lost }
     }

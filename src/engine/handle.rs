@@ -239,6 +239,18 @@ impl Handle {
         Ok(())
     }
 
+    /// Receives small results of a worker on another machine that have arrived: `Link::receive_now`.
+    pub(super) fn receive_now(&self, worker: u32) -> bool {
+        self.links.get().is_some_and(|links| links.receive_now(worker))
+    }
+
+    /// Leaves the results of workers on other machines to their connections' threads.
+    pub(super) fn on_duty(&self) {
+        if let Some(links) = self.links.get() {
+            links.on_duty();
+        }
+    }
+
     /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which is held for a copy of
     /// the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
     pub fn close(&self) {

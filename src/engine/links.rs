@@ -33,7 +33,7 @@ impl Links {
 
     /// Sends a worker what its ring has.
     pub(super) fn ring(&self, worker: u32) {
-        if let Some(link) = self.0.get(worker as usize).and_then(|slot| lock(slot).clone()) {
+        if let Some(link) = self.get(worker) {
             link.pump();
         }
     }
@@ -48,6 +48,20 @@ impl Links {
     /// Makes all connections look at the rings and flags.
     pub(super) fn wake(&self) {
         self.all().for_each(|link| link.wake());
+    }
+
+    /// Receives small results of a worker that have arrived. Returns whether there was one.
+    pub(super) fn receive_now(&self, worker: u32) -> bool {
+        self.get(worker).is_some_and(|link| link.receive_now())
+    }
+
+    /// Puts the connections' threads on duty, because the consumer is about to sleep.
+    pub(super) fn on_duty(&self) {
+        self.all().for_each(|link| link.on_duty());
+    }
+
+    fn get(&self, worker: u32) -> Option<Arc<Link>> {
+        self.0.get(worker as usize).and_then(|slot| lock(slot).clone())
     }
 
     fn all(&self) -> impl Iterator<Item = Arc<Link>> {

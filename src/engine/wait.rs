@@ -32,8 +32,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Waits for a result, death, signal or shutdown, at most until `deadline` and for one slice. Call without the GIL.
+    /// Waits for a result, death, signal or shutdown, at most until `deadline` and for one slice.
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
+        if self.arrives_soon() { Ok(()) } else { self.sleep(deadline) }
+    }
+
+    /// Begins a wait: yields the processor for a moment. Returns whether something has arrived. Call it with the GIL: beside a busy
+    /// Python thread, a thread that releases it waits 5 ms to get it back. Otherwise go on with [`Engine::sleep`].
+    pub fn arrives_soon(&mut self) -> bool {
         self.ready.clear();
         let start = sys::clock::monotonic();
         self.watch.wait_begins(start, self.scheduler.is_blocked());
@@ -41,14 +47,27 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.show(state, start);
         }
         loop {
-            sys::clock::yield_now();
-            if self.has_news() {
-                return Ok(());
+            if self.receives_now() || self.has_news() {
+                return true;
             }
             if sys::clock::monotonic() - start > YIELD_FOR {
-                break;
+                return false;
             }
+            sys::clock::yield_now();
         }
+    }
+
+    /// Receives what has arrived from the worker on another machine that is waited for.
+    fn receives_now(&self) -> bool {
+        let Some(Intake::Rings(_)) = &self.intake else { return false };
+        let worker = self.scheduler.next_worker();
+        worker.is_some_and(|worker| self.handle.receive_now(worker.0))
+    }
+
+    /// The rest of a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
+    pub fn sleep(&mut self, deadline: Option<Duration>) -> Result<()> {
+        let start = sys::clock::monotonic();
+        self.handle.on_duty();
         let sleeper = match &self.intake {
             Some(Intake::Thread(link)) => &link.control.sleeper,
             _ => &self.handle.arena.header().doorbell.0,

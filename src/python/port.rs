@@ -23,7 +23,6 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sync::lock;
 use crate::sys::signal::{self, stack_signal};
-use crate::transport::Remote;
 use crate::tree::layout::{Plan, Style};
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
@@ -49,8 +48,6 @@ pub struct PyPort {
     numpy_memory: OnceLock<NumpyMemory>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,
-    /// The connection to the main process, if that is on another machine.
-    remote: Option<Arc<Remote>>,
 }
 
 impl PyPort {
@@ -115,17 +112,16 @@ impl PyPort {
         }
     }
 
-    fn over(arena: Arc<Arena>, doorbell: OwnedFd, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
-        Ok(Self {
-            port: Arc::new(Port::open(arena, worker, doorbell)?),
+    fn over(port: Port, load_index: Py<PyAny>) -> Self {
+        Self {
+            port: Arc::new(port),
             load_index,
             payload: Mutex::default(),
             kept: Arc::default(),
             stopwatch: Arc::default(),
             numpy_memory: OnceLock::new(),
             unguarded: OnceLock::new(),
-            remote: None,
-        })
+        }
     }
 
     fn payload(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -146,36 +142,34 @@ impl PyPort {
         if worker >= workers {
             return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
         }
-        Self::over(Arena::attach(memfd, geometry)?, doorbell, worker, load_index)
+        Ok(Self::over(Port::open(Arena::attach(memfd, geometry)?, worker, doorbell)?, load_index))
     }
 
     #[staticmethod]
     fn inherit(engine: &PyEngine, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
         // SAFETY: the number is the doorbell's; in a child the engine closes no descriptor, so that nothing else closes it.
         let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
-        Self::over(engine.handle.arena.inherited(), doorbell, worker, load_index)
+        Ok(Self::over(Port::open(engine.handle.arena.inherited(), worker, doorbell)?, load_index))
     }
 
     #[staticmethod]
     fn remote(fd: i32, ring_slots: u32, load_index: Py<PyAny>) -> PyResult<Self> {
-        let remote = remote::open(fd, ring_slots)?;
-        let port = Self::over(remote.arena().clone(), remote.doorbell()?, 0, load_index)?;
-        Ok(Self { remote: Some(remote), ..port })
+        Ok(Self::over(Port::over(remote::open(fd, ring_slots)?)?, load_index))
     }
 
     #[getter]
     fn is_remote(&self) -> bool {
-        self.remote.is_some()
+        self.port.remote().is_some()
     }
 
     fn ready(&self) {
-        if let Some(remote) = &self.remote {
+        if let Some(remote) = self.port.remote() {
             remote.ready();
         }
     }
 
     fn finish(&self, py: Python<'_>, seconds: f64) -> bool {
-        let Some(remote) = &self.remote else { return true };
+        let Some(remote) = self.port.remote() else { return true };
         py.detach(|| remote.finish(remote::limit(seconds)))
     }
 

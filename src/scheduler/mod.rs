@@ -332,6 +332,12 @@ impl<T, R> Scheduler<T, R> {
             .is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
 
+    /// The worker whose result is delivered next, if that is known.
+    pub fn next_worker(&self) -> Option<WorkerId> {
+        let slot = self.reorder.slot(self.reorder.front()?);
+        (slot.worker != NIL).then_some(WorkerId(slot.worker))
+    }
+
     /// Whether results wait for an older unanswered task.
     pub fn is_blocked(&self) -> bool {
         self.ready > 0

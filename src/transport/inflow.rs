@@ -2,11 +2,21 @@
 
 use std::ptr::NonNull;
 
-use super::frame::{HEAD, Head};
-use crate::config::{LINK_BUFFER, YIELD_FOR};
+use super::frame::{self, FIXED, HEAD, Head, Kind};
+use crate::config::LINK_BUFFER;
 use crate::error::{Error, Result};
-use crate::sys;
 use crate::sys::socket::{Moved, Socket};
+
+/// What [`Inflow::arrived`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Arrived {
+    /// The head of a frame.
+    Head,
+    /// Less than that.
+    Nothing,
+    /// The end of the connection, between two frames.
+    End,
+}
 
 /// Receives parts of a known size.
 #[derive(Debug)]
@@ -23,49 +33,65 @@ impl Inflow {
         Self { buffer: vec![0; LINK_BUFFER].into(), begin: 0, end: 0, total: 0 }
     }
 
-    /// The head of the next frame; `None` at an end of the connection between two frames. `rest` waits for bytes.
-    pub(super) fn head(
-        &mut self,
-        socket: &Socket,
-        most: u64,
-        rest: &mut impl FnMut() -> Result<()>,
-    ) -> Result<Option<Head>> {
-        while self.end - self.begin < HEAD {
-            if !self.refill(socket, rest)? {
-                return if self.begin == self.end { Ok(None) } else { Err(cut()) };
-            }
+    /// Whether a whole head has arrived, or the end of the connection. Does not wait.
+    pub(super) fn arrived(&mut self, socket: &Socket) -> Result<Arrived> {
+        if self.end - self.begin >= HEAD {
+            return Ok(Arrived::Head);
         }
-        let mut bytes = [0; HEAD];
-        bytes.copy_from_slice(&self.buffer[self.begin..self.begin + HEAD]);
-        self.begin += HEAD;
-        Head::from_bytes(&bytes, most).map(Some)
+        Ok(match self.refill(socket)? {
+            Moved::Bytes(_) if self.end - self.begin >= HEAD => Arrived::Head,
+            Moved::Bytes(_) | Moved::Nothing => Arrived::Nothing,
+            Moved::End if self.begin == self.end => Arrived::End,
+            Moved::End => return Err(cut()),
+        })
     }
 
-    /// Receives more into the buffer; false at the end of the connection. Yields for a moment before it waits: the next frame is
-    /// often under way.
-    fn refill(&mut self, socket: &Socket, rest: &mut impl FnMut() -> Result<()>) -> Result<bool> {
+    /// The head of the next frame, once [`Inflow::arrived`] has found it.
+    pub(super) fn head(&mut self, most: u64) -> Result<Head> {
+        let Some(bytes) = self.buffer[self.begin..self.end].first_chunk::<HEAD>() else {
+            return Err(Error::usage("a head that has not arrived"));
+        };
+        self.begin += HEAD;
+        Head::from_bytes(bytes, most)
+    }
+
+    /// Whether the buffer holds all of the frame whose head has arrived. Longer ones than the buffer never are.
+    pub(super) fn has_whole(&self, most: u64) -> Result<bool> {
+        let there = &self.buffer[self.begin..self.end];
+        let Some(head) = there.first_chunk::<HEAD>() else { return Ok(false) };
+        let head = Head::from_bytes(head, most)?;
+        if head.kind != Kind::Result {
+            return Ok(head.kind != Kind::Task);
+        }
+        let leaves = HEAD + FIXED..HEAD + FIXED + 8 * head.count as usize;
+        let Some(lens) = there.get(leaves.clone()) else { return Ok(false) };
+        let len = frame::words(lens).try_fold(head.len, |sum, len| sum.checked_add(len));
+        Ok(len.is_some_and(|len| len <= (there.len() - leaves.end) as u64))
+    }
+
+    /// Where the next frame begins, for [`Inflow::rewind`].
+    pub(super) fn begin(&self) -> usize {
+        self.begin
+    }
+
+    /// Goes back to the begin of a frame that was whole.
+    pub(super) fn rewind(&mut self, begin: usize) {
+        self.begin = begin;
+    }
+
+    /// Receives into the buffer what is there.
+    fn refill(&mut self, socket: &Socket) -> Result<Moved> {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);
         let free = &mut self.buffer[self.end..];
         // SAFETY: the memory is the rest of the buffer.
-        let mut receive =
-            || unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) };
-        let start = sys::clock::monotonic();
-        let mut rest = || {
-            if sys::clock::monotonic() - start >= YIELD_FOR {
-                return rest();
-            }
-            sys::clock::yield_now();
-            Ok(())
-        };
-        match until_moved(&mut rest, &mut receive)? {
-            None => Ok(false),
-            Some(count) => {
-                self.end += count;
-                self.total += count as u64;
-                Ok(true)
-            }
+        let moved =
+            unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) }?;
+        if let Moved::Bytes(count) = moved {
+            self.end += count;
+            self.total += count as u64;
         }
+        Ok(moved)
     }
 
     /// Receives exactly `len` bytes to `memory`.

@@ -1,17 +1,22 @@
 //! The main process's end of a connection to a worker.
 //!
-//! Tasks are sent by whoever has queued one ([`Link::pump`]); a thread receives results. It sleeps on the socket and on an eventfd.
+//! Tasks are sent by the thread that has queued one ([`Link::pump`]). A thread of the link receives results; it sleeps on the socket
+//! and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]), because a hop to another
+//! thread costs more than most small batches. While it does so again and again, the link's thread is *off duty*: it does not sleep on
+//! the socket, where each result would wake it for nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has not
+//! asked for [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use super::counters;
 use super::frame::{self, FIXED, Head, Kind};
-use super::inflow::Inflow;
+use super::inflow::{Arrived, Inflow};
 use super::outflow::Outflow;
 use crate::config::{
-    IDLE_SLICE, LINK_MEMORY_CHECK, LINK_MEMORY_WAIT, LINK_SILENCE, LINK_STACK, SMALL_MESSAGE,
+    IDLE_SLICE, LINK_MEMORY_CHECK, LINK_MEMORY_WAIT, LINK_OFF_DUTY, LINK_SILENCE, LINK_STACK, LINK_STREAK,
+    SMALL_MESSAGE, YIELD_FOR,
 };
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
@@ -20,10 +25,10 @@ use crate::shm::block::CONSUMER;
 use crate::shm::layout::{StatusPage, WorkerState};
 use crate::shm::ring::Producer;
 use crate::shm::{doorbell, lease};
-use crate::sync::{Ordering, lock};
+use crate::sync::{Ordering, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
-use crate::sys::socket::Socket;
+use crate::sys::socket::{Found, Socket};
 use crate::wire::{self, Leaf, ResultEntry, ResultKind};
 
 /// A connection to a worker.
@@ -33,8 +38,12 @@ pub struct Link {
     arena: Arc<Arena>,
     worker: u32,
     outflow: Mutex<Outflow>,
+    intake: Mutex<Intake>,
     /// The socket has no room: the thread sends the rest.
     blocked: AtomicBool,
+    /// Results that the consumer has received itself, since it last slept.
+    streak: AtomicU32,
+    off_duty: AtomicBool,
     /// Rings the engine.
     doorbell: Arc<EventFd>,
     /// Wakes the thread.
@@ -45,6 +54,19 @@ pub struct Link {
     /// Why it ended, unless the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
+}
+
+/// The receiving side.
+#[derive(Debug)]
+struct Intake {
+    inflow: Inflow,
+    allocator: Allocator,
+    results: Producer<ArenaRing>,
+    has_left: bool,
+    /// What the consumer's attempt to receive has found, for the thread.
+    failed: Option<Error>,
+    /// The connection has ended, or is damaged.
+    is_over: bool,
 }
 
 impl Link {
@@ -61,7 +83,17 @@ impl Link {
             arena: arena.clone(),
             worker,
             outflow: Mutex::new(Outflow::new(arena, worker)),
+            intake: Mutex::new(Intake {
+                inflow: Inflow::new(),
+                allocator: Allocator::new(arena.clone(), worker),
+                results: Producer::new(arena.result_ring(worker)),
+                has_left: false,
+                failed: None,
+                is_over: false,
+            }),
             blocked: AtomicBool::new(false),
+            streak: AtomicU32::new(0),
+            off_duty: AtomicBool::new(false),
             doorbell,
             bell: EventFd::new()?,
             end: EventFd::new()?,
@@ -122,6 +154,11 @@ impl Link {
         self.pump();
     }
 
+    /// Whether this end has given up the connection.
+    fn is_cut(&self) -> bool {
+        lock(&self.reason).is_some()
+    }
+
     /// Ends the connection.
     pub fn cut(&self, reason: &str) {
         lock(&self.reason).get_or_insert_with(|| reason.into());
@@ -130,17 +167,71 @@ impl Link {
 
     /// Sends what the rings have. What the socket has no room for is sent by the thread.
     pub fn pump(&self) {
+        if matches!(self.send_queued(), Some(false)) {
+            self.wake();
+        }
+    }
+
+    /// Sends what the rings have; false if the socket has no room for all, `None` after the end.
+    fn send_queued(&self) -> Option<bool> {
         let mut outflow = lock(&self.outflow);
         if self.has_ended() {
-            return;
+            return None;
         }
         let sent = outflow.take_up().and_then(|()| outflow.flush(&self.socket));
         self.blocked.store(matches!(sent, Ok(false)), Ordering::Relaxed);
         drop(outflow);
-        match sent {
-            Ok(true) => {}
-            Ok(false) => self.wake(),
-            Err(error) => self.cut(&error.to_string()),
+        sent.inspect_err(|error| self.cut(&error.to_string())).ok()
+    }
+
+    /// Receives small results that have arrived whole; leaves all else to the thread, and waits for nothing. Returns whether
+    /// there was one. The thread that waits for results calls it.
+    pub fn receive_now(&self) -> bool {
+        let Some(mut intake) = try_lock(&self.intake) else { return false };
+        let mut found = false;
+        while let Some(taken) = self.take_small(&mut intake).transpose() {
+            match taken {
+                Ok(()) => found = true,
+                Err(error) => {
+                    (intake.failed, intake.is_over) = (Some(error), true);
+                    self.wake();
+                    break;
+                }
+            }
+        }
+        if found {
+            self.received.store(intake.inflow.total, Ordering::Relaxed);
+            self.streak.fetch_add(1, Ordering::Relaxed);
+        }
+        found
+    }
+
+    fn take_small(&self, intake: &mut Intake) -> Result<Option<()>> {
+        if intake.is_over || intake.has_left {
+            return Ok(None);
+        }
+        let most = self.arena.geometry().region_len;
+        if intake.inflow.arrived(&self.socket)? != Arrived::Head || !intake.inflow.has_whole(most)? {
+            return Ok(None);
+        }
+        let began = intake.inflow.begin();
+        let head = intake.inflow.head(most)?;
+        match self.take_in(head, intake, false) {
+            Ok(()) => Ok(Some(())),
+            Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
+                // The thread waits for memory.
+                intake.inflow.rewind(began);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Puts the thread on duty, because the consumer is about to sleep.
+    pub fn on_duty(&self) {
+        self.streak.store(0, Ordering::Relaxed);
+        if self.off_duty.load(Ordering::Relaxed) {
+            self.wake();
         }
     }
 
@@ -148,8 +239,8 @@ impl Link {
     fn run(&self) {
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_link");
-        let (mut inflow, mut has_left) = (Inflow::new(), false);
-        let served = self.serve(&mut inflow, &mut has_left);
+        let served = self.serve();
+        let has_left = lock(&self.intake).has_left;
         let reason = match served {
             // A reset is no news of a worker that has left.
             Ok(()) | Err(Error::Os { .. }) if has_left => None,
@@ -160,72 +251,129 @@ impl Link {
             lock(&self.reason).get_or_insert(reason);
         }
         self.socket.shut_down(std::net::Shutdown::Both);
-        // The lock: nobody sends, or uses the rings, after this.
-        let outflow = lock(&self.outflow);
+        // The locks: nobody sends, receives, or uses the rings after this.
+        let (intake, outflow) = (lock(&self.intake), lock(&self.outflow));
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
         self.ended.store(true, Ordering::Release);
-        drop(outflow);
+        drop((intake, outflow));
         let _ = self.end.ring();
         let _ = self.doorbell.ring();
     }
 
-    fn serve(&self, inflow: &mut Inflow, has_left: &mut bool) -> Result<()> {
-        let mut allocator = Allocator::new(self.arena.clone(), self.worker);
-        let mut results = Producer::new(self.arena.result_ring(self.worker));
-        let most = self.arena.geometry().region_len;
+    fn serve(&self) -> Result<()> {
         // What was queued before the thread began.
         self.pump();
-        while let Some(head) = inflow.head(&self.socket, most, &mut || self.rest(Some(&mut allocator)))? {
-            match head.kind {
-                _ if *has_left => return Err(Error::corrupt("a frame after the worker's last one")),
-                Kind::Ready => lock(&self.outflow).ready(),
-                Kind::Result => self.take_in(head, inflow, &mut allocator, &mut results)?,
-                Kind::Left => {
-                    *has_left = true;
-                    counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());
-                }
-                Kind::Task | Kind::Stop | Kind::Kill => {
-                    return Err(Error::corrupt(format!("a worker sends {:?}", head.kind)));
+        let mut idle = None;
+        loop {
+            match self.receive_arrived()? {
+                Arrived::End => return Ok(()),
+                Arrived::Head => idle = None,
+                Arrived::Nothing => {
+                    let now = sys::clock::monotonic();
+                    if self.streak.load(Ordering::Relaxed) >= LINK_STREAK
+                        && !self.blocked.load(Ordering::Relaxed)
+                    {
+                        self.stay_off_duty()?;
+                    } else if now - *idle.get_or_insert(now) < YIELD_FOR {
+                        // The next result is often under way.
+                        sys::clock::yield_now();
+                    } else {
+                        self.rest(true)?;
+                    }
                 }
             }
-            self.received.store(inflow.total, Ordering::Relaxed);
         }
-        Ok(())
+    }
+
+    /// Receives what has arrived, and waits for the rest of a frame that has begun.
+    fn receive_arrived(&self) -> Result<Arrived> {
+        let mut intake = lock(&self.intake);
+        if let Some(error) = intake.failed.take() {
+            return Err(error);
+        }
+        let found = self.take_arrived(&mut intake);
+        intake.is_over = matches!(found, Ok(Arrived::End) | Err(_));
+        found
+    }
+
+    fn take_arrived(&self, intake: &mut Intake) -> Result<Arrived> {
+        let most = self.arena.geometry().region_len;
+        let mut found = Arrived::Nothing;
+        loop {
+            match intake.inflow.arrived(&self.socket)? {
+                Arrived::Head => found = Arrived::Head,
+                Arrived::End => return Ok(Arrived::End),
+                Arrived::Nothing => return Ok(found),
+            }
+            let head = intake.inflow.head(most)?;
+            self.take_in(head, intake, true)?;
+            self.received.store(intake.inflow.total, Ordering::Relaxed);
+        }
+    }
+
+    /// Sleeps while the consumer receives, until it sleeps itself or there is something to send.
+    fn stay_off_duty(&self) -> Result<()> {
+        self.off_duty.store(true, Ordering::Relaxed);
+        let mut found = Ok(Found::default());
+        let mut seen = 0;
+        while matches!(found, Ok(Found { rung: false, .. })) {
+            let now = self.streak.load(Ordering::Relaxed);
+            if now == seen {
+                break;
+            }
+            seen = now;
+            found = self.socket.wait(false, false, Some(self.bell.as_fd()), Some(LINK_OFF_DUTY));
+        }
+        self.off_duty.store(false, Ordering::Relaxed);
+        self.streak.store(0, Ordering::Relaxed);
+        found.map(drop)
     }
 
     /// Sleeps until there is something to receive, or to send. An idle one trims the region.
-    fn rest(&self, idle: Option<&mut Allocator>) -> Result<()> {
+    fn rest(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
         let found = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
         if found.rung {
             self.bell.drain()?;
         }
         if found.rung || blocked {
-            self.pump();
+            self.send_queued();
         }
-        if let Some(allocator) = idle.filter(|_| !found.rung && !blocked && !found.readable) {
-            allocator.trim(self.arena.budget(self.worker))?;
+        if trims && !found.rung && !blocked && !found.readable {
+            lock(&self.intake).allocator.trim(self.arena.budget(self.worker))?;
         }
         Ok(())
     }
 
-    /// Receives a result into blocks of the worker's region, and publishes it.
-    fn take_in(
-        &self,
-        head: Head,
-        inflow: &mut Inflow,
-        allocator: &mut Allocator,
-        results: &mut Producer<ArenaRing>,
-    ) -> Result<()> {
+    /// Receives the rest of a frame.
+    fn take_in(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
+        match head.kind {
+            _ if intake.has_left => return Err(Error::corrupt("a frame after the worker's last one")),
+            Kind::Ready => lock(&self.outflow).ready(),
+            Kind::Result => self.take_result(head, intake, waits)?,
+            Kind::Left => {
+                intake.has_left = true;
+                counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());
+            }
+            Kind::Task | Kind::Stop | Kind::Kill => {
+                return Err(Error::corrupt(format!("a worker sends {:?}", head.kind)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives a result into blocks of the worker's region, and publishes it. Waits for memory if `waits`.
+    fn take_result(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
+        let Intake { inflow, allocator, results, .. } = intake;
         let mut fixed = [0; FIXED];
-        inflow.fill(&self.socket, &mut fixed, &mut || self.rest(None))?;
+        inflow.fill(&self.socket, &mut fixed, &mut || self.rest(false))?;
         let (words, counted) = frame::read_fixed(&fixed);
         let mut entry = ResultEntry::from_words(&words)?;
         self.check(&entry, head)?;
-        let mut held = Held { link: self, blocks: Vec::new() };
+        let mut held = Held { link: self, blocks: Vec::new(), waits };
         if entry.block.is_some() {
             let mut table = vec![0; head.count as usize * 8];
-            inflow.fill(&self.socket, &mut table, &mut || self.rest(None))?;
+            inflow.fill(&self.socket, &mut table, &mut || self.rest(false))?;
             let lens: Vec<u64> = frame::words(&table).collect();
             let len = wire::message_len(lens.len(), head.len as usize);
             let sum = lens.iter().try_fold(len, |sum, len| sum.checked_add(*len));
@@ -245,13 +393,13 @@ impl Link {
             unsafe {
                 std::ptr::copy_nonoverlapping(rows.as_ptr(), memory, rows.len());
                 let payload = memory.add(rows.len());
-                inflow.read(&self.socket, payload, head.len as usize, &mut || self.rest(None))?;
+                inflow.read(&self.socket, payload, head.len as usize, &mut || self.rest(false))?;
             }
             for leaf in &leaves {
                 let memory = self.arena.block_memory(self.worker, leaf.block, leaf.len)?.as_ptr();
                 let len = leaf.len as usize;
                 // SAFETY: the block has these bytes, and nothing else uses it yet.
-                unsafe { inflow.read(&self.socket, memory, len, &mut || self.rest(None))? };
+                unsafe { inflow.read(&self.socket, memory, len, &mut || self.rest(false))? };
             }
             (entry.block, entry.len, entry.load.bytes) = (Some(block), len, bytes);
         }
@@ -294,10 +442,11 @@ impl Link {
 struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,
+    waits: bool,
 }
 
 impl Held<'_> {
-    /// A block of `len` bytes. Waits while the consumer holds all memory.
+    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may, and not beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);
@@ -312,13 +461,15 @@ impl Held<'_> {
                 Err(error) => {
                     let now = sys::clock::monotonic();
                     let stops = self.link.arena.header().stop.0.load(Ordering::Relaxed) != 0;
-                    if stops || now - *start.get_or_insert(now) >= LINK_MEMORY_WAIT {
+                    let over =
+                        stops || self.link.is_cut() || now - *start.get_or_insert(now) >= LINK_MEMORY_WAIT;
+                    if over || !self.waits {
                         return Err(error);
                     }
                 }
             }
             std::thread::sleep(LINK_MEMORY_CHECK);
-            self.link.pump();
+            self.link.send_queued();
         }
     }
 }

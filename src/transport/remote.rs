@@ -1,4 +1,8 @@
-//! The worker's end of a connection: an arena of its own for the worker's loop, and two threads that copy.
+//! The worker's end of a connection: an arena of its own for the worker's loop.
+//!
+//! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
+//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the rest: one sends what is
+//! large or has no room in the socket, one receives while the worker makes a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -7,21 +11,23 @@ use std::time::Duration;
 
 use super::counters;
 use super::frame::{self, Head, Kind};
-use super::inflow::Inflow;
-use crate::config::{IDLE_SLICE, LINK_SILENCE, LINK_STACK, SMALL_MESSAGE, YIELD_FOR};
+use super::inflow::{Arrived, Inflow};
+use crate::config::{
+    IDLE_SLICE, LINK_AT_ONCE, LINK_SILENCE, LINK_STACK, LINK_TICK, SMALL_MESSAGE, YIELD_FOR,
+};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
-use crate::shm::arena::Arena;
+use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
 use crate::shm::layout::Needs;
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, lease};
-use crate::sync::{Ordering, lock};
+use crate::sync::{Ordering, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
 use crate::sys::socket::{Moved, Part, Socket};
-use crate::wire::{self, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
+use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
 /// The only worker of the arena.
 const WORKER: u32 = 0;
@@ -33,6 +39,10 @@ const PARTS: usize = 512;
 pub struct Remote {
     socket: Socket,
     arena: Arc<Arena>,
+    intake: Mutex<Intake>,
+    outgoing: Mutex<Outgoing>,
+    /// The sending thread has something to send. Only the worker's thread sets it.
+    left_to_thread: AtomicBool,
     /// Rung by the worker's port.
     bell: EventFd,
     ready: AtomicBool,
@@ -40,6 +50,27 @@ pub struct Remote {
     /// The connection has ended, or everything has been sent.
     over: Mutex<bool>,
     is_over: Condvar,
+}
+
+/// What is received.
+#[derive(Debug)]
+struct Intake {
+    inflow: Inflow,
+    allocator: Allocator,
+    tasks: Producer<ArenaRing>,
+    /// The main process asks for the process's end.
+    kill: bool,
+    ended: bool,
+}
+
+/// What is sent.
+#[derive(Debug)]
+struct Outgoing {
+    results: Consumer<ArenaRing>,
+    /// Bytes of small results that the socket had no room for.
+    rest: Vec<u8>,
+    /// The main process knows that the worker is in its loop.
+    told: bool,
 }
 
 impl Remote {
@@ -56,6 +87,19 @@ impl Remote {
         let arena = Arena::create(needs)?;
         let remote = Arc::new(Self {
             socket: Socket::new(socket),
+            intake: Mutex::new(Intake {
+                inflow: Inflow::new(),
+                allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
+                tasks: Producer::new(arena.task_ring(WORKER)),
+                kill: false,
+                ended: false,
+            }),
+            outgoing: Mutex::new(Outgoing {
+                results: Consumer::new(arena.result_ring(WORKER)),
+                rest: Vec::new(),
+                told: false,
+            }),
+            left_to_thread: AtomicBool::new(false),
             arena,
             bell: EventFd::new()?,
             ready: AtomicBool::new(false),
@@ -65,14 +109,19 @@ impl Remote {
         });
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
-        spawn("rl_send", move || sending.send_all())?;
-        spawn("rl_receive", move || {
-            let _ = receiving.receive_all(&killed);
-            receiving.leave();
+        let begun = spawn("rl_receive", move || {
+            receiving.receive_between(&killed);
             if !receiving.finishing.load(Ordering::Relaxed) {
                 lost();
             }
-        })?;
+        });
+        let begun = begun.and_then(|()| spawn("rl_send", move || sending.send_all()));
+        if let Err(error) = begun {
+            // Ends the first thread, if the second one was refused.
+            remote.finishing.store(true, Ordering::Relaxed);
+            remote.socket.shut_down(std::net::Shutdown::Both);
+            return Err(error);
+        }
         Ok(remote)
     }
 
@@ -82,8 +131,12 @@ impl Remote {
     }
 
     /// A duplicate of the bell, for the worker's port.
-    pub fn doorbell(&self) -> std::io::Result<OwnedFd> {
-        self.bell.as_fd().try_clone_to_owned()
+    pub fn doorbell(&self) -> Result<OwnedFd> {
+        self.bell.as_fd().try_clone_to_owned().map_err(|error| Error::Os {
+            call: "dup",
+            errno: error.raw_os_error().unwrap_or(0),
+            hint: "raise `ulimit -n`".into(),
+        })
     }
 
     /// Tells the main process that the worker enters its loop.
@@ -111,60 +164,56 @@ impl Remote {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    fn receive_all(&self, killed: &dyn Fn()) -> Result<()> {
-        sys::signal::block_all_in_this_thread();
-        let region = self.arena.geometry().main_region();
-        let mut allocator = Allocator::new(self.arena.clone(), region);
-        let mut tasks = Producer::new(self.arena.task_ring(WORKER));
-        let mut inflow = Inflow::new();
-        let mut rest = || self.socket.wait(true, false, None, None).map(drop);
-        let most = self.arena.geometry().region_len;
-        while let Some(head) = inflow.head(&self.socket, most, &mut rest)? {
-            match head.kind {
-                Kind::Task => {
-                    let entry = self.take_in(head, &mut inflow, &mut allocator, &mut rest)?;
-                    let full = || Error::corrupt("more tasks than may be outstanding");
-                    tasks.push(&entry.to_words()).map_err(|_| full())?;
-                    let sleeper = self.arena.sleeper_of(WORKER);
-                    if sleeper.must_ring() {
-                        let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
-                    }
-                }
-                Kind::Stop => self.leave(),
-                Kind::Kill => killed(),
-                kind => return Err(Error::corrupt(format!("the main process sends {kind:?}"))),
+    /// Waits for a task up to `limit`, and receives it into the ring. Returns false at once while another thread receives.
+    pub fn wait(&self, limit: Duration) -> Result<bool> {
+        let Some(mut intake) = try_lock(&self.intake) else { return Ok(false) };
+        let start = sys::clock::monotonic();
+        loop {
+            if self.receive(&mut intake) {
+                return Ok(true);
+            }
+            let waited = sys::clock::monotonic() - start;
+            if waited < YIELD_FOR {
+                sys::clock::yield_now();
+            } else if waited < limit {
+                self.socket.wait(true, false, None, Some(limit - waited))?;
+            } else {
+                return Ok(true);
             }
         }
-        Ok(())
     }
 
-    /// Receives a task.
-    fn take_in(
-        &self,
-        head: Head,
-        inflow: &mut Inflow,
-        allocator: &mut Allocator,
-        rest: &mut impl FnMut() -> Result<()>,
-    ) -> Result<TaskEntry> {
-        let kind = TaskKind::of_number(head.count);
-        let kind = kind.ok_or_else(|| Error::corrupt(format!("a task of kind {}", head.count)))?;
-        let mut task = [0; 8];
-        inflow.fill(&self.socket, &mut task, rest)?;
-        let task = u64::from_le_bytes(task);
-        let mut inline = [0; wire::INLINE_BYTES];
-        if let Some(payload) = inline.get_mut(..head.len as usize) {
-            inflow.fill(&self.socket, payload, rest)?;
-            let entry = TaskEntry::inline(task, kind, payload);
-            return entry.ok_or_else(|| Error::usage("a short payload is inline"));
+    /// The receiving thread: what the main process sends while the worker makes a batch, and the end of the connection.
+    fn receive_between(&self, killed: &dyn Fn()) {
+        sys::signal::block_all_in_this_thread();
+        loop {
+            if let Some(mut intake) = try_lock(&self.intake) {
+                self.receive(&mut intake);
+                if std::mem::take(&mut intake.kill) {
+                    killed();
+                }
+                if intake.ended {
+                    return;
+                }
+            }
+            std::thread::sleep(LINK_TICK);
         }
-        if head.len <= SMALL_MESSAGE {
-            allocator.trust(SMALL_MESSAGE);
+    }
+
+    /// Receives what has arrived. Returns whether there was anything. The end of the connection makes the worker leave.
+    fn receive(&self, intake: &mut Intake) -> bool {
+        let mut found = false;
+        while !intake.ended {
+            match intake.receive(self) {
+                Ok(Arrived::Head) => found = true,
+                Ok(Arrived::Nothing) => return found,
+                Ok(Arrived::End) | Err(_) => {
+                    intake.ended = true;
+                    self.leave();
+                }
+            }
         }
-        let block = allocator.allocate(head.len, CONSUMER)?;
-        let memory = self.arena.block_memory(allocator.region(), block, head.len)?.as_ptr();
-        // SAFETY: the block has these bytes, and nothing else uses it yet.
-        unsafe { inflow.read(&self.socket, memory, head.len as usize, rest)? };
-        Ok(TaskEntry::in_block(task, kind, block, head.len))
+        true
     }
 
     /// The sending thread.
@@ -179,21 +228,13 @@ impl Remote {
     }
 
     fn send_published(&self) -> Result<()> {
-        let mut results = Consumer::new(self.arena.result_ring(WORKER));
         let mut poll = PollSet::new();
         poll.add(self.bell.as_fd().as_raw_fd(), 0)?;
-        let (mut told, mut ready, mut fired) = (false, Vec::new(), Vec::new());
+        let mut fired = Vec::new();
         loop {
-            if !told && self.ready.load(Ordering::Acquire) {
-                told = true;
-                self.send(&[Part::new(&Head::bare(Kind::Ready).to_bytes())])?;
-            }
             // Before the last look at the ring: what was published before `finish` is sent.
             let finishing = self.finishing.load(Ordering::Acquire);
-            doorbell::take(&self.arena.bitmap()[0]);
-            while let Some(words) = results.pop()? {
-                self.send_result(&ResultEntry::from_words(&words)?, &mut ready)?;
-            }
+            let told = self.send_waiting()?;
             if finishing {
                 self.send(&[Part::new(&Head::bare(Kind::Left).to_bytes())])?;
                 self.socket.shut_down(std::net::Shutdown::Write);
@@ -204,8 +245,7 @@ impl Remote {
             }
             let sleeper = &self.arena.header().doorbell.0;
             sleeper.announce();
-            let idle = self.arena.bitmap()[0].load(Ordering::Relaxed) == 0;
-            let waited = if idle
+            let waited = if !self.has_more()
                 && !self.finishing.load(Ordering::Acquire)
                 && told == self.ready.load(Ordering::Acquire)
             {
@@ -219,39 +259,80 @@ impl Remote {
         }
     }
 
+    /// Sends all that waits. Returns whether the main process knows that the worker is in its loop.
+    fn send_waiting(&self) -> Result<bool> {
+        let mut outgoing = lock(&self.outgoing);
+        if !outgoing.told && self.ready.load(Ordering::Acquire) {
+            outgoing.told = true;
+            self.send(&[Part::new(&Head::bare(Kind::Ready).to_bytes())])?;
+        }
+        // SYNC: left-to-thread (pairs with the Release in `leave_to_thread`).
+        self.left_to_thread.swap(false, Ordering::Acquire);
+        doorbell::take(&self.arena.bitmap()[0]);
+        let rest = std::mem::take(&mut outgoing.rest);
+        self.send(&[Part::new(&rest)])?;
+        let mut head = Vec::new();
+        while let Some(words) = outgoing.results.pop()? {
+            self.send_result(&ResultEntry::from_words(&words)?, &mut head)?;
+        }
+        Ok(outgoing.told)
+    }
+
+    /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no larger one waits. Does not
+    /// wait for the socket. Returns false if the sending thread has to be woken.
+    pub fn send_now(&self, bytes: u64) -> bool {
+        self.leave_to_thread(bytes);
+        let sent = !self.left_to_thread.load(Ordering::Relaxed) && self.try_send();
+        if !sent {
+            self.leave_to_thread(u64::MAX);
+        }
+        sent
+    }
+
+    /// Leaves what the worker has published to the sending thread, if it has more than [`LINK_AT_ONCE`] bytes.
+    pub fn leave_to_thread(&self, bytes: u64) {
+        if bytes > LINK_AT_ONCE {
+            // SYNC: left-to-thread (pairs with the Acquire in `send_waiting`).
+            self.left_to_thread.store(true, Ordering::Release);
+        }
+    }
+
+    fn try_send(&self) -> bool {
+        let Some(mut outgoing) = try_lock(&self.outgoing) else { return false };
+        if !outgoing.told {
+            return false;
+        }
+        doorbell::take(&self.arena.bitmap()[0]);
+        outgoing.send_small(self).unwrap_or_else(|_| {
+            // The receiving thread finds the end, too.
+            self.socket.shut_down(std::net::Shutdown::Both);
+            true
+        })
+    }
+
+    fn has_more(&self) -> bool {
+        self.left_to_thread.load(Ordering::Acquire) || self.arena.bitmap()[0].load(Ordering::Relaxed) != 0
+    }
+
     /// Yields for a moment, as the next result is often under way; false once there is one.
     fn idles(&self) -> bool {
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
             sys::clock::yield_now();
-            if self.arena.bitmap()[0].load(Ordering::Relaxed) != 0 {
+            if self.has_more() {
                 return false;
             }
         }
         true
     }
 
-    /// Sends a published result, and releases its blocks.
+    /// Sends a published result, and releases its blocks. `head` is a buffer.
     fn send_result(&self, entry: &ResultEntry, head: &mut Vec<u8>) -> Result<()> {
         head.clear();
-        let counted = counters::read(&self.arena.control(WORKER).status);
-        let Some(block) = entry.block else {
-            head.extend_from_slice(&Head::bare(Kind::Result).to_bytes());
-            frame::put_words(head, &entry.to_words());
-            frame::put_words(head, &counted);
+        let Some((block, leaves, start)) = self.write_head(entry, head)? else {
             return self.send(&[Part::new(head)]);
         };
-        let mut table = Vec::new();
-        self.arena.read_block(WORKER, block, entry.len.min(MESSAGE_HEAD as u64), &mut table)?;
-        let start = wire::payload_start(&table, entry.len)?;
-        self.arena.read_block(WORKER, block, start, &mut table)?;
-        let (leaves, _) = wire::read_message(&table)?;
         let payload = entry.len - start;
-        let count = u32::try_from(leaves.len()).unwrap_or(u32::MAX);
-        head.extend_from_slice(&Head { kind: Kind::Result, count, len: payload }.to_bytes());
-        frame::put_words(head, &entry.to_words());
-        frame::put_words(head, &counted);
-        leaves.iter().for_each(|leaf| frame::put_words(head, &[leaf.len]));
         let message = self.arena.block_memory(WORKER, block, entry.len)?.as_ptr();
         // SAFETY: `payload` bytes of the block begin there, and it belongs to this thread until `let_go`.
         let payload = unsafe { Part::raw(message.add(start as usize), payload as usize) };
@@ -262,9 +343,37 @@ impl Remote {
             parts.push(unsafe { Part::raw(memory, leaf.len as usize) });
         }
         let sent = parts.chunks(PARTS).try_for_each(|parts| self.send(parts));
+        self.let_go(block, &leaves);
+        sent
+    }
+
+    /// Appends what comes before the payload of a result. Returns its block, its leaves and the begin of its payload in the
+    /// block; `None` if it has none.
+    fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
+        let counted = counters::read(&self.arena.control(WORKER).status);
+        let mut put = |count: usize, len| {
+            let count = u32::try_from(count).unwrap_or(u32::MAX);
+            out.extend_from_slice(&Head { kind: Kind::Result, count, len }.to_bytes());
+            frame::put_words(out, &entry.to_words());
+            frame::put_words(out, &counted);
+        };
+        let Some(block) = entry.block else {
+            put(0, 0);
+            return Ok(None);
+        };
+        let mut table = Vec::new();
+        self.arena.read_block(WORKER, block, entry.len.min(MESSAGE_HEAD as u64), &mut table)?;
+        let start = wire::payload_start(&table, entry.len)?;
+        self.arena.read_block(WORKER, block, start, &mut table)?;
+        let (leaves, _) = wire::read_message(&table)?;
+        put(leaves.len(), entry.len - start);
+        leaves.iter().for_each(|leaf| frame::put_words(out, &[leaf.len]));
+        Ok(Some((block, leaves, start)))
+    }
+
+    fn let_go(&self, block: u32, leaves: &[Leaf]) {
         lease::let_go(&self.arena, WORKER, block);
         leaves.iter().for_each(|leaf| lease::let_go(&self.arena, WORKER, leaf.block));
-        sent
     }
 
     /// Sends all of `parts`, waiting for room.
@@ -281,6 +390,83 @@ impl Remote {
             }
         }
         Ok(())
+    }
+}
+
+impl Intake {
+    /// Receives a frame, if its head has arrived.
+    fn receive(&mut self, remote: &Remote) -> Result<Arrived> {
+        let arrived = self.inflow.arrived(&remote.socket)?;
+        if arrived != Arrived::Head {
+            return Ok(arrived);
+        }
+        let head = self.inflow.head(remote.arena.geometry().region_len)?;
+        match head.kind {
+            Kind::Task => {
+                let entry = self.take_in(remote, head)?;
+                let full = || Error::corrupt("more tasks than may be outstanding");
+                self.tasks.push(&entry.to_words()).map_err(|_| full())?;
+                let sleeper = remote.arena.sleeper_of(WORKER);
+                if sleeper.must_ring() {
+                    let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
+                }
+            }
+            Kind::Stop => remote.leave(),
+            Kind::Kill => self.kill = true,
+            kind => return Err(Error::corrupt(format!("the main process sends {kind:?}"))),
+        }
+        Ok(arrived)
+    }
+
+    /// Receives the rest of a task.
+    fn take_in(&mut self, remote: &Remote, head: Head) -> Result<TaskEntry> {
+        let socket = &remote.socket;
+        let rest = &mut || socket.wait(true, false, None, None).map(drop);
+        let kind = TaskKind::of_number(head.count);
+        let kind = kind.ok_or_else(|| Error::corrupt(format!("a task of kind {}", head.count)))?;
+        let mut task = [0; 8];
+        self.inflow.fill(socket, &mut task, rest)?;
+        let task = u64::from_le_bytes(task);
+        let mut inline = [0; wire::INLINE_BYTES];
+        if let Some(payload) = inline.get_mut(..head.len as usize) {
+            self.inflow.fill(socket, payload, rest)?;
+            let entry = TaskEntry::inline(task, kind, payload);
+            return entry.ok_or_else(|| Error::usage("a short payload is inline"));
+        }
+        if head.len <= SMALL_MESSAGE {
+            self.allocator.trust(SMALL_MESSAGE);
+        }
+        let block = self.allocator.allocate(head.len, CONSUMER)?;
+        let memory = remote.arena.block_memory(self.allocator.region(), block, head.len)?.as_ptr();
+        // SAFETY: the block has these bytes, and nothing else uses it yet.
+        unsafe { self.inflow.read(socket, memory, head.len as usize, rest)? };
+        Ok(TaskEntry::in_block(task, kind, block, head.len))
+    }
+}
+
+impl Outgoing {
+    /// Sends published results, which are small, as far as the socket has room. Returns whether that was all.
+    fn send_small(&mut self, remote: &Remote) -> Result<bool> {
+        let mut part = Vec::new();
+        while let Some(words) = self.results.pop()? {
+            let entry = ResultEntry::from_words(&words)?;
+            if let Some((block, leaves, start)) = remote.write_head(&entry, &mut self.rest)? {
+                remote.arena.read_block(WORKER, block, entry.len, &mut part)?;
+                self.rest.extend_from_slice(&part[start as usize..]);
+                for leaf in &leaves {
+                    remote.arena.read_block(WORKER, leaf.block, leaf.len, &mut part)?;
+                    self.rest.extend_from_slice(&part);
+                }
+                remote.let_go(block, &leaves);
+            }
+        }
+        if self.rest.is_empty() {
+            return Ok(true);
+        }
+        if let Moved::Bytes(count) = remote.socket.send(&[Part::new(&self.rest)])? {
+            self.rest.drain(..count);
+        }
+        Ok(self.rest.is_empty())
     }
 }
 

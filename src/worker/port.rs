@@ -24,6 +24,7 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Entry, Producer};
 use crate::sync::{Ordering, lock};
 use crate::sys;
+use crate::transport::Remote;
 use crate::wire::{TaskEntry, TaskKind};
 
 /// The result of [`Port::receive`].
@@ -58,6 +59,8 @@ pub struct Port {
     pub(super) arrays: Mutex<Arrays>,
     /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
+    /// The connection, of a worker on another machine.
+    remote: Option<Arc<Remote>>,
     /// A block for the message that reports missing memory.
     reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
@@ -118,6 +121,7 @@ impl Port {
             arrays: Mutex::default(),
             reserve: Mutex::new(reserve),
             doorbell,
+            remote: None,
             orphaned: AtomicBool::new(false),
             waited_in_vain: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
@@ -126,6 +130,17 @@ impl Port {
             fetch_began: AtomicU64::new(0),
             arena,
         })
+    }
+
+    /// Opens the port of a worker on another machine.
+    pub fn over(remote: Arc<Remote>) -> Result<Self> {
+        let port = Self::open(remote.arena().clone(), 0, remote.doorbell()?)?;
+        Ok(Self { remote: Some(remote), ..port })
+    }
+
+    /// The connection, of a worker on another machine.
+    pub fn remote(&self) -> Option<&Arc<Remote>> {
+        self.remote.as_ref()
     }
 
     /// The arena.
@@ -237,6 +252,12 @@ impl Port {
         if let Some(entry) = self.poll()? {
             return Ok(Received::Task(entry));
         }
+        if let Some(remote) = &self.remote
+            && !self.stopping()
+            && remote.wait(self.slice())?
+        {
+            return self.waited();
+        }
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
             sys::clock::yield_now();
@@ -248,22 +269,33 @@ impl Port {
         let ticket = sleeper.announce();
         let found = self.poll();
         if matches!(found, Ok(None)) && !self.stopping() {
-            let slice = self.idle().clamp(AHEAD, IDLE_SLICE);
-            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(slice));
+            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(self.slice()));
             sleeper.awake();
             // A sandbox refuses futexes: poll instead.
             if woken.is_err() {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            let found = self.poll()?;
-            // The time has passed, or the loop has released a block.
-            if found.is_none() && woken.is_ok() {
-                self.trim()?;
+            if woken.is_ok() {
+                return self.waited();
             }
-            return Ok(found.map_or(Received::Nothing, Received::Task));
+            return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
         sleeper.awake();
         Ok(found?.map_or(Received::Stop, Received::Task))
+    }
+
+    /// The end of a wait: there is a task, the time has passed, or the loop has released a block.
+    fn waited(&self) -> Result<Received> {
+        let found = self.poll()?;
+        if found.is_none() {
+            self.trim()?;
+        }
+        Ok(found.map_or(Received::Nothing, Received::Task))
+    }
+
+    /// The longest wait: until idle memory may be due.
+    fn slice(&self) -> Duration {
+        self.idle().clamp(AHEAD, IDLE_SLICE)
     }
 
     /// How long the worker has had nothing to do.

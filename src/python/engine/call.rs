@@ -159,10 +159,12 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits without the GIL, then handles signals, then takes in what arrived.
+    /// Waits, after a moment without the GIL, then handles signals, then takes in what arrived.
     fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
         let engine = &mut self.state.engine;
-        self.py.detach(|| engine.wait(deadline))?;
+        if !engine.arrives_soon() {
+            self.py.detach(|| engine.sleep(deadline))?;
+        }
         self.py.check_signals()?;
         engine.after_wait()?;
         while let Some(stall) = self.state.engine.stalled() {
