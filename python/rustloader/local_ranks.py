@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Iterable
 
+import rustloader.procfs as procfs
+
 # By launcher: how many ranks there are, and which of them this process is.
 _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -47,7 +49,23 @@ def _slurm_size() -> int | None:
 def are_bound(cores: Iterable[int]) -> bool:
     """Whether the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux only."""
     try:
-        return os.sched_getaffinity(os.getppid()) != set(cores)
+        return os.sched_getaffinity(_launcher()) != set(cores)
     except OSError:
         # The launcher has ended.
         return False
+
+
+def _launcher() -> int:
+    """The pid of the launcher: the nearest ancestor that did not start with this rank's number.
+
+    Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
+    """
+    pid = os.getppid()
+    name = next((name for name in _RANKS if number(name) is not None), None)
+    own = None if name is None else f"{name}={os.environ[name]}"
+    while own is not None and own in (procfs.read(f"/proc/{pid}/environ") or "").split("\0"):
+        parent = int((procfs.stat(pid)[1:2] or ["0"])[0])
+        if parent == 0:
+            break
+        pid = parent
+    return pid

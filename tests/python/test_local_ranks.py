@@ -1,6 +1,8 @@
 """What launchers tell about the ranks of a machine."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -66,3 +68,41 @@ def test_bound_ranks_have_other_cores_than_their_launcher(monkeypatch):
     assert local_ranks.are_bound([*launchers, 100_000]) and local_ranks.are_bound(launchers[:-1])
     monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)
     assert not local_ranks.are_bound([100_000])
+
+
+ASKS = "import os; from rustloader import local_ranks; print(local_ranks.are_bound(os.sched_getaffinity(0)))"
+# A shell that stays, and runs the rest of its command.
+WRAPPER = ["sh", "-c", '"$@"; exit', "sh"]
+MINE = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+@pytest.mark.parametrize("wrappers", [0, 1, 2])
+@pytest.mark.parametrize("bound", [False, True])
+def test_wrappers_between_a_launcher_and_a_rank_are_the_ranks(environment, wrappers, bound):
+    environment({})
+
+    def bind():
+        os.sched_setaffinity(0, MINE[:1] if bound else MINE)
+
+    ranks = dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    out = subprocess.check_output(
+        [*wrappers * WRAPPER, sys.executable, "-c", ASKS], env=ranks, preexec_fn=bind, text=True
+    )
+    assert out == f"{bound}\n"
+
+
+@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+def test_a_launcher_that_is_bound_itself_has_not_bound_its_ranks(environment):
+    """As in `taskset -c 0 torchrun`."""
+    environment({})
+    launch = (
+        "import os, subprocess, sys; "
+        "environment = dict(os.environ, LOCAL_RANK='0', LOCAL_WORLD_SIZE='2'); "
+        f"subprocess.run([*{WRAPPER}, sys.executable, '-c', {ASKS!r}], env=environment)"
+    )
+
+    def bind():
+        os.sched_setaffinity(0, MINE[:1])
+
+    assert subprocess.check_output([sys.executable, "-c", launch], preexec_fn=bind, text=True) == "False\n"
