@@ -242,6 +242,47 @@ def test_a_rank_that_never_finishes_is_a_timeout(run):
     assert status == [1] and text in errors[0], errors
 
 
+def test_a_rank_waits_without_a_limit(run):
+    body = """
+    def build():
+        note("builds")
+        wait_for("waits")
+        return ["built"]
+    told(rustloader.share(build, key="train", timeout=float("inf")))
+    while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
+    """
+    first = run(body, only=[0])
+    assert wait_until(lambda: "0 builds" in run.notes(), 60)
+    status, errors = ended([*first, *run(body, only=[1])])
+    assert status == [0, 0], errors
+    assert len(set(said(run, "has"))) == 1 and said(run, "builds") == ["builds"], run.notes()
+
+
+def test_a_long_wait_is_made_of_shorter_ones(run):
+    body = """
+    def build():
+        note("builds")
+        wait_for("1 waits")
+        time.sleep(0.3)
+        return ["built"]
+    ranks._SLICE = 0.05
+    told(rustloader.share(build, key="train"))
+    while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
+    """
+    first = run(body, only=[0])
+    assert wait_until(lambda: "0 builds" in run.notes(), 60)
+    status, errors = ended([*first, *run(body, only=[1])])
+    assert status == [0, 0], errors
+    assert said(run, "builds") == ["builds"], run.notes()
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), float("-inf")])
+def test_timeouts_that_are_none(timeout):
+    text = f"timeout must be a number of seconds, 0 or more, got {timeout!r}"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        share(["a"], timeout=timeout)
+
+
 @pytest.mark.parametrize("when", ["building", "serving"])
 def test_forked_children_do_not_hold_the_name(run, when):
     body = f"""
@@ -558,7 +599,27 @@ def test_other_ranks_objects_are_compared(run):
     wait_for("differs")
     """
     status, errors = ended(run(body))
-    assert sorted(status) == [0, 1] and "ValueError: share(key='k'): this rank gives " in "".join(errors), errors
+    assert sorted(status) == [0, 1] and "Disagreement: share(key='k'): this rank gives " in "".join(errors), errors
+
+
+def test_attributes_of_other_ranks_datasets_are_compared(run):
+    body = """
+    class Data:
+        def __init__(self):
+            self.names = [rank] * 1000
+        def __getitem__(self, index):
+            return self.names[index]
+    try:
+        rustloader.share(Data(), key="k", threshold=1000)
+    except ValueError as error:
+        note("differs")
+        raise
+    wait_for("differs")
+    """
+    status, errors = ended(run(body))
+    assert sorted(status) == [0, 1], errors
+    assert "share(key='k/Data.names'): this rank gives " in "".join(errors), errors
+    assert "rustloader.share() failed at Data.names" in "".join(errors), errors
 
 
 def test_without_a_launcher_a_key_does_nothing(monkeypatch):

@@ -44,11 +44,15 @@ def _items(x: Any) -> Iterable[Any]:
     return [x[place] for place in _places(len(x))]
 
 
+class Disagreement(ValueError):
+    """Ranks give different objects for a key."""
+
+
 def check(key: str, mine: Any, shared: Any) -> None:
     """Compares what this rank has given with what a rank has shared, as far as that is cheap.
 
     Raises:
-        ValueError: They differ.
+        Disagreement: They differ.
     """
     outline = _outline(mine)
     if outline is None:
@@ -60,7 +64,7 @@ def check(key: str, mine: Any, shared: Any) -> None:
         difference = next(((a, b) for a, b in pairs if type(a) in _PLAIN and a != b), None)
     if difference is not None:
         ours, others = (f"{part!r:.{_SHOWN}}" for part in difference)
-        raise ValueError(
+        raise Disagreement(
             f"share(key={key!r}): this rank gives {ours} where the rank that has shared it gives {others}: with a key "
             "all ranks share the same object, and use the key in the same order"
         )

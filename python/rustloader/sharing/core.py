@@ -54,7 +54,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         threshold: Bytes from which an attribute of a dataset is shared, about, as Python objects. Default: 1 MiB.
         key: A name for this object among the ranks of this machine, such as "train-index".
         timeout: Seconds that a rank waits for the one that builds, and that this one keeps the object for later ranks.
-            Default: half an hour.
+            Default: half an hour. ``math.inf``: without a limit.
 
     Returns:
         The shared object; ``x`` itself if it is shared already, or a dataset with nothing to share. It compares equal
@@ -67,7 +67,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         PermissionError: A process of another user holds the key's name.
         TimeoutError: The rank that builds the object of this key has not finished within ``timeout``.
         TypeError: The object cannot be shared. The text names the remedy.
-        ValueError: Ranks give different objects for the same key.
+        ValueError: Ranks give different objects for the same key, or ``timeout`` is negative or NaN.
 
     Examples:
         >>> paths = rustloader.share([f"images/{n}.jpg" for n in range(1000)])
@@ -84,6 +84,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         >>> index[5]
         5
     """
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if is_dataset(x):
         return Sharing(threshold, lambda value, name: _shared(value, key and f"{key}/{name}", timeout)).run(x)
     return _shared(x, key, timeout)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from rustloader.sharing.agreement import Disagreement
 from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 from rustloader.sharing.sizes import check_items, is_shared, sampled, size_of
 
@@ -142,7 +143,7 @@ class Sharing:
             if type(value) in _CONTAINERS:
                 check_items(value)
             shared = self._share(value, name)
-        except (MemoryError, OSError) as error:
+        except (MemoryError, OSError, Disagreement) as error:
             error.add_note(f"rustloader.share() failed at {name}")
             raise
         except Exception as error:

@@ -29,6 +29,8 @@ logger = logging.getLogger("rustloader")
 
 # Seconds between two attempts to connect to a rank that is between binding and listening, or has just left.
 _RETRY = 0.02
+# Seconds of the longest single wait: sockets count milliseconds in 31 bits.
+_SLICE = 1e6
 # Connections that wait at a listening socket, and those that have not said yet who they are.
 _MOST_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
@@ -154,7 +156,7 @@ def _received(
     if left <= 0:
         raise late
     pid = 0
-    sock.settimeout(left)
+    sock.settimeout(min(left, _SLICE))
     try:
         sock.connect(address)
         pid, uid = _peer(sock)
@@ -165,6 +167,8 @@ def _received(
         sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
         word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
+        if left > _SLICE:
+            return None
         raise late from None
     except (ConnectionError, BlockingIOError):
         word, fds, flags = b"", [], 0
