@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import rustloader.procfs as procfs
 
@@ -19,9 +19,9 @@ _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
-def number(name: str) -> int | None:
+def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
     """The number in a variable of the environment; None if there is none."""
-    text = os.environ.get(name, "")
+    text = environment.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
@@ -32,7 +32,8 @@ def size() -> int | None:
 
 def rank() -> int | None:
     """The number of this rank among those of this machine, from 0; None if nothing tells."""
-    return next((found for name in _RANKS if (found := number(name)) is not None), None)
+    found = _number_in(os.environ)
+    return None if found is None else found[1]
 
 
 def _slurm_size() -> int | None:
@@ -60,12 +61,17 @@ def _launcher() -> int:
 
     Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
     """
-    pid = os.getppid()
-    name = next((name for name in _RANKS if number(name) is not None), None)
-    own = None if name is None else f"{name}={os.environ[name]}"
-    while own is not None and own in (procfs.read(f"/proc/{pid}/environ") or "").split("\0"):
-        parent = int((procfs.stat(pid)[1:2] or ["0"])[0])
-        if parent == 0:
-            break
+    pid, own = os.getppid(), _number_in(os.environ)
+    while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
         pid = parent
     return pid
+
+
+def number_of(pid: int) -> tuple[str, int] | None:
+    """The variable with a rank's number that a process started with, and the number; None if there is none."""
+    lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
+    return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
+
+
+def _number_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    return next(((name, found) for name in _RANKS if (found := number(name, environment)) is not None), None)

@@ -25,6 +25,11 @@ def state(pid: int) -> str:
     return (stat(pid) or ["X"])[0]
 
 
+def parent(pid: int) -> int:
+    """The pid of a process's parent; 0 for none, or if the process is gone."""
+    return int((stat(pid)[1:2] or ["0"])[0])
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process is gone or a zombie."""
     return state(pid) in "ZX"

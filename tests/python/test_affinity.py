@@ -176,42 +176,75 @@ def test_a_process_alone_has_no_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("others", "machine", "advice"),
+    ("cores", "obtainable", "found", "advice"),
     [
-        ([{0, 1}], 8, "they crowd 2 of 8 cores: bind each rank"),
-        ([{0, 1}], 2, ""),
-        ([{2, 3}], 8, ""),
+        ([{0, 1}, {0, 1}], 8, "2 of them share cores (0-1)", "they crowd 2 of 8 cores: bind each rank"),
+        ([{0, 1}, {0, 1}], 2, "2 of them share cores (0-1)", ""),
+        ([{0, 1}, {1, 2}], 8, "2 of them share cores (0-2)", "they crowd 3 of 8 cores: bind each rank"),
+        ([{0, 1}, {1, 2}, {3}], 8, "2 of them share cores (0-2)", "they crowd 3 of 8 cores: bind each rank"),
+        ([{0, 1}, {2, 3}], 8, "none of them on another's cores", ""),
+        # Two ranks on each socket.
+        ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], 4, "4 of them share cores (0-3)", ""),
     ],
 )
-def test_what_doctor_says_of_ranks(others, machine, advice, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(crowding, "ranks", lambda: [(1, {0, 1}), *enumerate(others, 2)])
-    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+def test_what_doctor_says_of_ranks(cores, obtainable, found, advice, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(crowding, "ranks", lambda: list(enumerate(cores)))
+    monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(obtainable)))
     (finding,) = doctor._ranks()
-    same = sum(cores == {0, 1} for cores in others)
-    assert finding.found == f"2 on this machine, {same} of them on the same cores as this one (0-1)"
+    assert finding.found == f"{len(cores)} on this machine, {found}"
     assert finding.advice.startswith(advice) and (finding.state == "note") == bool(advice)
 
 
-def test_ranks_are_processes_of_one_parent_with_one_command():
-    command = (
-        "import sys; from rustloader.cli import crowding; sys.stdin.read(1); "
-        "print(len(crowding.ranks()), flush=True); sys.stdin.read()"
-    )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+@needs_two
+def test_cores_that_can_be_had_are_those_of_the_cpuset():
+    """Not those of this process, nor those of the machine."""
+    before = os.sched_getaffinity(0)
+    allowed = crowding.obtainable_cores()
     try:
-        for process in started:
-            process.stdin.write("x")
-            process.stdin.flush()
-            assert process.stdout.readline() == "3\n"
+        os.sched_setaffinity(0, MINE[:1])
+        assert crowding.obtainable_cores() == allowed >= before
+        assert os.sched_getaffinity(0) == {MINE[0]}
+    finally:
+        os.sched_setaffinity(0, before)
+    with open("/proc/self/cgroup") as file:
+        paths = [line.rstrip().split(":", 2)[1:] for line in file]
+    for controllers, path in paths:
+        for name in ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus"):
+            if "cpuset" in controllers.split(",") or not controllers:
+                folder, _, name = name.rpartition("/")
+                text = procfs.read(f"/sys/fs/cgroup/{folder}{path}/{name}")
+                assert text is None or text.strip() == procfs.core_ranges(allowed)
+
+
+RANK = "import os; print(os.getpid(), flush=True); input()"
+
+
+@needs_two
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ranks_are_found_from_any_shell(wrapped, monkeypatch):
+    """Each once, with the cores of its program: not its wrappers, nor its children."""
+    monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(64)))
+    # A program with a child, below a shell that stays.
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()']); "
+    started = []
+    try:
+        for number in range(2):
+            command = [sys.executable, "-c", child + RANK]
+            if wrapped:
+                command = ["sh", "-c", f'taskset -c {MINE[number]} "$@"; exit', "sh", *command]
+            environment = dict(os.environ, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen(command, env=environment, **pipes))
+        pids = [int(process.stdout.readline()) for process in started]
+        found = dict(crowding.ranks())
+        bound = [{MINE[number]} if wrapped else set(MINE) for number in range(2)]
+        assert [found.get(pid) for pid in pids] == bound
+        # Not the children.
+        assert not [pid for pid in found if procfs.parent(pid) in pids]
+        monkeypatch.setattr(crowding, "ranks", lambda: [(pid, found[pid]) for pid in pids])
+        (finding,) = doctor._ranks()
+        assert ("share cores" in finding.found) == (not wrapped) and bool(finding.advice) == (not wrapped)
     finally:
         for process in started:
             process.communicate()
