@@ -23,6 +23,8 @@ if not TORCH_MODE:
     from rustloader import DataLoader, StatefulDataLoader
     from rustloader.auto import arguments, tuner
     from rustloader.auto.decision import Decision
+    from rustloader.metrics import memory
+    from rustloader.procfs import private
 
     CLASSES = [DataLoader, StatefulDataLoader]
 else:
@@ -47,6 +49,16 @@ class Sharded(Stream):
     @property
     def n_shards(self):
         raise RuntimeError("not known yet")
+
+
+class Frames(torch.utils.data.Dataset):
+    """Tensors of 8 MiB."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2 << 20,), float(index))
 
 
 class ForThree(Stream):
@@ -327,7 +339,7 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
         asked.append(pid)
         return (1 << 30) * len(asked)
 
-    monkeypatch.setattr(tuner, "private", private)
+    monkeypatch.setattr(tuner, "own", private)
     monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=persistent)
     list(loader)
@@ -336,9 +348,36 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
     assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB are left")]]
 
 
-def test_private_memory_of_a_process():
-    from rustloader.procfs import private
+def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
+    now, asked = [0.0], []
 
+    def own(pid):
+        now[0] += 0.1
+        asked.append(pid)
+        return 1 << 30
+
+    monkeypatch.setattr(tuner, "own", own)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
+    mine = tuner.Tuner(2)
+    for seconds in (0, 1, 11):
+        now[0] += seconds
+        mine.note_memory([1, 2, 3])
+    assert asked == [1, 1] and mine._memory.most == 6
+
+
+def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):
+    """Those that the main process has not touched count as private to the kernel."""
+    taken = []
+    monkeypatch.setattr(tuner, "own", lambda pid: taken.append((private(pid), memory.own(pid))))
+    monkeypatch.setattr(tuner, "_READ", 1)
+    loader = DataLoader(Frames(), num_workers="auto", batch_size=None)
+    batches = list(loader)
+    assert len(batches) == 8 and taken
+    assert all(kernels - alone > 20 << 20 for kernels, alone in taken), taken
+
+
+def test_private_memory_of_a_process():
     before = private(os.getpid())
     kept = bytearray(os.urandom(1 << 20)) * 32
     assert private(os.getpid()) - before > 30 << 20 and len(kept) == 32 << 20
@@ -346,7 +385,7 @@ def test_private_memory_of_a_process():
 
 
 def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):
-    monkeypatch.setattr(tuner, "private", lambda pid: None)
+    monkeypatch.setattr(tuner, "own", lambda pid: None)
     loader = DataLoader(Sharded(N), num_workers="auto", batch_size=2)
     list(loader)
     list(loader)
@@ -354,7 +393,7 @@ def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):
 
 
 def test_workers_without_data_count(decisions, monkeypatch):
-    monkeypatch.setattr(tuner, "private", lambda pid: None)
+    monkeypatch.setattr(tuner, "own", lambda pid: None)
     decisions.counts = [5]
     loader = DataLoader(ForThree(N), num_workers="auto")
     for _ in range(3):

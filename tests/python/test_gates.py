@@ -40,7 +40,7 @@ def popen():
 
 def opened(count, cores, monkeypatch):
     """The gates of that many workers, while the pipes that they hold are still open."""
-    monkeypatch.setattr(gates, "usable_cores", lambda: cores)
+    monkeypatch.setattr(gates, "own_cores", lambda: cores)
     group = gates.Gates(count)
     contexts = [group.next() for _ in range(count)]
     return group, contexts, [context.__enter__() for context in contexts]
@@ -58,6 +58,19 @@ def test_a_worker_waits_for_the_one_before_it_on_the_same_core(monkeypatch):
     assert [gate._waits_for for gate in found] == [None, None, *group._ends[:3]]
     closed(group, contexts)
     assert open_files() == before
+
+
+@pytest.mark.parametrize(("bound", "waiting"), [(False, 2), (True, 0)])
+def test_ranks_that_share_cores_have_a_part_each(bound, waiting, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("rustloader.cores.cpu_quota", lambda: None)
+    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: bound)
+    group = gates.Gates(4)
+    contexts = [group.next() for _ in range(4)]
+    found = [context.__enter__() for context in contexts]
+    assert sum(gate is not None and gate._waits_for is not None for gate in found) == waiting
+    closed(group, contexts)
 
 
 @pytest.mark.parametrize("cores", [3, 4])
@@ -144,7 +157,7 @@ def main():
     warnings.simplefilter("ignore")  # more workers than cores
     from rustloader import DataLoader
     from rustloader.workers import gates
-    gates.usable_cores = lambda: 1
+    gates.own_cores = lambda: 1
     gates.GATE_SECONDS = float(os.environ["SECONDS"])
     loader = DataLoader(Pipes(), num_workers=3, batch_size=None, collate_fn=list, multiprocessing_context="spawn")
     iterator = iter(loader)

@@ -73,23 +73,11 @@ def first_guess() -> int:
     that share them, and no more than the free memory allows."""
     if not sys.platform.startswith("linux"):
         return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
-    from rustloader.cores import usable_cores
+    from rustloader.cores import own_cores
 
     left = memory_left()
     by_memory = _MOST if left is None else left // _MEMORY
-    return max(1, min(_MOST, usable_cores() // ranks_on_cores(), by_memory))
-
-
-def ranks_on_cores() -> int:
-    """The ranks that share the cores of this one: itself if they are bound, and all ranks of this machine otherwise.
-
-    A CPU quota is for all of them.
-    """
-    from rustloader.cores import cpu_quota
-
-    ranks = local_ranks.size() or 1
-    bound = ranks > 1 and cpu_quota() is None and local_ranks.are_bound(os.sched_getaffinity(0))
-    return 1 if bound else ranks
+    return max(1, min(_MOST, own_cores(), by_memory))
 
 
 def memory_left() -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +14,11 @@ from rustloader import options
 from rustloader._core import Totals, WorkerTotals
 from rustloader.auto import arguments
 from rustloader.auto.decision import Epoch, History, Limit, decide
-from rustloader.cores import effective_cores
+from rustloader.cores import effective_cores, ranks_on_cores
 from rustloader.metrics import ledger
 from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.ledger import Ledger
-from rustloader.procfs import private
+from rustloader.metrics.memory import Allowance, own
 from rustloader.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
@@ -45,6 +46,7 @@ class Tuner:
         # The epoch that runs, or has ended.
         self._watch: _Watch | None = None
         self._memory: Limit | None = None
+        self._allowance = Allowance()
 
     def pin(self, count: int) -> None:
         """Sets the number of workers of the next epoch."""
@@ -62,7 +64,7 @@ class Tuner:
             limits.append(self._memory)
         if loader._dataset_kind == _DatasetKind.Iterable:
             limits += _limits_of_shards(loader.dataset, watch)
-        decision = decide(epoch, effective_cores() / arguments.ranks_on_cores(), limits, self._history)
+        decision = decide(epoch, effective_cores() / ranks_on_cores(), limits, self._history)
         self._history = decision.history
         if decision.workers != self.count:
             text = 'num_workers="auto" of a DataLoader over %s: %s in place of %s, because %s'
@@ -77,11 +79,17 @@ class Tuner:
         self._watch = _Watch(ledger.of(iterator).alone(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:
-        """Reads how much memory running workers have for themselves."""
+        """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
         left = arguments.memory_left()
-        found = [taken for pid in list(pids)[:_READ] if (taken := private(pid))]
-        if left is not None and found:
-            taken = max(found)
+        found = []
+        for pid in list(pids)[:_READ]:
+            if not self._allowance.is_left():
+                break
+            since = time.monotonic()
+            found.append(own(pid) or 0)
+            self._allowance.spend(since)
+        taken = max(found, default=0)
+        if left is not None and taken:
             text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
             self._memory = Limit(self.count + int(_PART * left / taken), text)
 

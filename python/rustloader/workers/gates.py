@@ -1,4 +1,4 @@
-"""Lets spawned workers import torch in turn, as many at a time as there are cores.
+"""Lets spawned workers import torch in turn, as many at a time as the rank has cores.
 
 The import takes seconds of processor time. If all workers import at the same time on fewer cores, the first batch comes
 when nearly all are done. In turn, worker 0 is done after one import, and the last worker no later than before.
@@ -17,7 +17,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from rustloader.config import GATE_SECONDS
-from rustloader.cores import usable_cores
+from rustloader.cores import own_cores
 from rustloader.workers.preparation import Call
 
 # Descriptors that select() takes.
@@ -53,7 +53,7 @@ class Gates:
     """The gates of workers that are spawned together, if they are more than the cores."""
 
     def __init__(self, workers: int) -> None:
-        self._cores = usable_cores()
+        self._cores = own_cores()
         self._are_needed = workers > self._cores
         # The read ends of the workers' pipes, in the order of their starts.
         self._ends: list[int] = []
