@@ -1,5 +1,6 @@
 """Shared objects in workers: every start method, both loaders, batches, kills."""
 
+import contextlib
 import copyreg
 import os
 import signal
@@ -14,6 +15,8 @@ from support import BOTH, DataLoader, gone, run_script, rustloader, wait_until, 
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
+    from rustloader import procfs
+
     share = rustloader.share
 
 ORIGINAL = [f"images/{number:05d}.jpg" for number in range(1200)]
@@ -170,9 +173,38 @@ if __name__ == "__main__":
     file.write_text(source)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    _, *pids = map(int, done.stdout.split())
+    inode, *pids = map(int, done.stdout.split())
     assert wait_until(lambda: all(gone(pid) for pid in pids), 60)
     assert set(os.listdir("/dev/shm")) <= before
+    assert wait_until(lambda: not users_of(inode), 60), users_of(inode)
+
+
+def users_of(inode):
+    """The processes that have mapped or opened a shared object, by its inode."""
+    name = "memfd:rustloader-shared"
+    found = []
+    for pid in procfs.pids():
+        maps = [line.split() for line in (procfs.read(f"/proc/{pid}/maps") or "").splitlines() if name in line]
+        files = []
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{number}"
+                with contextlib.suppress(OSError):
+                    files += [os.stat(path).st_ino] if name in os.readlink(path) else []
+        if inode in files or any(words[4] == str(inode) for words in maps):
+            found.append(pid)
+    return found
+
+
+def test_users_of_a_shared_object_are_found():
+    shared = share(["a"])
+    inode = os.fstat(shared.store.fileno()).st_ino
+    assert users_of(inode) == [os.getpid()]
+    # The mapping alone.
+    os.close(shared.store.fileno())
+    assert users_of(inode) == [os.getpid()]
+    del shared
+    assert users_of(inode) == []
 
 
 @pytest.mark.warns
