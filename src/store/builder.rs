@@ -6,8 +6,11 @@ use super::{CHUNK, HEADER, MAGIC, PLACE_BITS, ROW_BITS, ROWS, VERSION, form, tag
 use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
 use crate::error::{Error, Result};
 use crate::sys::cgroup::Roots;
-use crate::sys::{memfd, memory, sealed};
+use crate::sys::{map, memfd, memory, sealed};
 use crate::tree::Writer;
+
+/// Words of a section that are written at a time.
+const PIECE: usize = 64 << 10;
 
 /// The rows that are not written yet.
 enum Pending {
@@ -154,14 +157,32 @@ impl Builder {
         Ok(())
     }
 
-    /// Checks that there is memory for `len` more bytes.
+    /// Checks that there is memory for `len` bytes of raw data, and address space for the two mappings that readers of raw data
+    /// make.
     pub fn expect(&mut self, len: u64) -> Result<()> {
+        self.check(len, len, 2)
+    }
+
+    /// Checks that there is memory for `len` more bytes, and address space for as many mappings of the image. If there is memory
+    /// for `ahead` bytes, these need no further check.
+    fn check(&mut self, len: u64, ahead: u64, mappings: u64) -> Result<()> {
+        if let Some(left) = map::address_space_left()
+            && self.at.saturating_add(len).saturating_mul(mappings) > left
+        {
+            let times = if mappings == 1 { "" } else { " twice" };
+            let limit =
+                format!("all of them are mapped{times} into the address space (RLIMIT_AS, `ulimit -v`)");
+            return Err(self.no_memory(len, limit, left));
+        }
         let room = memory::available(&Roots::default());
-        let margin = len.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end());
-        if room.bytes < len.saturating_add(margin) {
+        let suffices = |len: u64| {
+            let margin = len.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end());
+            room.bytes >= len.saturating_add(margin)
+        };
+        if !suffices(len) {
             return Err(self.no_memory(len, room.limit, room.bytes));
         }
-        self.checked = self.at + len;
+        self.checked = self.at + if suffices(ahead) { ahead } else { len };
         Ok(())
     }
 
@@ -172,7 +193,7 @@ impl Builder {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let len = bytes.len() as u64;
         if self.at + len > self.checked {
-            self.expect(len.max(HEADROOM_CHECK))?;
+            self.check(len, len.max(HEADROOM_CHECK), 1)?;
         }
         match sealed::write_at(self.fd.as_fd(), bytes, self.at) {
             Ok(()) => {
@@ -233,7 +254,7 @@ impl Builder {
 
     /// Writes a row that is a chunk of its own.
     fn lone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
-        self.expect(len as u64)?;
+        self.check(len as u64, len as u64, 1)?;
         self.rows += 1;
         self.begin(form::LONE, 1);
         // The table's next entry cannot name the exact end: chunks begin at multiples of 8.
@@ -245,21 +266,26 @@ impl Builder {
     }
 
     /// Writes words as a section; its place and length.
-    fn section(&mut self, words: impl Iterator<Item = u64>) -> Result<[u64; 2]> {
-        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    fn section(&mut self, mut words: impl Iterator<Item = u64>) -> Result<[u64; 2]> {
         let at = self.at;
-        self.write(&bytes)?;
-        Ok([at, bytes.len() as u64])
+        loop {
+            let bytes: Vec<u8> = words.by_ref().take(PIECE).flat_map(u64::to_le_bytes).collect();
+            if bytes.is_empty() {
+                return Ok([at, self.at - at]);
+            }
+            self.write(&bytes)?;
+        }
     }
 
-    /// The open-addressed table of the hashes.
-    fn slots(&self) -> Vec<u64> {
-        if self.hashes.is_empty() {
+    /// The open-addressed table of the hashes, which go.
+    fn slots(&mut self) -> Vec<u64> {
+        let hashes = std::mem::take(&mut self.hashes);
+        if hashes.is_empty() {
             return Vec::new();
         }
-        let size = (self.hashes.len() * 3 / 2 + 1).next_power_of_two();
+        let size = (hashes.len() * 3 / 2 + 1).next_power_of_two();
         let mut slots = vec![0; size];
-        for &(hash, row) in &self.hashes {
+        for (hash, row) in hashes {
             let mut at = hash as usize & (size - 1);
             while slots[at] != 0 {
                 at = (at + 1) & (size - 1);

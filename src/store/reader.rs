@@ -173,7 +173,8 @@ impl Store {
         let start = hash as usize;
         let probes = (0..size).map(move |step| word(slots, (start.wrapping_add(step) & (size - 1)) * 8));
         let filled = probes.map_while(|slot| slot.filter(|slot| *slot != 0));
-        let rows = filled.filter(move |slot| tag(*slot) == tag(hash)).map(|slot| (slot & ROW_MASK) - 1);
+        let likely = filled.filter(move |slot| tag(*slot) == tag(hash));
+        let rows = likely.filter_map(|slot| (slot & ROW_MASK).checked_sub(1));
         rows.filter(|row| *row < self.rows)
     }
 

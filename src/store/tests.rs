@@ -107,6 +107,22 @@ fn keys_are_found_by_their_hash() {
 }
 
 #[test]
+fn a_slot_without_a_row_is_no_candidate() {
+    let mut builder = Builder::new().unwrap();
+    builder.record(&[b"key"]).unwrap();
+    builder.key(Some(hash(b"key")));
+    let fd = builder.finish(0, b"").unwrap();
+    let mut bytes = Store::open(fd.as_fd()).unwrap().bytes().to_vec();
+    let word = |at: usize| u64::from_le_bytes(*bytes[at * 8..].first_chunk().unwrap()) as usize;
+    let (at, len) = (word(7), word(8));
+    for slot in bytes[at..at + len].as_chunks_mut::<8>().0 {
+        *slot = tag(u64::from_le_bytes(*slot)).to_le_bytes();
+    }
+    let damaged = Store::open(file(&bytes).as_fd()).unwrap();
+    assert_eq!(damaged.candidates(hash(b"key")).count(), 0);
+}
+
+#[test]
 fn raw_data_begin_on_a_page() {
     let mut builder = Builder::new().unwrap();
     builder.raw(&[1; 5000]).unwrap();
