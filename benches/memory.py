@@ -4,7 +4,8 @@ Each measurement is a new process in its own memory cgroup, so everything counts
 shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
 cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
 the batches that it may prefetch. Last comes what two epochs leave behind after 12 s, and two more when their loader
-is gone; with --left that alone.
+is gone; with --left that alone, and with --peaks without it. With --off, a second line of each case is rustloader
+with that variable at 0.
 """
 
 import argparse
@@ -30,7 +31,6 @@ import rustloader
 
 # Seconds after which pages that wait for the next epoch should be gone.
 LEFT_AFTER = 12
-LOADERS = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
 
 
 # --- a private cgroup ----------------------------------------------------------------------------------------
@@ -98,6 +98,21 @@ class Case:
     keeps_labels: bool = False
 
 
+@dataclass(frozen=True)
+class Side:
+    """A loader that a case is measured with."""
+
+    name: str
+    loader: type[torch.utils.data.DataLoader]
+    # A variable that is 0 in its process.
+    off: str | None = None
+
+
+def sides_of(off: str | None) -> list[Side]:
+    both = [Side("torch", torch.utils.data.DataLoader), Side("rustloader", rustloader.DataLoader)]
+    return [*both, Side(f"{off}=0", rustloader.DataLoader, off)] if off else both
+
+
 def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
     return lambda: Samples(samples(), batches * 64)
 
@@ -155,7 +170,7 @@ def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[
 Measure = Callable[[Case, list[Any], float, Cgroup], list[int]]
 
 
-def measure(case: Case, name: str, step: float, what: Measure) -> list[int]:
+def measure(case: Case, side: Side, step: float, what: Measure) -> list[int]:
     """Bytes above the level before, in a new process."""
     reader, writer = os.pipe()
     with cgroup() as group:
@@ -164,8 +179,10 @@ def measure(case: Case, name: str, step: float, what: Measure) -> list[int]:
             status = 1
             try:
                 group.enter()
+                if side.off:
+                    os.environ[side.off] = "0"
                 dataset = case.dataset()
-                loaders = [LOADERS[name](dataset, batch_size=case.batch_size, num_workers=case.workers)]
+                loaders = [side.loader(dataset, batch_size=case.batch_size, num_workers=case.workers)]
                 before = group.used()
                 found = [after - before for after in what(case, loaders, step, group)]
                 os.write(writer, json.dumps(found).encode())
@@ -179,38 +196,49 @@ def measure(case: Case, name: str, step: float, what: Measure) -> list[int]:
         with os.fdopen(reader) as file:
             said = file.read()
         if status != 0:
-            raise SystemExit(f"{case.name} with {name}: the process failed")
+            raise SystemExit(f"{case.name} with {side.name}: the process failed")
         return list(json.loads(said))
 
 
+def rounds_of(options: argparse.Namespace, case: Case, what: Measure) -> dict[str, list[list[int]]]:
+    """What each side took in each round."""
+    taken: dict[str, list[list[int]]] = {side.name: [] for side in sides_of(options.off)}
+    for _ in range(options.rounds):
+        for side in sides_of(options.off):
+            taken[side.name].append(measure(case, side, options.step, what))
+    return taken
+
+
+def medians(taken: list[list[int]]) -> list[float]:
+    return [statistics.median(it) / MB for it in zip(*taken, strict=True)]
+
+
 def table(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
-    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<38}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
+    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<44}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
     results = []
     for case in cases:
-        peaks: dict[str, list[int]] = {name: [] for name in LOADERS}
-        for _ in range(options.rounds):
-            for name, taken in peaks.items():
-                taken += measure(case, name, options.step, peak_of)
-        theirs, ours = (statistics.median(taken) for taken in peaks.values())
-        print(f"{case.name:<38}{theirs / MB:>9,.0f}{ours / MB:>12,.0f}{ours / theirs:>8.2f}", flush=True)
-        results.append({"case": case.name, "peaks": peaks})
+        taken = rounds_of(options, case, peak_of)
+        (theirs,), (ours,), *others = map(medians, taken.values())
+        print(f"{case.name:<44}{theirs:>9,.0f}{ours:>12,.0f}{ours / theirs:>8.2f}", flush=True)
+        for (off,) in others:
+            print(f"  {options.off + '=0':<51}{off:>12,.0f}{off / theirs:>8.2f}", flush=True)
+        results.append({"case": case.name, "peaks": {name: [it[0] for it in each] for name, each in taken.items()}})
     return results
 
 
 def table_of_left(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
     after = f"after {LEFT_AFTER} s"
-    print(f"memory left behind in MiB, medians of {options.rounds}\n\n{'':<38}{after:>21}{'without the loader':>21}")
-    print(f"{'':<38}{'torch':>9}{'rustloader':>12}{'torch':>9}{'rustloader':>12}")
+    print(f"memory left behind in MiB, medians of {options.rounds}\n\n{'':<44}{after:>21}{'without the loader':>21}")
+    print(f"{'':<44}{'torch':>9}{'rustloader':>12}{'torch':>9}{'rustloader':>12}")
     results = []
     for case in cases:
-        left: dict[str, list[list[int]]] = {name: [] for name in LOADERS}
-        for _ in range(options.rounds):
-            for name, taken in left.items():
-                taken.append(measure(case, name, options.step, left_of))
-        theirs, ours = ([statistics.median(it) / MB for it in zip(*taken, strict=True)] for taken in left.values())
+        taken = rounds_of(options, case, left_of)
+        theirs, ours, *others = map(medians, taken.values())
         figures = "".join(f"{it:>9,.1f}{our:>12,.1f}" for it, our in zip(theirs, ours, strict=True))
-        print(f"{case.name:<38}{figures}", flush=True)
-        results.append({"case": case.name, "left": left})
+        print(f"{case.name:<44}{figures}", flush=True)
+        for late, gone in others:
+            print(f"  {options.off + '=0':<51}{late:>12,.1f}{gone:>21,.1f}", flush=True)
+        results.append({"case": case.name, "left": taken})
     return results
 
 
@@ -226,6 +254,8 @@ def main() -> int:
     )
     parser.add_argument("--left", action="store_true", help="measure only what is left behind")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
+    parser.add_argument("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well")
+    parser.add_argument("--peaks", action="store_true", help="measure only the peaks")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -237,9 +267,10 @@ def main() -> int:
         return 2
     cases = [case for case in CASES if options.only is None or options.only in case.name]
     results = [] if options.left else table(options, cases)
-    if not options.left:
+    if not options.left and not options.peaks:
         print()
-    results += table_of_left(options, cases)
+    if not options.peaks:
+        results += table_of_left(options, cases)
     if options.save:
         options.save.write_text(json.dumps(results, indent=1) + "\n")
     return 0
