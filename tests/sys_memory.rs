@@ -78,8 +78,9 @@ fn every_level_of_v2_counts() {
     let room = tree.available();
     assert_eq!(room.bytes, 200_000);
     assert_eq!(room.limit, "the memory cgroup /a is limited to 300000 bytes (memory.max)");
-    let tree =
-        tree.v2("/a/b", "150000", 140_000).file("cgroup/a/b/memory.stat", "anon 1\ninactive_file 5000\n");
+    let tree = tree
+        .v2("/a/b", "150000", 140_000)
+        .file("cgroup/a/b/memory.stat", "anon 1\ninactive_file 2000\nactive_file 3000\n");
     let room = tree.available();
     assert_eq!(room.bytes, 15_000);
     assert_eq!(room.limit, "the memory cgroup /a/b is limited to 150000 bytes (memory.max)");
@@ -122,7 +123,10 @@ fn v1_has_its_own_files_and_its_own_word_for_no_limit() {
         .file("proc/self/cgroup", "12:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a\n")
         .v1("", 9_223_372_036_854_771_712, 10)
         .v1("/a", 20_000, 10_000)
-        .file("cgroup/memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 2000\n")
+        .file(
+            "cgroup/memory/a/memory.stat",
+            "inactive_file 1\ntotal_inactive_file 1500\ntotal_active_file 500\n",
+        )
         .v1("/a/b", 9_223_372_036_854_771_712, 10);
     let room = tree.available();
     assert_eq!(room.bytes, 12_000);

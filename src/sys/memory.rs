@@ -59,18 +59,20 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// The headroom of a memory cgroup level. Inactive page cache of this level and those below counts as free.
+/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also what was read more than
+/// once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
-    let (file, usage, cache) = if level.is_v2 {
-        ("memory.max", "memory.current", "inactive_file")
+    let (file, usage, caches) = if level.is_v2 {
+        ("memory.max", "memory.current", ["inactive_file", "active_file"])
     } else {
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
     };
     let number = |name| level.text(name)?.parse::<u64>().ok();
     // v2's "max" is no number; v1's default is near 2^63.
     let size = number(file).filter(|size| *size < 1 << 62)?;
     let usage = number(usage)?;
-    let cache = field(&level.text("memory.stat").unwrap_or_default(), cache).unwrap_or(0).min(usage);
+    let stat = level.text("memory.stat").unwrap_or_default();
+    let cache = caches.iter().filter_map(|cache| field(&stat, cache)).fold(0, u64::saturating_add).min(usage);
     Some(Headroom {
         bytes: size.saturating_sub(usage - cache),
         size,

@@ -1,5 +1,6 @@
 """Memory limits: a batch too large for them is a MemoryError before the OOM killer comes, and the next one comes."""
 
+import os
 import re
 import shutil
 
@@ -40,6 +41,25 @@ def test_many_workers_together_do_not_exceed_the_cgroup(small_cgroup):
     assert errors and all(limit in NO_MEMORY.fullmatch(text)[2] for text in errors)
 
 
+def test_files_that_were_read_leave_memory_to_batches(small_cgroup, tmp_path):
+    """The page cache of files that are read in each epoch fills the cgroup, and is there for the taking."""
+    join, _, kills = small_cgroup
+    file = tmp_path / "samples"
+
+    def body():
+        with file.open("wb") as samples:
+            for _ in range(350):
+                samples.write(bytes(1 << 20))
+            os.fsync(samples.fileno())
+        for _ in range(4):
+            with file.open("rb") as samples:
+                while samples.read(1 << 20):
+                    pass
+        return wide((10, 50, 20, 60, 30))
+
+    assert in_cgroup(join, body) == [[], [10, 50, 20, 60, 30]] and kills() == 0
+
+
 # Cgroups that a test makes up: (files, the limit in words, bytes that are left). The margin of 32 MB is not.
 MEMINFO = f"MemTotal: {1 << 20} kB\nMemAvailable: {1 << 20} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 TREES = {
@@ -60,7 +80,7 @@ TREES = {
             "proc/self/cgroup": "4:memory:/a\n",
             "cgroup/memory/a/memory.limit_in_bytes": f"{90 << 20}\n",
             "cgroup/memory/a/memory.usage_in_bytes": f"{50 << 20}\n",
-            "cgroup/memory/a/memory.stat": f"total_inactive_file {5 << 20}\n",
+            "cgroup/memory/a/memory.stat": f"total_inactive_file {2 << 20}\ntotal_active_file {3 << 20}\n",
         },
         f"the memory cgroup /a is limited to {90 << 20} bytes (memory.limit_in_bytes)",
         13 << 20,
