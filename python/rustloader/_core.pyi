@@ -524,6 +524,10 @@ class Port:
     def enter_thread(self) -> None:
         """Does the same in a further thread, if `use_numpy_arena` has succeeded."""
 
+    def take_refusal(self) -> MemoryError | None:
+        """Why an array of the current task had no memory in the region, and none elsewhere. None without such an array,
+        and the next time."""
+
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""
 

@@ -142,7 +142,7 @@ mod tests {
     fn a_message_that_cannot_be_settled_leaves_everything_as_it_was() {
         let doorbell = EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
         let port = Arc::new(Port::open(Arena::create_sized(64 << 20, 1, 8).unwrap(), 0, doorbell).unwrap());
-        let array = port.allocate_array(LEN, true).unwrap().as_ptr();
+        let array = port.allocate_array(LEN, true).unwrap().unwrap().as_ptr();
         let (tensor, memory) = port.allocate(LEN as u64).unwrap();
         let mut outgoing = Outgoing::new(&port, true);
         assert_eq!(outgoing.adopt(memory, LEN, false), Some((0, 0)));
@@ -166,6 +166,6 @@ mod tests {
         port.free_array(array);
         again.settle(|_, _, _| panic!("it was freed")).unwrap();
         drop(again);
-        assert_eq!(port.allocate_array(LEN, false).unwrap().as_ptr(), array);
+        assert_eq!(port.allocate_array(LEN, false).unwrap().unwrap().as_ptr(), array);
     }
 }

@@ -168,9 +168,15 @@ impl Context {
         (memory as usize).wrapping_sub(self.first) < self.len
     }
 
+    /// Memory in the region; `None`: use NumPy's default function. Null: no memory is left, NumPy raises a MemoryError.
     fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
-        let memory = (len >= ARRAY_MIN).then(|| self.port.allocate_array(len, zeroed)).flatten();
-        memory.map(|memory| memory.as_ptr().cast())
+        if len < ARRAY_MIN {
+            return None;
+        }
+        match self.port.allocate_array(len, zeroed) {
+            Ok(memory) => memory.map(|memory| memory.as_ptr().cast()),
+            Err(_) => Some(std::ptr::null_mut()),
+        }
     }
 }
 

@@ -276,6 +276,10 @@ impl PyPort {
         self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.into_any(), None)
     }
 
+    fn take_refusal(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.port.take_refusal().map(|error| PyErr::from(error).into_value(py).into_any())
+    }
+
     fn send_error(&self, task: u64, pickle: Bound<'_, PyBytes>) -> PyResult<()> {
         self.publish(Outgoing::new(&self.port, false), task, ResultKind::Error, pickle.as_bytes())
     }

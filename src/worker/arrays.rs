@@ -22,7 +22,8 @@ use std::sync::{Arc, MutexGuard};
 
 use super::port::Port;
 use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::shm::alloc::settle;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, on_fork};
@@ -64,24 +65,44 @@ impl Port {
     }
 
     /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have enough of
-    /// the region, there is no room or no memory, or this is a child of the worker. Does not wait.
-    pub fn allocate_array(&self, len: usize, zeroed: bool) -> Option<NonNull<u8>> {
-        let mut arrays = self.arrays()?;
-        let limit = ARRAYS_FROM.max(ARRAYS_BATCHES.saturating_mul(self.largest_batch()));
-        let bytes = arrays.bytes.checked_add(len as u64).filter(|&bytes| bytes <= limit && !arrays.ended)?;
-        let block = lock(&self.allocator).allocate_array(len as u64).ok()?;
-        let Ok(memory) = self.arena().block_memory(self.worker(), block, len as u64) else {
-            lock(&self.allocator).release(block);
-            return None;
+    /// the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the machine or the memory cgroup
+    /// has none left, and ordinary memory would wake the OOM killer. Waits only while other workers reserve too much.
+    pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
+        let memory = match settle(|| self.new_array(len), std::thread::sleep) {
+            Ok(memory) => memory,
+            Err(error @ Error::NoMemory { .. }) => {
+                *lock(&self.refused_array) = Some((self.task(), error.clone()));
+                return Err(error);
+            }
+            Err(_) => None,
         };
-        arrays.live.insert(block, Array { len: len as u64, noted: false, freed: false });
-        arrays.bytes = bytes;
-        drop(arrays);
-        if zeroed {
+        if let Some(memory) = memory.filter(|_| zeroed) {
             // SAFETY: a new block of at least `len` bytes, which nothing else uses.
             unsafe { memory.write_bytes(0, len) };
         }
-        Some(memory)
+        Ok(memory)
+    }
+
+    fn new_array(&self, len: usize) -> Result<Option<NonNull<u8>>> {
+        let Some(mut arrays) = self.arrays() else { return Ok(None) };
+        let limit = ARRAYS_FROM.max(ARRAYS_BATCHES.saturating_mul(self.largest_batch()));
+        let bytes = arrays.bytes.checked_add(len as u64).filter(|&bytes| bytes <= limit && !arrays.ended);
+        let Some(bytes) = bytes else { return Ok(None) };
+        let block = lock(&self.allocator).allocate_array(len as u64)?;
+        let memory = self.arena().block_memory(self.worker(), block, len as u64);
+        if memory.is_err() {
+            lock(&self.allocator).release(block);
+        }
+        let memory = memory?;
+        arrays.live.insert(block, Array { len: len as u64, noted: false, freed: false });
+        arrays.bytes = bytes;
+        Ok(Some(memory))
+    }
+
+    /// Why an array of the current task was refused. Forgets it.
+    pub fn take_refusal(&self) -> Option<Error> {
+        let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
+        (task == self.task()).then_some(error)
     }
 
     /// Frees an array. Any thread may call it. Does nothing after the worker's end, and in a child.

@@ -57,6 +57,8 @@ pub struct Port {
     pub(super) allocator: Mutex<Allocator>,
     /// The worker's own arrays in its region.
     pub(super) arrays: Mutex<Arrays>,
+    /// The last array for which no memory was left: the task that it was made for, and the error.
+    pub(super) refused_array: Mutex<Option<(u64, Error)>>,
     /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
     /// The connection, of a worker on another machine.
@@ -119,6 +121,7 @@ impl Port {
             ends: Mutex::new(ends),
             allocator: Mutex::new(allocator),
             arrays: Mutex::default(),
+            refused_array: Mutex::default(),
             reserve: Mutex::new(reserve),
             doorbell,
             remote: None,
@@ -162,6 +165,11 @@ impl Port {
 
     fn status(&self) -> &StatusPage {
         &self.arena.control(self.worker).status
+    }
+
+    /// The number of the current task, or of the last one.
+    pub(super) fn task(&self) -> u64 {
+        self.status().task.load(Ordering::Relaxed)
     }
 
     /// Enters a state. Returns the microseconds spent in the previous one.

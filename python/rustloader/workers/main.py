@@ -259,7 +259,7 @@ class _Worker:
                         self.publisher.at_end(self.fetcher, self.dataset)
                     port.exhausted(task)
                 else:
-                    self.send_error(task, ExceptionWrapper(where=self.where))
+                    self.send_error(task, ExceptionWrapper(self.explained(error), where=self.where))
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.fetcher, self.dataset)
@@ -270,6 +270,15 @@ class _Worker:
                 # The main process alone then decides when the blocks are free.
                 del batch
             del index
+
+    def explained(self, error: Exception) -> tuple[type[Exception], Exception, Any]:
+        """The error of a fetch, as ``sys.exc_info`` gives it. If it is NumPy's, because the memory for an array was
+        refused, a MemoryError that names the limit: NumPy's class cannot be raised from a text."""
+        refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
+        if refusal is None:
+            return type(error), error, error.__traceback__
+        refusal.__cause__ = error
+        return MemoryError, refusal, None
 
     def begin_epoch(self, first_task: int, message: dict[str, Any]) -> None:
         """Begins another epoch of a persistent loader."""
