@@ -1,6 +1,8 @@
 //! A worker's connection to the engine: the same rules in one arena, and over sockets between two.
+//!
+//! What a peer of a socket may do wrong is tried at each end, in `transport/main_end.rs` and `transport/worker_end.rs`. No way is
+//! over heap memory: an arena returns pages by punching holes into its memfd. Its rings alone are, in `loom_ring.rs`.
 
-use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -9,7 +11,6 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use proptest::prelude::*;
 use rustloader::engine::completions::{Completions, Incoming, Message};
 use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::{Arena, ArenaRing};
@@ -17,14 +18,19 @@ use rustloader::shm::block::CONSUMER;
 use rustloader::shm::layout::WorkerState;
 use rustloader::shm::ring::Producer;
 use rustloader::sys::event::EventFd;
-use rustloader::transport::counters::COUNTERS;
-use rustloader::transport::frame::{Head, Kind, put_words};
 use rustloader::transport::{Link, Remote};
-use rustloader::wire::{Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
+use rustloader::wire::{Leaf, ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
+
+#[path = "transport/main_end.rs"]
+mod main_end;
+#[path = "transport/worker_end.rs"]
+mod worker_end;
 
 /// Tasks that may be outstanding.
 const OUTSTANDING: u32 = 8;
+/// Bytes of an arena.
+const ARENA: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What a way between engine and worker is made of.
@@ -39,6 +45,7 @@ enum Way {
 }
 
 const WAYS: [Way; 3] = [Way::Arena, Way::Pair, Way::Tcp];
+const SOCKETS: [Way; 2] = [Way::Pair, Way::Tcp];
 
 fn sockets(way: Way) -> (OwnedFd, OwnedFd) {
     match way {
@@ -49,6 +56,14 @@ fn sockets(way: Way) -> (OwnedFd, OwnedFd) {
         }
         _ => UnixStream::pair().map(|(one, other)| (one.into(), other.into())).unwrap(),
     }
+}
+
+/// Two ends, the second one without the code under test: a socket of either kind is read, written and shut down by the same calls.
+fn raw_sockets(way: Way) -> (OwnedFd, UnixStream) {
+    let (one, other) = sockets(way);
+    let other = UnixStream::from(other);
+    other.set_read_timeout(Some(LIMIT)).unwrap();
+    (one, other)
 }
 
 /// The engine's side of worker 0, without engine and scheduler.
@@ -76,9 +91,9 @@ impl Main {
         Self { arena, tasks, allocator, completions, doorbell, link: None }
     }
 
-    /// With a link over one end of a connection.
-    fn linked(socket: OwnedFd) -> Self {
-        let mut main = Self::over(Arena::create_sized(1 << 30, 1, OUTSTANDING).unwrap());
+    /// With a link over one end of a connection, in an arena of some bytes.
+    fn linked(socket: OwnedFd, bytes: u64) -> Self {
+        let mut main = Self::over(Arena::create_sized(bytes, 1, OUTSTANDING).unwrap());
         main.link = Some(Link::start(&main.arena, 0, socket, main.doorbell.clone()).unwrap());
         main
     }
@@ -153,7 +168,7 @@ impl Main {
         link.reason()
     }
 
-    /// Blocks of the worker's region that the consumer holds, and that no result names.
+    /// Whether the blocks of the worker's region that the consumer holds are as many as the results name.
     fn completions_are_whole(&self) -> bool {
         let table = &self.arena.table(0)[..self.arena.block_count(0) as usize];
         let held = table.iter().filter(|block| block.state.load(Relaxed) & CONSUMER != 0).count();
@@ -177,15 +192,20 @@ fn wait_until(done: impl Fn() -> bool) {
 }
 
 fn open(way: Way) -> (Main, Worker) {
+    open_sized(way, ARENA)
+}
+
+/// With an arena of some bytes in the main process.
+fn open_sized(way: Way, bytes: u64) -> (Main, Worker) {
     let lost = Arc::new(AtomicBool::new(false));
     if let Way::Arena = way {
-        let main = Main::over(Arena::create_sized(1 << 30, 1, OUTSTANDING).unwrap());
+        let main = Main::over(Arena::create_sized(bytes, 1, OUTSTANDING).unwrap());
         let doorbell = main.doorbell.as_fd().try_clone_to_owned().unwrap();
         let port = Port::open(main.arena.clone(), 0, doorbell).unwrap();
         return (main, Worker { port, remote: None, lost });
     }
     let (one, other) = sockets(way);
-    (Main::linked(one), Worker::over(other))
+    (Main::linked(one, bytes), Worker::over(other))
 }
 
 impl Worker {
@@ -213,10 +233,17 @@ impl Worker {
         Some((entry, payload))
     }
 
-    /// Answers with the payload, and leaves of the lengths that its words name.
+    /// Answers with the payload, and leaves of some lengths. Waits for memory.
     fn answer(&self, task: u64, payload: &[u8], lens: &[usize]) {
         let leaf = |len: &usize| {
-            let (block, memory) = self.port.allocate(*len as u64).unwrap();
+            let start = Instant::now();
+            let (block, memory) = loop {
+                match self.port.allocate(*len as u64) {
+                    Ok(found) => break found,
+                    Err(error) => assert!(start.elapsed() < LIMIT, "{error}"),
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            };
             // SAFETY: the block has that many bytes, and is this worker's until it is sent.
             unsafe { std::ptr::write_bytes(memory, task as u8, *len) };
             (Leaf { block, len: *len as u64 }, Keep::No)
@@ -245,6 +272,15 @@ impl Worker {
             }
             self.leave();
         })
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Its threads end.
+        if let Some(remote) = &self.remote {
+            remote.finish(Duration::ZERO);
+        }
     }
 }
 
@@ -366,167 +402,61 @@ fn memory_that_is_released_is_used_again() {
     }
 }
 
-/// A receiver that takes nothing holds the worker back, and loses nothing.
 #[test]
-fn a_consumer_that_keeps_all_memory_holds_the_link_back() {
-    let (one, other) = sockets(Way::Tcp);
-    let mut main = Main::over(Arena::create_sized(96 << 20, 1, OUTSTANDING).unwrap());
-    main.link = Some(Link::start(&main.arena, 0, one, main.doorbell.clone()).unwrap());
-    let worker = Worker::over(other).run();
-    let room = main.arena.geometry().region_len;
-    let each = (room / 3) as u32;
-    for task in 0..6 {
-        main.send(task, TaskKind::Plain, &asks(&[each]));
-    }
-    let mut kept = Vec::new();
-    for task in 0..6 {
-        let incoming = main.take();
-        assert_eq!(incoming.entry.task, task);
-        let mut message = Message::open(&main.arena, &incoming, Vec::new()).unwrap();
-        kept.push(message.leaves.take(0).unwrap());
-        if kept.len() == 2 {
-            kept.clear();
+fn a_consumer_that_keeps_all_memory_holds_the_worker_back_and_loses_nothing() {
+    for way in WAYS {
+        let (mut main, worker) = open_sized(way, 96 << 20);
+        let worker = worker.run();
+        let room = main.arena.geometry().region_len;
+        for task in 0..6 {
+            main.send(task, TaskKind::Plain, &asks(&[(room / 3) as u32]));
+        }
+        let mut kept = Vec::new();
+        for task in 0..6 {
+            let incoming = main.take();
+            assert_eq!(incoming.entry.task, task);
+            let mut message = Message::open(&main.arena, &incoming, Vec::new()).unwrap();
+            kept.push(message.leaves.take(0).unwrap());
+            if kept.len() == 2 {
+                // Nothing more fits.
+                std::thread::sleep(Duration::from_millis(50));
+                assert!(main.completions.pop(0).unwrap().is_none(), "{way:?}");
+                kept.clear();
+            }
+        }
+        main.stop();
+        worker.join().unwrap();
+        if main.link.is_some() {
+            assert_eq!(main.ended(), None);
         }
     }
-    main.stop();
-    worker.join().unwrap();
-    assert_eq!(main.ended(), None);
-}
-
-/// The bytes of a result frame.
-fn frame(task: u64, leaves: &[usize], payload: &[u8]) -> Vec<u8> {
-    let count = leaves.len() as u32;
-    let mut bytes = Head { kind: Kind::Result, count, len: payload.len() as u64 }.to_bytes().to_vec();
-    let (timings, load) = (Timings::default(), Load::default());
-    let kind = ResultKind::Plain;
-    let entry = ResultEntry { task, kind, block: Some(0), len: 0, checksum: 0, timings, load };
-    put_words(&mut bytes, &entry.to_words());
-    put_words(&mut bytes, &[0; COUNTERS]);
-    put_words(&mut bytes, &leaves.iter().map(|len| *len as u64).collect::<Vec<_>>());
-    bytes.extend_from_slice(payload);
-    leaves.iter().for_each(|len| bytes.resize(bytes.len() + len, 9));
-    bytes
-}
-
-/// A main process with a raw connection in the place of a worker, and a task that it has sent.
-fn raw() -> (Main, UnixStream) {
-    let (one, other) = UnixStream::pair().unwrap();
-    let mut main = Main::linked(one.into());
-    main.send(5, TaskKind::Plain, b"index");
-    let mut task = [0; 16 + 8 + 5];
-    let mut other = other;
-    other.read_exact(&mut task).unwrap();
-    assert_eq!(&task[24..], b"index");
-    (main, other)
 }
 
 #[test]
-fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
-    let whole = frame(5, &[20_000, 10], b"payload");
-    let table = whole.len() - 20_010;
-    let cuts = (0..table).chain([table + 1, table + 19_999, table + 20_000, whole.len() - 1]);
-    for cut in cuts {
-        let (main, mut other) = raw();
-        other.write_all(&whole[..cut]).unwrap();
-        drop(other);
-        let reason = main.ended().unwrap();
-        assert!(reason.contains(if cut == 0 { "closed" } else { "inside a frame" }), "{cut}: {reason}");
-        assert_eq!(main.arena.bitmap()[0].load(Relaxed), 0);
-    }
-    let (mut main, mut other) = raw();
-    other.write_all(&whole).unwrap();
-    assert_eq!(main.take_leaves(), [vec![9; 20_000], vec![9; 10]]);
-}
-
-impl Main {
-    fn take_leaves(&mut self) -> Vec<Vec<u8>> {
-        let incoming = self.take();
-        self.open(&incoming).1
-    }
-}
-
-#[test]
-fn a_slow_sender_is_waited_for() {
-    let (mut main, mut other) = raw();
-    for byte in frame(5, &[300], b"payload") {
-        other.write_all(&[byte]).unwrap();
-    }
-    let incoming = main.take();
-    assert_eq!(main.open(&incoming), (b"payload".to_vec(), vec![vec![9; 300]]));
-}
-
-#[test]
-fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
-    let result = |count, len| Head { kind: Kind::Result, count, len }.to_bytes().to_vec();
-    let huge_leaf = frame(5, &[], b"")[..].to_vec();
-    let mut huge_leaf = [&result(1, 0), &huge_leaf[16..]].concat();
-    huge_leaf.extend_from_slice(&(1_u64 << 40).to_le_bytes());
-    let mut overflow = [&result(2, 0), &frame(5, &[], b"")[16..]].concat();
-    put_words(&mut overflow, &[u64::MAX, u64::MAX]);
-    let bad: [(&str, Vec<u8>); 8] = [
-        ("a frame of kind", result(0, u64::MAX)),
-        ("a frame of kind", result(u32::MAX, 0)),
-        ("exceeds a region", huge_leaf),
-        ("exceeds a region", overflow),
-        ("a frame of kind", vec![0xff; 64]),
-        ("a worker sends Task", Head { kind: Kind::Task, count: 1, len: 0 }.to_bytes().to_vec()),
-        ("where Some((5, Plain)) is due", frame(6, &[], b"")),
-        (
-            "after the worker's last one",
-            [Head::bare(Kind::Left), Head::bare(Kind::Ready)].map(Head::to_bytes).concat(),
-        ),
-    ];
-    for (reason, bytes) in bad {
-        let (main, mut other) = raw();
-        other.write_all(&bytes).unwrap();
-        let ended = main.ended().unwrap();
-        assert!(ended.contains(reason), "{ended}");
-        assert!(main.arena.usage().warm < 4 << 20);
-    }
-}
-
-#[test]
-fn an_answer_that_nothing_asked_for_ends_the_connection() {
-    let (one, other) = UnixStream::pair().unwrap();
-    let (main, mut other) = (Main::linked(one.into()), other);
-    other.write_all(&frame(0, &[], b"")).unwrap();
-    assert!(main.ended().unwrap().contains("where None is due"));
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
-
-    #[test]
-    fn garbage_ends_the_connection_or_waits_and_never_crashes(
-        bytes in proptest::collection::vec(any::<u8>(), 0..600),
-        at in 0..400_usize,
-    ) {
-        let (main, mut other) = raw();
-        let mut sent = frame(5, &[100, 3], b"payload");
-        let at = at.min(sent.len());
-        let end = (at + bytes.len()).min(sent.len());
-        sent.splice(at..end, bytes);
-        // It may end before all is sent.
-        let _ = other.write_all(&sent);
-        drop(other);
-        main.ended();
-    }
-
-    #[test]
-    fn garbage_from_the_main_process_makes_the_worker_leave(bytes in proptest::collection::vec(any::<u8>(), 1..200)) {
-        let (one, other) = UnixStream::pair().unwrap();
-        let worker = Worker::over(other.into());
-        let mut one = one;
-        let _ = one.write_all(&bytes);
-        drop(one);
-        while worker.next().is_some() {}
-        wait_until(|| worker.lost.load(Relaxed));
+fn a_main_process_that_takes_nothing_holds_no_worker_back() {
+    for way in WAYS {
+        let (mut main, worker) = open(way);
+        for task in 0..OUTSTANDING as u64 {
+            main.send(task, TaskKind::Plain, b"index");
+        }
+        for task in 0..OUTSTANDING as u64 {
+            assert_eq!(worker.next().unwrap().0.task, task);
+            worker.answer(task, b"", &[4 << 20]);
+        }
+        for task in 0..OUTSTANDING as u64 {
+            let incoming = main.take();
+            assert_eq!(
+                (incoming.entry.task, main.open(&incoming).1),
+                (task, vec![vec![task as u8; 4 << 20]]),
+                "{way:?}"
+            );
+        }
     }
 }
 
 #[test]
 fn a_worker_learns_of_the_end_of_the_main_process() {
-    for way in [Way::Pair, Way::Tcp] {
+    for way in SOCKETS {
         let (main, worker) = open(way);
         main.link.as_ref().unwrap().cut("the test ends it");
         assert_eq!(main.ended().as_deref(), Some("the test ends it"));
@@ -557,29 +487,12 @@ fn a_worker_that_leaves_with_results_sends_them_first() {
 #[test]
 fn a_kill_reaches_a_worker_that_makes_a_batch() {
     let (one, other) = sockets(Way::Tcp);
-    let main = Main::linked(one);
+    let main = Main::linked(one, ARENA);
     let (killed, end) = mpsc::channel();
     let remote = Remote::start(other, OUTSTANDING, || {}, move || killed.send(()).unwrap()).unwrap();
     main.link.as_ref().unwrap().kill();
     end.recv_timeout(LIMIT).unwrap();
     drop(remote);
-}
-
-#[test]
-fn a_full_socket_does_not_hold_the_engine_back() {
-    // The worker takes no tasks for now: the rest is sent when it does.
-    let (one, mut other) = UnixStream::pair().unwrap();
-    let mut main = Main::linked(one.into());
-    let payload = vec![3; 4 << 20];
-    for task in 0..OUTSTANDING as u64 {
-        main.send(task, TaskKind::Plain, &payload);
-    }
-    let mut bytes = vec![0; 24 + payload.len()];
-    for task in 0..OUTSTANDING as u64 {
-        other.read_exact(&mut bytes).unwrap();
-        assert_eq!(bytes[16..24], task.to_le_bytes());
-        assert_eq!(bytes[24..], payload);
-    }
 }
 
 #[test]

@@ -1,0 +1,215 @@
+//! What a worker's end of a connection may do wrong: the link of the main process notices.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::AsRawFd;
+
+use proptest::prelude::*;
+use rustloader::transport::counters::COUNTERS;
+use rustloader::transport::frame::{Head, Kind, put_words};
+use rustloader::wire::{Load, ResultEntry};
+
+use super::*;
+
+/// The bytes of a result frame.
+fn frame(task: u64, leaves: &[usize], payload: &[u8]) -> Vec<u8> {
+    let count = leaves.len() as u32;
+    let mut bytes = Head { kind: Kind::Result, count, len: payload.len() as u64 }.to_bytes().to_vec();
+    let (timings, load) = (Timings::default(), Load::default());
+    let kind = ResultKind::Plain;
+    let entry = ResultEntry { task, kind, block: Some(0), len: 0, checksum: 0, timings, load };
+    put_words(&mut bytes, &entry.to_words());
+    put_words(&mut bytes, &[0; COUNTERS]);
+    put_words(&mut bytes, &leaves.iter().map(|len| *len as u64).collect::<Vec<_>>());
+    bytes.extend_from_slice(payload);
+    leaves.iter().for_each(|len| bytes.resize(bytes.len() + len, 9));
+    bytes
+}
+
+/// A main process with a bare connection in the place of a worker, and a task that it has sent.
+fn raw(way: Way) -> (Main, UnixStream) {
+    let (one, mut other) = raw_sockets(way);
+    let mut main = Main::linked(one, ARENA);
+    main.send(5, TaskKind::Plain, b"index");
+    let mut task = [0; 16 + 8 + 5];
+    other.read_exact(&mut task).unwrap();
+    assert_eq!(&task[24..], b"index");
+    (main, other)
+}
+
+#[test]
+fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
+    let check = |way, whole: &[u8], cut| {
+        let (main, mut other) = raw(way);
+        other.write_all(&whole[..cut]).unwrap();
+        drop(other);
+        let reason = main.ended().unwrap();
+        assert!(
+            reason.contains(if cut == 0 { "closed" } else { "inside a frame" }),
+            "{way:?} {cut}: {reason}"
+        );
+        assert_eq!(main.arena.bitmap()[0].load(Relaxed), 0);
+    };
+    for way in SOCKETS {
+        // The small leaves come with the head, the large one in a call of its own.
+        let small = frame(5, &[40, 10], b"payload");
+        (0..small.len()).for_each(|cut| check(way, &small, cut));
+        let large = frame(5, &[200_000, 10], b"payload");
+        let leaf = large.len() - 200_010;
+        let cuts = (1..100).map(|part| leaf + 1999 * part);
+        cuts.chain([leaf + 199_999, leaf + 200_000]).for_each(|cut| check(way, &large, cut));
+        let (mut main, mut other) = raw(way);
+        other.write_all(&large).unwrap();
+        assert_eq!(main.take_leaves(), [vec![9; 200_000], vec![9; 10]]);
+    }
+}
+
+#[test]
+fn a_worker_that_sends_no_more_has_ended_although_it_still_receives() {
+    for way in SOCKETS {
+        for sent in [0, 1, 100] {
+            let (main, mut other) = raw(way);
+            other.write_all(&frame(5, &[300], b"payload")[..sent]).unwrap();
+            other.shutdown(Shutdown::Write).unwrap();
+            let reason = main.ended().unwrap();
+            assert!(
+                reason.contains(if sent == 0 { "closed" } else { "inside a frame" }),
+                "{way:?}: {reason}"
+            );
+            // It learns that, too.
+            assert_eq!(other.read(&mut [0]).unwrap(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_reset_is_an_end() {
+    for way in SOCKETS {
+        let (mut main, other) = raw(way);
+        main.send(6, TaskKind::Plain, b"not read");
+        wait_until(|| readable(&other));
+        drop(other);
+        assert!(main.ended().is_some());
+    }
+}
+
+fn readable(socket: &UnixStream) -> bool {
+    let mut bytes = [0; 1];
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the buffer has one byte.
+    unsafe { libc::recv(socket.as_raw_fd(), bytes.as_mut_ptr().cast(), 1, flags) == 1 }
+}
+
+#[test]
+fn a_silent_worker_is_waited_for_before_and_inside_a_frame() {
+    for way in SOCKETS {
+        let whole = frame(5, &[300], b"payload");
+        for silent_at in [0, 8, 100, whole.len() - 1] {
+            let (mut main, mut other) = raw(way);
+            other.write_all(&whole[..silent_at]).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!main.link.as_ref().unwrap().has_ended() && main.completions.pop(0).unwrap().is_none());
+            other.write_all(&whole[silent_at..]).unwrap();
+            assert_eq!(main.take_leaves(), [vec![9; 300]]);
+        }
+    }
+}
+
+impl Main {
+    fn take_leaves(&mut self) -> Vec<Vec<u8>> {
+        let incoming = self.take();
+        self.open(&incoming).1
+    }
+}
+
+#[test]
+fn a_slow_sender_is_waited_for() {
+    for way in SOCKETS {
+        let (mut main, mut other) = raw(way);
+        for byte in frame(5, &[300], b"payload") {
+            other.write_all(&[byte]).unwrap();
+        }
+        let incoming = main.take();
+        assert_eq!(main.open(&incoming), (b"payload".to_vec(), vec![vec![9; 300]]));
+    }
+}
+
+#[test]
+fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
+    let result = |count, len| Head { kind: Kind::Result, count, len }.to_bytes().to_vec();
+    let huge_leaf = frame(5, &[], b"")[..].to_vec();
+    let mut huge_leaf = [&result(1, 0), &huge_leaf[16..]].concat();
+    huge_leaf.extend_from_slice(&(1_u64 << 40).to_le_bytes());
+    let mut overflow = [&result(2, 0), &frame(5, &[], b"")[16..]].concat();
+    put_words(&mut overflow, &[u64::MAX, u64::MAX]);
+    let bad: [(&str, Vec<u8>); 8] = [
+        ("a frame of kind", result(0, u64::MAX)),
+        ("a frame of kind", result(u32::MAX, 0)),
+        ("exceeds a region", huge_leaf),
+        ("exceeds a region", overflow),
+        ("a frame of kind", vec![0xff; 64]),
+        ("a worker sends Task", Head { kind: Kind::Task, count: 1, len: 0 }.to_bytes().to_vec()),
+        ("where Some((5, Plain)) is due", frame(6, &[], b"")),
+        (
+            "after the worker's last one",
+            [Head::bare(Kind::Left), Head::bare(Kind::Ready)].map(Head::to_bytes).concat(),
+        ),
+    ];
+    for (way, (reason, bytes)) in SOCKETS.into_iter().flat_map(|way| bad.iter().map(move |bad| (way, bad))) {
+        let (main, mut other) = raw(way);
+        other.write_all(bytes).unwrap();
+        let ended = main.ended().unwrap();
+        assert!(ended.contains(reason), "{way:?}: {ended}");
+        assert!(main.arena.usage().warm < 4 << 20);
+    }
+}
+
+#[test]
+fn an_answer_that_nothing_asked_for_ends_the_connection() {
+    for way in SOCKETS {
+        let (one, mut other) = raw_sockets(way);
+        let main = Main::linked(one, ARENA);
+        other.write_all(&frame(0, &[], b"")).unwrap();
+        assert!(main.ended().unwrap().contains("where None is due"));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn garbage_ends_the_connection_or_waits_and_never_crashes(
+        bytes in proptest::collection::vec(any::<u8>(), 0..600),
+        at in 0..400_usize,
+        tcp in any::<bool>(),
+    ) {
+        let (main, mut other) = raw(if tcp { Way::Tcp } else { Way::Pair });
+        let mut sent = frame(5, &[100, 3], b"payload");
+        let at = at.min(sent.len());
+        let end = (at + bytes.len()).min(sent.len());
+        sent.splice(at..end, bytes);
+        // It may end before all is sent.
+        let _ = other.write_all(&sent);
+        drop(other);
+        main.ended();
+    }
+}
+
+#[test]
+fn a_full_socket_does_not_hold_the_engine_back() {
+    for way in SOCKETS {
+        // The worker takes no tasks for now: the rest is sent when it does.
+        let (one, mut other) = raw_sockets(way);
+        let mut main = Main::linked(one, ARENA);
+        let payload = vec![3; 4 << 20];
+        for task in 0..OUTSTANDING as u64 {
+            main.send(task, TaskKind::Plain, &payload);
+        }
+        let mut bytes = vec![0; 24 + payload.len()];
+        for task in 0..OUTSTANDING as u64 {
+            other.read_exact(&mut bytes).unwrap();
+            assert_eq!(bytes[16..24], task.to_le_bytes());
+            assert_eq!(bytes[24..], payload);
+        }
+    }
+}
