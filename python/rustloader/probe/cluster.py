@@ -4,7 +4,10 @@ import socket
 
 
 def reach(address: str) -> None:
-    """Raises OSError if nothing listens at ``host:port``: Ray would end the process. Ray resolves other forms."""
+    """Raises OSError if nothing listens at ``host:port``, where Ray would end the process.
+
+    Other forms of an address, such as "auto" or "ray://host:port", are not checked: Ray looks them up itself.
+    """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()

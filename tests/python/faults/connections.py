@@ -199,7 +199,7 @@ class Play:
 
         loader, iterator = None, None
         while iterator is None:
-            # Without the right to end this: an iterator that cannot be made is an error, as when the disk is full.
+            # The first start of a loader has no restarts: a fault in it is an error, and the program tries again.
             loader = self.loader(context, max_restarts=20, stall_timeout=STALL)
             try:
                 iterator = iter(loader)

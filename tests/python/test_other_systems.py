@@ -50,8 +50,8 @@ def bare(tmp_path):
 
 
 @pytest.fixture(params=["darwin", "win32"])
-def elsewhere(request, bare):
-    """Runs a script, or the interpreter with arguments, elsewhere: (exit status, stdout, stderr)."""
+def other_system(request, bare):
+    """Runs a script, or the interpreter with arguments, there: (exit status, stdout, stderr)."""
     (bare / "sitecustomize.py").write_text(CUSTOMIZE.format(platform=request.param))
 
     def run(source="", *arguments, **variables):
@@ -66,8 +66,8 @@ def elsewhere(request, bare):
     return run
 
 
-def test_loaders_run_on_torchs_iterator_with_one_line_in_the_log(elsewhere):
-    status, out, err = elsewhere("""
+def test_loaders_run_on_torchs_iterator_with_one_line_in_the_log(other_system):
+    status, out, err = other_system("""
         import rustloader
         from rustloader import DataLoader
         from rustloader.dataloader import default_collate
@@ -83,20 +83,20 @@ def test_loaders_run_on_torchs_iterator_with_one_line_in_the_log(elsewhere):
             assert all(hasattr(rustloader, name) for name in rustloader.__all__)
             print(rustloader.engine_batches())
     """)
-    assert (status, out, err) == (0, "0\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
+    assert (status, out, err) == (0, "0\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
-def test_without_workers_nothing_is_said(elsewhere):
-    status, out, err = elsewhere("""
+def test_without_workers_nothing_is_said(other_system):
+    status, out, err = other_system("""
         from rustloader import DataLoader
         print(len(list(DataLoader(Numbers(10), batch_size=4))))
     """)
     assert (status, out, err) == (0, "3\n", "")
 
 
-def test_install_does_nothing_and_says_so_once(elsewhere):
+def test_install_does_nothing_and_says_so_once(other_system):
     # At the top level, which spawned workers run as well.
-    status, out, err = elsewhere("""
+    status, out, err = other_system("""
         import rustloader
         rustloader.install(prefetch_factor=4, in_order=True)
 
@@ -109,21 +109,21 @@ def test_install_does_nothing_and_says_so_once(elsewhere):
             rustloader.uninstall()
             print(len(list(loader)))
     """)
-    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
+    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
-def test_the_environment_variable_does_as_much(elsewhere):
+def test_the_environment_variable_does_as_much(other_system):
     source = """
         import rustloader
         if __name__ == "__main__":
             print(len(list(torch.utils.data.DataLoader(Numbers(10), batch_size=4, num_workers=1))))
     """
-    status, out, err = elsewhere(source, RUSTLOADER_INSTALL="prefetch_factor=4")
-    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
+    status, out, err = other_system(source, RUSTLOADER_INSTALL="prefetch_factor=4")
+    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
-def test_statistics_say_that_there_are_none_and_why(elsewhere):
-    status, out, err = elsewhere("""
+def test_statistics_say_that_there_are_none_and_why(other_system):
+    status, out, err = other_system("""
         import rustloader
         logging.getLogger("rustloader").addHandler(logging.NullHandler())
 
@@ -150,7 +150,7 @@ def test_statistics_say_that_there_are_none_and_why(elsewhere):
                     print(error)
     """)
     *verdicts, not_a_loader, every = out.splitlines()
-    assert (status, err) == (0, "") and verdicts == [f"unknown | No verdict: {elsewhere.line}."] * 4
+    assert (status, err) == (0, "") and verdicts == [f"unknown | No verdict: {other_system.line}."] * 4
     assert not_a_loader == "rustloader.stats() takes a DataLoader or its iterator, not an object of type int"
     assert every == "every must be a positive number of seconds, got 0"
 
@@ -170,25 +170,25 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_the_command_line(elsewhere, bare):
+def test_the_command_line(other_system, bare):
     (bare / "train.py").write_text(
         "from torch.utils.data import DataLoader\n"
         "def make():\n    return DataLoader(list(range(10)), batch_size=4, num_workers=1)\n"
         "if __name__ == '__main__':\n    print(len(list(make())))\n"
     )
     commands = [["doctor"], ["top"], ["check", "train.py:make"], ["bench", "train.py:make"]]
-    status, out, err = elsewhere("", "-c", COMMANDS, json.dumps(commands))
+    status, out, err = other_system("", "-c", COMMANDS, json.dumps(commands))
     assert (status, err) == (0, "")
     doctor, top, *others = map(json.loads, out.splitlines())
     status, out, err = doctor
     assert (status, err) == (1, "") and "-> the engine needs Linux\n" in out
     assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n```\n")
-    assert top == [2, "", f"rustloader top: {elsewhere.line}\n"]
+    assert top == [2, "", f"rustloader top: {other_system.line}\n"]
     for command, found in zip(("check", "bench"), others, strict=True):
         text = f"rustloader {command}: the engine runs on Linux only: there is nothing to compare\n"
         assert found == [2, "", text]
-    status, out, err = elsewhere("", "-m", "rustloader", "run", "train.py")
-    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {elsewhere.line}\n")
+    status, out, err = other_system("", "-m", "rustloader", "run", "train.py")
+    assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
 @pytest.mark.parametrize("source", ["import rustloader", "from rustloader.dataloader import DataLoader"])
