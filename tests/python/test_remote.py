@@ -152,6 +152,71 @@ def test_a_failed_sample_is_skipped(tmp_path):
     assert torch.equal(torch.cat(batches), torch.tensor([at for at in range(60) if at != 13]))
 
 
+def minus(index, error):
+    return torch.tensor(-index)
+
+
+@pytest.mark.parametrize("policy", ["replace", minus], ids=["replace", "function"])
+def test_a_failed_sample_is_replaced_as_by_local_workers(tmp_path, policy):
+    (batches,) = epochs(Odd("error"), LoopbackContext(tmp_path), 1, on_error=policy)
+    (expected,) = epochs(Odd("error"), "fork", 1, on_error=policy)
+    assert same(batches, expected)
+    differing = torch.cat(batches) != torch.arange(60)
+    assert differing.nonzero().tolist() == [[13]]
+
+
+class Counting(IterableDataset):
+    """Goes on where its state says, and counts what it has read itself."""
+
+    at, reads = 0, 0
+
+    def __iter__(self):
+        while self.at < 60:
+            self.at += 1
+            self.reads += 1
+            yield self.at - 1, self.reads
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("there", "there"), ("there", "here"), ("here", "there")])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("dataset", [Noisy(), Counting()], ids=["map-style", "iterable"])
+def test_an_epoch_is_resumed_by_workers_here_and_there(tmp_path, dataset, workers, saved, resumed):
+    shuffles = {"shuffle": True, "seed_by": "sample"} if isinstance(dataset, Noisy) else {}
+
+    def loader(where):
+        torch.manual_seed(5)
+        return rustloader.StatefulDataLoader(
+            dataset,
+            batch_size=4,
+            num_workers=workers,
+            multiprocessing_context=LoopbackContext(tmp_path) if where == "there" else "fork",
+            **shuffles,
+        )
+
+    whole = list(loader("here"))
+    first = loader(saved)
+    iterator = iter(first)
+    batches = [next(iterator) for _ in range(6)]
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    del iterator
+    second = loader(resumed)
+    second.load_state_dict(state)
+    batches += second
+    if isinstance(dataset, Noisy):
+        forget_workers([*batches, *whole])
+    else:
+        # The other process has read nothing before.
+        assert batches[6][1].tolist() == [1, 2, 3, 4]
+        batches, whole = ([indices for indices, _ in each] for each in (batches, whole))
+    assert same(batches, whole)
+
+
 def test_an_object_of_one_machine_is_an_error_in_its_place(tmp_path):
     with pytest.raises(RuntimeError, match="only processes of the same machine can share"):
         epochs(Odd("pipe"), LoopbackContext(tmp_path), collate_fn=list)
