@@ -23,8 +23,9 @@ pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Positions ---
 
-/// Batches before the last answer to which a position can go back.
-pub const BACK_BATCHES: usize = 8;
+/// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call of its
+/// `next` is about to return.
+pub const BACK_BATCHES: usize = 9;
 /// Answers that are kept for it: errors between these batches count here alone.
 pub const BACK_ANSWERS: usize = 1 << 10;
 

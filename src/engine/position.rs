@@ -236,17 +236,17 @@ mod tests {
     }
 
     #[test]
-    fn eight_batches_can_be_taken_back_and_the_answer_that_is_missing() {
-        for count in [9, 10, 50] {
+    fn nine_batches_can_be_taken_back_and_the_answer_that_is_missing() {
+        for count in [10, 11, 50] {
             let positions = in_order(2, &vec![true; count]);
             let count = count as u64;
-            assert_eq!(positions.at(count, 8).unwrap().low, count - 8);
-            assert_eq!(positions.at(count - 1, 8).unwrap().low, count - 9);
-            let text = positions.at(count, 9).unwrap_err();
-            assert_eq!(text, "a position is at most 8 batches back, not 9");
-            assert_eq!(positions.settled(0) + positions.settled(1), count - 9);
+            assert_eq!(positions.at(count, 9).unwrap().low, count - 9);
+            assert_eq!(positions.at(count - 1, 9).unwrap().low, count - 10);
+            let text = positions.at(count, 10).unwrap_err();
+            assert_eq!(text, "a position is at most 9 batches back, not 10");
+            assert_eq!(positions.settled(0) + positions.settled(1), count - 10);
         }
-        assert!(in_order(2, &[true; 8]).at(7, 8).is_err());
+        assert!(in_order(2, &[true; 9]).at(8, 9).is_err());
     }
 
     #[test]

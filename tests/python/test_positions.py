@@ -129,14 +129,14 @@ def test_how_far_back_a_position_goes():
             continue
     with pytest.raises(ValueError, match="2 batches of this epoch can be taken back, not 3"):
         position(iterator, 3, 3)
-    for _ in range(9):
+    for _ in range(10):
         next(iterator)
-    assert position(iterator, 12, 8)[0] == 4
-    assert position(iterator, 11, 8)[0] == 3
-    with pytest.raises(ValueError, match="at most 8 batches back, not 9"):
-        position(iterator, 12, 9)
+    assert position(iterator, 13, 9)[0] == 4
+    assert position(iterator, 12, 9)[0] == 3
+    with pytest.raises(ValueError, match="at most 9 batches back, not 10"):
+        position(iterator, 13, 10)
     with pytest.raises(OverflowError):
-        position(iterator, 12, -1)
+        position(iterator, 13, -1)
 
 
 # What goes wrong in the main process

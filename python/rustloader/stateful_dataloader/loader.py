@@ -125,7 +125,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         the next ``iter()`` would make, and keeps them for it.
 
         Args:
-            back: Number of batches to go back from the last one that was delivered, up to 8 (default: 0). For wrappers
+            back: Number of batches to go back from the last one that was delivered, up to 9 (default: 0). For wrappers
                 that take batches before they are used.
 
         Returns:
