@@ -5,10 +5,12 @@ order, `run_all` everything. Waits of one stream for another hold as on a device
 stream's pool and is given out again at once, the last freed first, as torch's allocator does.
 
 It looks for races without having to meet them: each piece of work has a vector clock of what must have run before it.
-Memory that is written while earlier work may still use it, or read before it is written, is noted in `faults`.
+Memory that is written while earlier work may still use it, or read before it is written, is noted in `faults`. So is
+memory of the host that is freed before its copy has run.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 
@@ -53,8 +55,8 @@ class Block:
 
 
 class StandIn(Streams):
-    def __init__(self, rng=None):
-        self.device = torch.device("cuda", 0)
+    def __init__(self, rng=None, index=0):
+        self.device = torch.device("cuda", index)
         self.rng = rng
         self.default = Stream(0)
         self.streams = [self.default]
@@ -71,6 +73,9 @@ class StandIn(Streams):
         self.pinned = True
         # Called before each copy; may raise.
         self.before_copy = lambda: None
+        # Called with the name of each method that asks the driver for something; may raise.
+        self.before_call = lambda name: None
+        # By call under way: the tensors made on the device, and read on the host.
         self.traces = []
         self.handed_over = 0
         self.allocated = 0
@@ -93,7 +98,17 @@ class StandIn(Streams):
         finally:
             self.thread.stream = before
 
+    def place(self):
+        return self.current()
+
+    def restore(self, place):
+        self.thread.stream = place
+
     def record(self, stream, timed=False):
+        self.before_call("record")
+        return self._event(stream)
+
+    def _event(self, stream):
         event = Event(self._clock_of(stream))
 
         def run():
@@ -103,18 +118,21 @@ class StandIn(Streams):
         return event
 
     def wait(self, stream, event):
+        self.before_call("wait")
         stream.clock = joined(stream.clock, event.clock)
         self._queue(stream, lambda: None, event)
 
     def is_done(self, event):
+        self.before_call("is_done")
         if event.done:
             self.seen = joined(self.seen, event.clock)
         return event.done
 
     def synchronize(self, event):
+        self.before_call("synchronize")
         while not event.done:
             assert any(self._step(stream) for stream in self.streams), "nothing can run: the streams wait in a circle"
-        self.is_done(event)
+        self.seen = joined(self.seen, event.clock)
 
     def seconds(self, begin, end):
         assert begin.done and end.done
@@ -124,6 +142,7 @@ class StandIn(Streams):
         return self.capturing
 
     def hand_over(self, tensor, stream):
+        self.before_call("hand_over")
         self.handed_over += 1
         block = self.block(tensor)
         if stream not in block.recorded:
@@ -135,11 +154,16 @@ class StandIn(Streams):
         self.before_copy()
         stream = self.current()
         moved = self._allocate(tensor, stream)
-        block, host = self.block(moved), tensor
+        # As a device it keeps no reference to what it reads.
+        block, host = self.block(moved), weakref.ref(tensor)
         self.copies += 1
 
         def run():
-            block.memory[: host.nbytes] = host.contiguous().numpy().reshape(-1).view(np.uint8)
+            source = host()
+            if source is None:
+                self.faults.append("memory of the host is freed before its copy has run")
+            else:
+                block.memory[: source.nbytes] = source.contiguous().numpy().reshape(-1).view(np.uint8)
             self.time += 1.0
 
         count, clock = self._queue(stream, run)
@@ -147,17 +171,18 @@ class StandIn(Streams):
             if clock.get(by.number, 0) < earlier:
                 self.faults.append(f"memory is written while {by} may still use it")
         block.uses, block.write, block.recorded = [(stream, count, clock)], (stream, count), []
-        for trace in self.traces:
-            trace.append(moved)
+        for made, read in self.traces:
+            made.append(moved)
+            read.append(tensor)
         return moved
 
     def traced(self, call):
-        made = []
-        self.traces.append(made)
+        made, read = trace = [], []
+        self.traces.append(trace)
         try:
-            return call(), made, []
+            return call(), made, read
         finally:
-            self.traces.remove(made)
+            self.traces.pop()
 
     def is_pinned(self, tensor):
         return self.pinned
@@ -166,7 +191,8 @@ class StandIn(Streams):
 
     def _allocate(self, like, stream):
         for block, events in self.pending[:]:
-            if all(map(self.is_done, events)):
+            if all(event.done for event in events):
+                self.seen = functools.reduce(joined, (event.clock for event in events), self.seen)
                 self.pending.remove((block, events))
                 self.idle.append(block)
         found = [it for it in self.idle if it.stream is stream and it.memory.nbytes == like.nbytes]
@@ -185,7 +211,7 @@ class StandIn(Streams):
     def _free(self, block, address):
         del self.blocks[address]
         if block.recorded:
-            self.pending.append((block, [self.record(stream) for stream in block.recorded]))
+            self.pending.append((block, [self._event(stream) for stream in block.recorded]))
         else:
             self.idle.append(block)
 

@@ -157,7 +157,10 @@ class FakeModule(types.ModuleType):
         self.current_device = lambda: 3
 
 
-@pytest.mark.parametrize("names", [("Stream", "Event", "current_stream", "stream"), ("Event",)])
+STREAMS = ("Stream", "Event", "current_stream", "set_stream", "stream")
+
+
+@pytest.mark.parametrize("names", [STREAMS, ("Event",)])
 def test_the_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
     module = FakeModule(*names)
     with mock.patch.object(torch, "get_device_module", lambda device: module):
@@ -173,7 +176,7 @@ def test_the_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
 
 
 def test_the_module_of_the_device_is_called_as_torch_documents_it():
-    module = FakeModule("Stream", "Event", "current_stream", "stream")
+    module = FakeModule(*STREAMS)
     with mock.patch.object(torch, "get_device_module", lambda device: module):
         streams = streams_of("cuda:1")
     stream, event = streams.make(), streams.record("a stream", timed=True)
@@ -183,8 +186,14 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
     streams.wait(stream, event)
     stream.wait_event.assert_called_once_with(event)
     assert streams.current() is module.current_stream.return_value
-    module.current_stream.assert_called_once_with(torch.device("cuda", 1))
+    module.current_stream.assert_called_with(torch.device("cuda", 1))
     assert streams.using(stream) is module.stream.return_value
+    streams.restore(("of the device", "of the thread"))
+    # The last one's device is the thread's current one.
+    assert module.set_stream.mock_calls == [mock.call("of the device"), mock.call("of the thread")]
+    module.current_stream.side_effect = lambda *device: ("stream of", *device)
+    assert streams.place() == (("stream of", torch.device("cuda", 1)), ("stream of",))
+    module.current_stream.side_effect = None
     event.query.return_value, event.elapsed_time.return_value = False, 1500.0
     assert streams.is_done(event) is False and streams.seconds(event, "end") == 1.5
     streams.synchronize(event)
@@ -448,7 +457,9 @@ def test_signals_at_random_moments_lose_no_batch():
 
 
 def test_a_loop_that_is_left_during_a_capture_records_nothing(device):
-    iterator, got = iter(prefetch(tensors(4, 5), depth=1)), []
+    # Of the host: pinned memory is kept by torch's allocator until its copy is done.
+    items = tensors(4, 5)
+    iterator, got = iter(prefetch(items, depth=1)), []
     first, batch = next(iterator), next(iterator)
     device.read(first, got.append)
     device.read(batch, got.append)

@@ -199,16 +199,25 @@ def test_random_programs(block):
 def test_the_stand_in_sees_memory_that_is_used_again_too_early():
     device = StandIn()
     copying = device.make()
+    hosts = [torch.ones(8), torch.zeros(8)]
     with device.using(copying):
-        first = device.copy(torch.ones(8))
+        first = device.copy(hosts[0])
     device.join(device.default, copying)
     device.read(first, lambda values: None)
     del first
     with device.using(copying):
-        second = device.copy(torch.zeros(8))
+        second = device.copy(hosts[1])
     assert device.faults == ["memory is written while stream 0 may still use it"]
     device.read(second, lambda values: None)
     assert device.faults[1:] == ["stream 0 reads memory that stream 1 may not have written yet"]
+
+
+def test_the_stand_in_sees_memory_of_the_host_that_is_freed_too_early():
+    device, host = StandIn(), torch.ones(8)
+    device.copy(host)
+    del host
+    device.run_all()
+    assert device.faults == ["memory of the host is freed before its copy has run"]
 
 
 def test_copies_wait_for_no_more_than_they_must():

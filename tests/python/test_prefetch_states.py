@@ -3,17 +3,17 @@
 import contextlib
 import dataclasses
 import logging
+import typing
+from unittest import mock
 
 import pytest
 import torch
+import typing_extensions
 from prefetch_support import prefetch, tensors
 from sample_data import Images, Numbers
 from support import DataLoader, TorchDataLoader, rustloader, values
 
 pytestmark = pytest.mark.ours
-
-if rustloader is not None:
-    pass
 
 
 @dataclasses.dataclass
@@ -78,6 +78,9 @@ def test_a_state_that_cannot_go_back_says_so(device):
         def state_dict(self):
             return {"place": 1}
 
+        def load_state_dict(self, state):
+            pass
+
     batches = prefetch(Other(tensors(5)))
     assert batches.state_dict() == {"place": 1}
     iterator = iter(batches)
@@ -86,6 +89,63 @@ def test_a_state_that_cannot_go_back_says_so(device):
     with pytest.raises(TypeError, match=r"state_dict\(\) of .*Other cannot go back by the 1 batches"):
         batches.state_dict()
     device.run_all()
+
+
+@pytest.mark.parametrize("module", [typing, typing_extensions])
+@pytest.mark.parametrize("where", ["cpu", None])
+def test_protocols_see_the_state(device, module, where):
+    """They look into the class, without `__getattr__`: in typing from Python 3.12 on."""
+
+    @module.runtime_checkable
+    class Stateful(module.Protocol):
+        def state_dict(self): ...
+
+        def load_state_dict(self, state_dict): ...
+
+    with contextlib.ExitStack() as stack:
+        if where == "cpu":
+            stack.enter_context(mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: None))
+        assert isinstance(prefetch(stateful()), Stateful)
+        assert not isinstance(prefetch(TorchDataLoader(Numbers(4))), Stateful)
+
+
+def test_a_depth_that_states_cannot_go_back_is_refused_at_once(device):
+    with pytest.raises(ValueError, match="depth must be 8 or less over a StatefulDataLoader, got 9"):
+        prefetch(stateful(), depth=9)
+    prefetch(tensors(1), depth=9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_within_next_counts_the_batch_that_is_about_to_come(device, workers):
+    """As a signal handler takes it: at the largest depth, 9 batches are ahead."""
+    expected, states = values(stateful(num_workers=workers, batch_size=2)), []
+    batches = prefetch(stateful(num_workers=workers, batch_size=2), depth=8)
+    iterator = iter(batches)
+    for _ in range(9):
+        next(iterator)
+    lend = batches._lane.lend
+
+    def lend_and_save(copied):
+        lend(copied)
+        states.append(batches.state_dict())
+
+    batches._lane.lend = lend_and_save
+    next(iterator)
+    resumed = prefetch(stateful(num_workers=workers, batch_size=2))
+    resumed.load_state_dict(states[0])
+    del iterator
+    device.run_all()
+    assert rest_of(device, resumed) == expected[9:]
+
+
+def test_on_the_cpu_the_state_counts_the_batches_that_the_program_got():
+    expected = values(stateful())
+    batches = prefetch(stateful(), device="cpu")
+    iterator = iter(batches)
+    assert values([next(iterator) for _ in range(4)]) == expected[:4]
+    resumed = prefetch(stateful(), device="cpu")
+    resumed.load_state_dict(batches.state_dict())
+    assert values(resumed) == expected[4:]
 
 
 # What it tells

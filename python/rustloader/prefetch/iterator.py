@@ -6,6 +6,7 @@ answer of a call. Moves between them are assignments, and Python runs handlers o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rustloader.interrupts import is_interrupt
-from rustloader.prefetch.lane import Copied, Lane
+from rustloader.prefetch.lane import Copied, Lane, leak
 
 
 class _Failed:
@@ -132,16 +133,18 @@ class DeviceIterator:
                 "next() of a prefetch_to_device() loop was called in a forked process: the device belongs to the "
                 "process that made the loop; call prefetch_to_device() in the child"
             )
-        with lane.lock:
-            if lane.is_busy:
-                raise RuntimeError("next() was called by a signal handler or a destructor within another next()")
-            try:
-                lane.is_busy = True
-                self._take(answer)
-            finally:
-                lane.is_busy = False
-        if self._is_closed:
-            self.close()
+        try:
+            with lane.lock:
+                if lane.is_busy:
+                    raise RuntimeError("next() was called by a signal handler or a destructor within another next()")
+                try:
+                    lane.is_busy = True
+                    self._take(answer)
+                finally:
+                    lane.is_busy = False
+        finally:
+            # Those that `close` was called for in the meantime.
+            lane.close_waiting()
 
     def _take(self, answer: list[Any]) -> None:
         lane, ahead, position = self._lane, self._ahead, self._position
@@ -245,15 +248,10 @@ class DeviceIterator:
         self._failure = None
 
     def close(self) -> None:
-        """Ends the loop and frees its batches. If another thread is in ``next``, that call does it."""
+        """Ends the loop and frees its batches. If a call of ``next`` of any loop is under way, that call does it."""
         self._is_closed = True
-        lane = self._lane
-        if lane.is_usable and lane.lock.acquire(blocking=False):
-            try:
-                if not lane.is_busy:
-                    self._leave()
-            finally:
-                lane.lock.release()
+        if self._lane.is_usable:
+            self._lane.close(self._leave)
 
     def _leave(self) -> None:
         ahead, copied = self._ahead, []
@@ -269,8 +267,14 @@ class DeviceIterator:
         self._lane.drop(copied)
 
     def __del__(self) -> None:
-        if self._position is not None and self._lane.is_usable:
-            self._leave()
+        if self._position is None:
+            return
+        if self._lane.is_forked:
+            leak(self._ahead, self._rescued)
+        elif self._lane.is_usable:
+            # A device that has failed fails again.
+            with contextlib.suppress(Exception):
+                self._leave()
 
 
 def _forget_frames(error: BaseException) -> None:

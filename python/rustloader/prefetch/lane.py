@@ -13,17 +13,19 @@ program's stream may still read it. So each storage is *lent*: an alias keeps it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rustloader.metrics.transfers import Transfers
 from rustloader.prefetch.moving import Move
-from rustloader.prefetch.streams import Streams
+from rustloader.prefetch.streams import NoStreams, Streams
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -65,7 +67,7 @@ class _Source:
     """What a copy reads on the host, until the event after it.
 
     Attributes:
-        done: The event after the copy.
+        done: The event after the copy; None if the copy failed, until the event is recorded.
         host: What it reads.
         copied: Of a delivered batch: the event before the copy, the event after all work that the program's stream had
             at the delivery, and the batch's bytes.
@@ -105,8 +107,8 @@ class _Retired:
 class Lane:
     """The copies of one prefetcher to one device.
 
-    A caller holds ``lock`` while it uses any method but `drop`. Each method may end early with what a signal handler
-    raises, and be called again.
+    A caller holds ``lock`` while it uses any method but `drop` and `close`, and calls `close_waiting` after it. Each
+    method may end early with what a signal handler or the device raises, and be called again.
 
     Args:
         streams: Of the device.
@@ -115,7 +117,6 @@ class Lane:
 
     def __init__(self, streams: Streams, depth: int) -> None:
         self.streams, self.depth = streams, depth
-        self.stream = streams.make()
         # Reentrant: a signal handler may raise between the lock and the body of `with`.
         self.lock = threading.RLock()
         # Whether a call is under way, which a signal handler or the collector may have interrupted.
@@ -128,26 +129,38 @@ class Lane:
         self._sources: deque[_Source] = deque()
         # Batches that iterators left behind while the lane was in use.
         self._dropped: deque[Copied] = deque()
+        # What ends the loops that were closed while the lane was in use.
+        self._closers: deque[Callable[[], None]] = deque()
+        # Last: `__del__` uses all of the others even if this fails.
+        self.stream = streams.make()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, which must neither use nor free what belongs to the device."""
+        return os.getpid() != self._pid
 
     @property
     def is_usable(self) -> bool:
         """False in a forked child and while the interpreter exits: the device must be left alone."""
-        return os.getpid() == self._pid and not sys.is_finalizing()
+        return not self.is_forked and not sys.is_finalizing()
 
     def copy(self, host: Any, asks_pinned: bool = False) -> tuple[Copied, Move]:
         """Queues the copy of a batch."""
         streams, stream = self.streams, self.stream
         move = Move(streams, asks_pinned)
-        with streams.using(stream):
-            begun = streams.record(stream, timed=True)
-            try:
+        place = streams.place()
+        try:
+            with streams.using(stream):
+                begun = streams.record(stream, timed=True)
                 batch = move(host)
-            except BaseException:
-                # Parts of it may be under way.
-                self._sources.append(_Source(streams.record(stream), (host, move.read)))
-                raise
-            done = streams.record(stream, timed=True)
-        return Copied(move, batch, host, begun, done), move
+                done = streams.record(stream, timed=True)
+                return Copied(move, batch, host, begun, done), move
+        except BaseException:
+            # Parts of it may be under way. The event may be what has failed: it is recorded later.
+            self._sources.append(_Source(None, (host, move.read)))
+            # What a signal handler raises may have come between the change of the stream and the body of `with`.
+            streams.restore(place)
+            raise
 
     def lend(self, copied: Copied) -> None:
         """Lets the calling thread's stream wait for the copy, and watches its memory from now on."""
@@ -171,11 +184,11 @@ class Lane:
         """Lets go what the device is done with."""
         streams = self.streams
         self._forget_dropped()
-        while self._sources and streams.is_done(self._sources[0].done):
+        while self._sources and streams.is_done(self._event_of(self._sources[0])):
             self._count(self._sources.popleft())
         if len(self._sources) > 2 * self.depth + 1:
             # The program is far ahead of the device.
-            streams.synchronize(self._sources[0].done)
+            streams.synchronize(self._event_of(self._sources[0]))
             self._count(self._sources.popleft())
         self._retire()
         while self._retired and all(map(streams.is_done, self._retired[0].events.values())):
@@ -217,7 +230,6 @@ class Lane:
     def settle(self) -> None:
         """Lets go of everything: at the end of a loop, however it ended. Waits for the copies that are under way."""
         streams = self.streams
-        self._forget_dropped()
         for loan in self._lent:
             is_dropped = loan.is_dropped()
             for stream in loan.streams:
@@ -229,9 +241,18 @@ class Lane:
         for retired in self._retired:
             self._order(retired)
         self._retired.clear()
-        while self._sources:
-            streams.synchronize(self._sources[0].done)
-            self._count(self._sources.popleft())
+        # The collector may destroy another loop's iterator meanwhile.
+        while self._dropped or self._sources:
+            self._forget_dropped()
+            if self._sources:
+                streams.synchronize(self._event_of(self._sources[0]))
+                self._count(self._sources.popleft())
+
+    def _event_of(self, source: _Source) -> Any:
+        """The event after a source's copy. That of a failed copy is recorded here: the stream keeps its order."""
+        if source.done is None:
+            source.done = self.streams.record(self.stream)
+        return source.done
 
     def _count(self, source: _Source) -> None:
         """Counts a finished copy."""
@@ -265,11 +286,33 @@ class Lane:
         try:
             # What is recorded during a capture would become a part of the graph.
             if not self.is_busy and not self.streams.is_capturing():
-                self.settle()
+                try:
+                    self.is_busy = True
+                    self.settle()
+                finally:
+                    self.is_busy = False
         finally:
             self.lock.release()
+        self.close_waiting()
+
+    def close(self, closer: Callable[[], None]) -> None:
+        """Calls ``closer``, which ends a loop, now or at the end of the call that is under way."""
+        self._closers.append(closer)
+        self.close_waiting()
+
+    def close_waiting(self) -> None:
+        """Ends the loops that were closed while the lane was in use, unless it still is."""
+        while self._closers and self.lock.acquire(blocking=False):
+            try:
+                if self.is_busy or not self._closers:
+                    return
+                self._closers.popleft()()
+            finally:
+                self.lock.release()
 
     def __del__(self) -> None:
+        if self.is_forked:
+            leak(self._lent, self._retired, self._sources, self._dropped)
         if not self.is_usable:
             return
         with contextlib.suppress(Exception):
@@ -286,6 +329,32 @@ class Lane:
                         self.streams.hand_over(alias, stream)
 
 
+class HostLane(Lane):
+    """The lane of the CPU: it hands on each batch as it is when the program asks for it."""
+
+    is_forked = False
+
+    def __init__(self) -> None:
+        super().__init__(NoStreams(torch.device("cpu")), 0)
+
+    def copy(self, host: Any, asks_pinned: bool = False) -> tuple[Copied, Move]:
+        move = Move(self.streams)
+        return Copied(move, host, None, None, None), move
+
+    def lend(self, copied: Copied) -> None:
+        pass
+
+    def sweep(self) -> None:
+        self._dropped.clear()
+
+    settle = sweep
+
+
 def _add(streams: list[Any], stream: Any) -> None:
     if stream not in streams:
         streams.append(stream)
+
+
+def leak(*things: Any) -> None:
+    """Keeps objects for the rest of the process, past the end of all modules."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))

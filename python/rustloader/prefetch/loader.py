@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from rustloader._core import BACK_BATCHES
 from rustloader.metrics import transfers
 from rustloader.metrics.transfers import Transfers
 from rustloader.metrics.wrappers import loader_in
 from rustloader.prefetch.iterator import DeviceIterator, Position
-from rustloader.prefetch.lane import Lane
+from rustloader.prefetch.lane import HostLane, Lane
 from rustloader.prefetch.streams import streams_of
 
 logger = logging.getLogger("rustloader")
@@ -46,7 +47,7 @@ def prefetch_to_device(
 
     Raises:
         TypeError: ``loader`` is not iterable.
-        ValueError: ``depth`` is not a positive integer.
+        ValueError: ``depth`` is not a positive integer, or more than 8 over a ``StatefulDataLoader``.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2, pin_memory=torch.cuda.is_available())
@@ -59,8 +60,15 @@ def prefetch_to_device(
         raise ValueError(f"depth must be a positive integer, got {depth!r}")
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
+    # One batch may be ahead in a call of `next` that is under way.
+    if hasattr(loader, "_state_before_end") and depth >= BACK_BATCHES:
+        most = BACK_BATCHES - 1
+        raise ValueError(
+            f"depth must be {most} or less over a StatefulDataLoader, got {depth}: its states go back so far"
+        )
     streams = streams_of(device)
-    return DeviceLoader(loader, None if streams is None else Lane(streams, depth))
+    kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
+    return kind(loader, HostLane() if streams is None else Lane(streams, depth))
 
 
 class DeviceLoader:
@@ -81,26 +89,21 @@ class DeviceLoader:
         True
     """
 
-    # None on the CPU.
-    _lane: Lane | None = None
-
-    def __init__(self, loader: Iterable[Any], lane: Lane | None) -> None:
+    def __init__(self, loader: Iterable[Any], lane: Lane) -> None:
         self.loader = loader
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
-        if lane is not None:
+        if not isinstance(lane, HostLane):
             # `stats` finds them by the loader and by this object.
             lane.transfers = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
 
     @property
     def device(self) -> torch.device:
         """Where the batches are."""
-        return torch.device("cpu") if self._lane is None else self._lane.streams.device
+        return self._lane.streams.device
 
     def __iter__(self) -> Iterator[Any]:
-        if self._lane is None:
-            return iter(self.loader)
         position = Position()
         tell = functools.partial(_tell_once, self._lane.transfers)
         iterator = DeviceIterator(self.loader, self._lane, position, tell)
@@ -115,43 +118,7 @@ class DeviceLoader:
         # The loader itself is missing while a copy is being made.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name == "state_dict":
-            return self._state_method()
-        if name == "load_state_dict":
-            return self._load_state_method()
         return getattr(self.loader, name)
-
-    # Frameworks ask by `hasattr` whether a loader has a state, so these are no methods of the class.
-
-    def _state_method(self) -> Any:
-        method: Any = self.loader.state_dict  # type: ignore[attr-defined]
-
-        def state_dict(back: int = 0) -> Any:
-            """Returns the state of the loader after the batches that this loader has delivered."""
-            position = self._position
-            ahead = position.ahead_count()
-            before_end = getattr(self.loader, "_state_before_end", None)
-            if ahead + back == 0:
-                return before_end() if position.has_unseen_end() and before_end is not None else method()
-            if "back" not in inspect.signature(method).parameters:
-                raise TypeError(
-                    f"the state_dict() of {type(self.loader).__qualname__} cannot go back by the {ahead} batches that "
-                    "are copied ahead: use rustloader.StatefulDataLoader"
-                )
-            return method(back=ahead + back)
-
-        return state_dict
-
-    def _load_state_method(self) -> Any:
-        method: Any = self.loader.load_state_dict  # type: ignore[attr-defined]
-
-        def load_state_dict(state_dict: Any) -> None:
-            """Loads a state. The next ``iter()`` goes on from there."""
-            method(state_dict)
-            # From here on the state is that of the loader itself.
-            self._position = Position()
-
-        return load_state_dict
 
     def close(self) -> None:
         """Ends all loops over this loader and frees their batches. Waits for the copies that are under way.
@@ -177,6 +144,34 @@ class DeviceLoader:
 
     def __repr__(self) -> str:
         return f"<rustloader.DeviceLoader on {self.device} over {self.loader!r}>"
+
+
+class StatefulDeviceLoader(DeviceLoader):
+    """A `DeviceLoader` over a loader with a state.
+
+    A class of its own: frameworks ask for the methods by ``hasattr``, or by a protocol, which looks into the class.
+    """
+
+    def state_dict(self, back: int = 0) -> Any:
+        """Returns the state of the loader after the batches that this loader has delivered."""
+        method: Any = self.loader.state_dict  # type: ignore[attr-defined]
+        position = self._position
+        ahead = position.ahead_count()
+        before_end = getattr(self.loader, "_state_before_end", None)
+        if ahead + back == 0:
+            return before_end() if position.has_unseen_end() and before_end is not None else method()
+        if "back" not in inspect.signature(method).parameters:
+            raise TypeError(
+                f"the state_dict() of {type(self.loader).__qualname__} cannot go back by the {ahead} batches that "
+                "are copied ahead: use rustloader.StatefulDataLoader"
+            )
+        return method(back=ahead + back)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads a state. The next ``iter()`` goes on from there."""
+        self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        # From here on the state is that of the loader itself.
+        self._position = Position()
 
 
 # Pickles and messages name the module that users import from.

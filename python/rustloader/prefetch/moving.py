@@ -74,7 +74,7 @@ class Move:
             if moved is not value:
                 made.append(moved)
         else:
-            moved, made, read = self._streams.traced(lambda: _to(value, self._streams.device))
+            moved, made, read = self._streams.traced(lambda: _to(value, self._streams))
             self.read += read
         if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
@@ -150,13 +150,13 @@ def _same(moved: list[Any], value: Sequence[Any]) -> bool:
     return all(one is other for one, other in zip(moved, value, strict=True))
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: Any, streams: Streams) -> Any:
     """Calls an object's own method ``to``."""
     kind = type(value)
     takes = _takes_non_blocking.get(kind)
     if takes is None:
         takes = _takes_non_blocking[kind] = isinstance(value, torch.Tensor) or _has_parameter(value.to)
-    return value.to(device, non_blocking=True) if takes else value.to(device)
+    return value.to(streams.device, non_blocking=streams.non_blocking) if takes else value.to(streams.device)
 
 
 def _has_parameter(method: Any) -> bool:

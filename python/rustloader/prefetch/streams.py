@@ -18,6 +18,9 @@ class Streams:
         device: The device, with an index.
     """
 
+    # Whether objects are told to queue their copies.
+    non_blocking = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
@@ -34,6 +37,15 @@ class Streams:
         """Makes a stream the calling thread's for the body of a ``with`` statement."""
         context: contextlib.AbstractContextManager[object] = self._module.stream(stream)
         return context
+
+    def place(self) -> Any:
+        """The calling thread's streams, of this device and of its current one, for `restore`."""
+        return self._module.current_stream(self.device), self._module.current_stream()
+
+    def restore(self, place: Any) -> None:
+        """Makes streams the calling thread's again, and with them its current device."""
+        for stream in place:
+            self._module.set_stream(stream)
 
     def record(self, stream: Any, timed: bool = False) -> Any:
         """A new event, which is done when all work that the stream has so far is done."""
@@ -70,7 +82,7 @@ class Streams:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device, queued in the calling thread's stream; the tensor itself if it is there."""
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
         """What a call returns, the tensors on the device that it made, and the tensors of the host that it read."""
@@ -83,7 +95,12 @@ class Streams:
 
 
 class NoStreams(Streams):
-    """A device without streams, such as Apple's: each copy is a part of its one queue."""
+    """A device without streams, such as Apple's: each copy is a part of its one queue.
+
+    The thread waits for the copies, because no event says when the device has read the host's memory.
+    """
+
+    non_blocking = False
 
     def make(self) -> Any:
         return None
@@ -93,6 +110,12 @@ class NoStreams(Streams):
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def place(self) -> Any:
+        return None
+
+    def restore(self, place: Any) -> None:
+        pass
 
     def record(self, stream: Any, timed: bool = False) -> Any:
         return None
@@ -179,5 +202,5 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
     if index is None:
         current = getattr(module, "current_device", None)
         device = torch.device(device.type, 0 if current is None else current())
-    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream"))
+    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "set_stream", "stream"))
     return Streams(device) if has_streams else NoStreams(device)

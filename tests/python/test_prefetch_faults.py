@@ -1,0 +1,326 @@
+"""`prefetch_to_device` on a device that fails, and closed or interrupted at bad moments (`standin.py`)."""
+
+import contextlib
+import gc
+import sys
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from prefetch_support import prefetch, tensors
+from standin import StandIn
+from support import run_script, rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.prefetch.lane import Lane
+    from rustloader.prefetch.streams import NoStreams
+
+
+@pytest.fixture(autouse=True)
+def silent_destructors(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    yield
+    gc.collect()
+    assert told == []
+
+
+class Injected(RuntimeError):
+    """What a driver's call raises."""
+
+
+class Failing:
+    """Raises at the k-th call of a method of a device, once, or from then on."""
+
+    def __init__(self, device, name, at, sticky=False):
+        self.device, self.name, self.left, self.sticky = device, name, at, sticky
+        # Whether a copy was being queued.
+        self.in_copy = False
+        device.before_call = self
+
+    def __call__(self, name):
+        if name != self.name:
+            return
+        self.left -= 1
+        if self.left == 0 or (self.sticky and self.left < 0):
+            frame = sys._getframe()
+            while frame is not None:
+                self.in_copy |= frame.f_code is Lane.copy.__code__
+                frame = frame.f_back
+            raise Injected(name)
+
+    @property
+    def has_failed(self):
+        return self.left <= 0
+
+
+def program(device, failing, leaves):
+    """A loop that keeps a batch for long and goes on after an error. Returns what it has read.
+
+    In its second half all work of the device is held back.
+    """
+    batches = prefetch(tensors(9), depth=2)
+    iterator, got, kept, number = iter(batches), [], None, 0
+    while not (leaves and number == 6):
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except Injected:
+            continue
+        device.read(batch, got.append)
+        number += 1
+        if number < 4:
+            device.run_all()
+        if number == 2:
+            kept = batch
+        batch = None
+    if leaves:
+        with contextlib.suppress(Injected):
+            batches.close()
+    del iterator, batches, kept
+    device.run_all()
+    return [values[0] for values in got]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("name", ["record", "wait", "is_done", "synchronize", "hand_over"])
+def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves):
+    for at in range(1, 200):
+        device = StandIn()
+        failing = Failing(device, name, at)
+        with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, device=device: device):
+            got = program(device, failing, leaves)
+        expected = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+        if failing.in_copy:
+            missing = sorted(set(expected[: got[-1] + 1]) - set(got))
+            assert len(missing) <= 1 and got == [k for k in expected if k in got], (at, got)
+        else:
+            assert got == expected[: len(got)] and len(got) == (6 if leaves else 9), (at, got)
+        assert device.live == 0 and device.faults == [], at
+        if not failing.has_failed:
+            break
+    assert at > 1 and not failing.has_failed
+
+
+@pytest.mark.parametrize("name", ["record", "wait", "is_done", "synchronize"])
+def test_a_device_that_has_failed_for_good_is_left_in_silence(name):
+    for at in range(1, 12):
+        device = StandIn()
+        with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, device=device: device):
+            iterator, failing = iter(prefetch(tensors(9))), Failing(device, name, at, sticky=True)
+            with contextlib.suppress(Injected):
+                for _ in range(9):
+                    next(iterator)
+            del iterator
+        gc.collect()
+    assert failing.has_failed or name == "synchronize"
+
+
+def test_a_device_without_streams_left_is_an_error_and_no_more():
+    class Full(StandIn):
+        def make(self):
+            raise Injected("no more streams")
+
+    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: Full()), pytest.raises(Injected):
+        prefetch(tensors(1))
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("moment", ["enter", "exit"])
+def test_an_interrupt_while_the_stream_is_changed_leaves_the_program_on_its_own(device, moment):
+    using, iterator = device.using, iter(prefetch(tensors(3)))
+
+    class Interrupted:
+        """As torch's StreamContext, with a Ctrl-C after the change, or before the change back."""
+
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            device.thread.stream = self.stream
+            if moment == "enter":
+                raise KeyboardInterrupt
+
+        def __exit__(self, *error):
+            raise KeyboardInterrupt
+
+    device.using = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert device.current() is device.default
+    device.using = using
+    assert len(list(iterator)) == 3
+    device.run_all()
+    assert device.faults == []
+
+
+# close()
+
+
+class Held:
+    """Gives numbered batches; in the third it waits for the test."""
+
+    def __init__(self):
+        self.is_reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        for k in range(10):
+            if k == 2:
+                self.is_reached.set()
+                assert self.may_go_on.wait(60)
+            yield torch.full((4,), k)
+
+
+def test_close_ends_all_loops_while_a_thread_is_in_next_of_one(device):
+    held = Held()
+    batches = prefetch(held)
+    first, second = iter(batches), iter(batches)
+    held.may_go_on.set()
+    for _ in range(2):
+        next(second)
+    held.may_go_on.clear()
+    held.is_reached.clear()
+    got = []
+
+    def consume():
+        got.extend(next(first).tolist() for _ in range(2))
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    assert held.is_reached.wait(60)
+    batches.close()
+    assert device.live > 0
+    held.may_go_on.set()
+    thread.join(60)
+    # Its last call has ended both.
+    assert device.live == 0
+    for iterator in (first, second):
+        with pytest.raises(RuntimeError, match="after close"):
+            next(iterator)
+    device.run_all()
+    assert device.faults == []
+
+
+def test_close_within_a_next_that_raises_frees_everything(device):
+    def source():
+        yield torch.ones(1)
+        yield torch.ones(1)
+        batches.close()
+        raise KeyboardInterrupt
+
+    batches = prefetch(source())
+    iterator = iter(batches)
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert device.live == 0
+
+
+def test_an_iterator_that_is_destroyed_while_another_is_freed(device):
+    """As the collector may do it at any call."""
+    batches = prefetch(tensors(10), depth=3)
+    first, second = iter(batches), [iter(batches)]
+    for _ in range(3):
+        next(first)
+        next(second[0])
+    synchronize = device.synchronize
+
+    def collecting(event):
+        second.clear()
+        synchronize(event)
+
+    device.synchronize = collecting
+    first.close()
+    assert second == [] and device.live == 0
+    device.run_all()
+    assert device.faults == []
+
+
+# Other devices
+
+
+def test_a_device_without_streams_waits_for_its_copies():
+    asked = []
+
+    class Item:
+        def to(self, device, non_blocking=None):
+            asked.append(non_blocking)
+            return self
+
+    streams = NoStreams(torch.device("cpu"))
+    with (
+        mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: streams),
+        mock.patch.object(torch.Tensor, "to", lambda self, device, non_blocking: asked.append(non_blocking) or self),
+    ):
+        list(prefetch([torch.ones(1), Item()]))
+    assert asked == [False, False]
+
+
+def test_on_the_cpu_close_ends_the_loop():
+    ended = []
+
+    class Source:
+        def __iter__(self):
+            try:
+                yield from range(10)
+            finally:
+                ended.append(True)
+
+    batches = prefetch(Source(), device="cpu")
+    iterator = iter(batches)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    iterator.close()
+    assert ended == [True]
+    with pytest.raises(RuntimeError, match="after close"):
+        next(iterator)
+    with prefetch([1, 2], device="cpu") as batches:
+        iterator = iter(batches)
+        assert next(iterator) == 1
+    with pytest.raises(RuntimeError, match="after close"):
+        next(iterator)
+    assert list(batches) == [1, 2]
+
+
+def test_on_the_cpu_the_loader_is_asked_for_no_batch_ahead():
+    taken = []
+    iterator = iter(prefetch((taken.append(k) or k for k in range(5)), device="cpu"))
+    for k in range(5):
+        assert next(iterator) == k and taken == list(range(k + 1))
+    assert next(iterator, None) is None
+
+
+def test_a_forked_child_frees_nothing_of_the_device():
+    status, _, err = run_script("""
+        import gc, os, weakref
+        import rustloader.prefetch.loader
+        from standin import StandIn
+        device = StandIn()
+        rustloader.prefetch.loader.streams_of = lambda asked: device
+        freed = []
+        def made(k):
+            host = torch.full((4,), k)
+            weakref.finalize(host, freed.append, k).atexit = False
+            return host
+        iterator = iter(rustloader.prefetch_to_device(made(k) for k in range(9)))
+        for _ in range(3):
+            next(iterator)
+        device.read(next(iterator), lambda values: None)
+        before = device.live, len(freed)
+        assert before[0] > 3
+        pid = os.fork()
+        if pid == 0:
+            del iterator
+            gc.collect()
+            os._exit((device.live, len(freed)) != before)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        del iterator
+        gc.collect()
+        assert device.live == 0
+    """)
+    assert (status, err) == (0, ""), err
