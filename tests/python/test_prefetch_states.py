@@ -66,8 +66,11 @@ def test_a_finished_epoch_is_finished_and_one_batch_before_it_is_not(device):
 
 
 def test_a_loader_without_a_state_has_none_here(device):
-    batches = prefetch(TorchDataLoader(Numbers(4)))
+    loader = TorchDataLoader(Numbers(4))
+    batches = prefetch(loader)
     assert not hasattr(batches, "state_dict") and not hasattr(batches, "load_state_dict")
+    # Lightning calls set_epoch of these.
+    assert batches.sampler is loader.sampler and batches.batch_sampler is loader.batch_sampler
     assert batches.batch_size == 1 and isinstance(batches.dataset, Numbers)
     with pytest.raises(AttributeError):
         _ = batches.no_such_name
