@@ -1,5 +1,6 @@
 """`doctor` on pinned memory: the settings of torch's host allocator, and what batches take of it."""
 
+import importlib.metadata
 import json
 import os
 
@@ -41,18 +42,53 @@ def test_settings_are_named_with_their_variable_and_what_they_do():
     assert found.startswith("PYTORCH_CUDA_ALLOC_CONF has pinned_use_cuda_host_register:True (new memory is mapped")
     assert "pinned_num_register_threads:8 (threads that register" in found and "expandable" not in found
     assert advice == ""
-    # torch reads one variable, and the general one first.
-    both = {"PYTORCH_ALLOC_CONF": "pinned_unknown:3", "PYTORCH_CUDA_ALLOC_CONF": text}
-    assert host_allocator.allocator(both) == ("PYTORCH_ALLOC_CONF has pinned_unknown:3", "")
+
+
+def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 15))
+    text = "pinned_free_catch_all:True,pinned_max_cached_size_mb:{}"
+    both = {"PYTORCH_ALLOC_CONF": text.format(8), "PYTORCH_CUDA_ALLOC_CONF": text.format(16)}
+    assert host_allocator.pinned_settings(both) == {"pinned_free_catch_all": "True", "pinned_max_cached_size_mb": "8"}
+    found, advice = host_allocator.allocator(both)
+    general, cuda = found.split("; ")
+    assert general.startswith("PYTORCH_ALLOC_CONF has pinned_max_cached_size_mb:8 (")
+    assert cuda == (
+        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors while pinned memory is freed are suppressed)"
+    )
+    assert advice == (
+        "torch ignores pinned_free_catch_all in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF; "
+        "torch ignores pinned_max_cached_size_mb in PYTORCH_CUDA_ALLOC_CONF: set it in PYTORCH_ALLOC_CONF"
+    )
+    # Alone each variable has both.
+    for name, value in both.items():
+        assert host_allocator.allocator({name: value})[1] == ""
+
+
+def test_without_torch_the_rules_are_those_of_the_latest(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert host_allocator.allocator({"PYTORCH_ALLOC_CONF": "pinned_num_register_threads:8"})[1] == ""
+
+
+def test_an_older_torch_does_not_read_the_general_variable(monkeypatch):
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 6))
+    alone = {"PYTORCH_ALLOC_CONF": "pinned_num_register_threads:8"}
+    found, advice = host_allocator.allocator(alone)
+    assert found.startswith("torch's defaults")
+    assert advice == (
+        "torch ignores pinned_num_register_threads in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF"
+    )
 
 
 @pytest.mark.parametrize("version, unsafe", [((2, 14), True), ((2, 15), False)])
 def test_an_unsafe_pair_of_settings_is_told(monkeypatch, version, unsafe):
     monkeypatch.setattr(host_allocator, "_torch_version", lambda: version)
-    _, advice = host_allocator.allocator({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:8"})
+    _, advice = host_allocator.allocator({"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:8"})
     assert ("set pinned_max_cached_size_mb:8 too" in advice) == unsafe
     settings = "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8"
-    assert host_allocator.allocator({"PYTORCH_ALLOC_CONF": settings})[1] == ""
+    assert host_allocator.allocator({"PYTORCH_CUDA_ALLOC_CONF": settings})[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +104,7 @@ def test_an_unsafe_pair_of_settings_is_told(monkeypatch, version, unsafe):
     ],
 )
 def test_sizes_are_rounded_as_torch_rounds_them(nbytes, settings, expected):
-    _, known = host_allocator.pinned_settings({"PYTORCH_ALLOC_CONF": settings})
+    known = host_allocator.pinned_settings({"PYTORCH_CUDA_ALLOC_CONF": settings})
     assert host_allocator.rounded(nbytes, known) == expected
 
 
@@ -77,22 +113,22 @@ def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     path = report(tmp_path, 36.75 * MIB, 60 * MIB, 0)
     _, small, large = findings(capsys, "--bench", path)
-    assert small["found"] == "36.75 MiB as one tensor take 64 MiB (74% more)" and small["state"] == "note"
+    assert small["found"] == "36.75 MiB as one tensor takes 64 MiB (74% more)" and small["state"] == "note"
     assert small["advice"] == (
         "a batch size up to 1.74 times as large takes no more memory; "
         "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size as it is"
     )
-    assert (large["found"], large["state"]) == ("60 MiB as one tensor take 64 MiB (7% more)", "ok")
+    assert (large["found"], large["state"]) == ("60 MiB as one tensor takes 64 MiB (7% more)", "ok")
     # What it advises is true, and is advised only where it is safe.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:18")
-    assert findings(capsys, "--bench", path)[1]["found"] == "36.75 MiB as one tensor take 36.75 MiB (0% more)"
+    assert findings(capsys, "--bench", path)[1]["found"] == "36.75 MiB as one tensor takes 36.75 MiB (0% more)"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 14))
     assert "PYTORCH_ALLOC_CONF" not in findings(capsys, "--bench", path)[1]["advice"]
 
 
 def test_batches_that_are_not_kept_are_told(tmp_path):
-    settings = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
     ((found, advice),) = host_allocator.batches(report(tmp_path, 20 * MIB), settings)
     assert found.endswith("(0% more), made anew for each batch") and "raise pinned_max_cached_size_mb" in advice
 

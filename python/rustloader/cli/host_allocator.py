@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 
 _MIB = 1 << 20
-# torch takes the first of them that is set.
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_GENERAL, _CUDA, _HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+# torch takes the first of them that is set (c10/core/AllocatorConfig.cpp), ...
+_VARIABLES = (_GENERAL, _CUDA, _HIP)
+# ... and for the settings of CUDA alone the first of these (c10/cuda/CUDAAllocatorConfig.h).
+_CUDA_VARIABLES = (_CUDA, _HIP, _GENERAL)
+_CUDA_SETTINGS = {
+    "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_free_catch_all",
+}
+# The version of torch that reads PYTORCH_ALLOC_CONF.
+_SINCE_GENERAL = (2, 9)
 # More than this share of a batch is lost to rounding: advice.
 _LOSS = 0.25
 # Before this version of torch, sizes that are not rounded and are kept could be given out for larger ones.
@@ -17,38 +30,58 @@ _MEANINGS = {
     "pinned_use_cuda_host_register": "new memory is mapped and then registered, not made by cudaHostAlloc",
     "pinned_use_hip_host_register": "new memory is mapped and then registered, not made by hipHostMalloc",
     "pinned_num_register_threads": "threads that register one block",
-    "pinned_max_register_threads": "limit of the threads that register one block",
     "pinned_use_background_threads": "a thread looks for memory that the device is done with",
+    "pinned_free_catch_all": "errors while pinned memory is freed are suppressed",
     "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and given out in parts",
     "pinned_max_round_threshold_mb": "larger sizes in MiB are not rounded up to a power of two",
     "pinned_max_cached_size_mb": "larger blocks in MiB are given back to the system, not kept for the next batch",
 }
 
 
-def pinned_settings(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The variable that torch reads, and the settings in it that concern pinned memory."""
-    name = next((name for name in _VARIABLES if name in environ), "")
+def _written(environ: Mapping[str, str], name: str) -> dict[str, str]:
+    """The settings of pinned memory in a variable."""
     pairs = (entry.partition(":") for entry in environ.get(name, "").replace(" ", "").split(","))
-    return name, {key: value for key, _, value in pairs if key.startswith("pinned_")}
+    return {key: value for key, _, value in pairs if key.startswith("pinned_")}
+
+
+def _variable_of(setting: str, environ: Mapping[str, str]) -> str:
+    """The variable that torch reads for a setting; "" if none is set."""
+    names = _CUDA_VARIABLES if setting in _CUDA_SETTINGS else _VARIABLES
+    known = [name for name in names if name != _GENERAL or _torch_version() >= _SINCE_GENERAL]
+    return next((name for name in known if name in environ), "")
+
+
+def pinned_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of pinned memory that torch takes."""
+    found = {name: _written(environ, name) for name in _VARIABLES}
+    return {key: found[name][key] for name in found for key in found[name] if _variable_of(key, environ) == name}
 
 
 def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
     """The settings in words, and advice."""
-    name, settings = pinned_settings(environ)
-    if not settings:
-        return "torch's defaults: sizes are rounded up to a power of two, and all blocks are kept for later batches", ""
-    texts = [f"{key}:{value}{f' ({_MEANINGS[key]})' if key in _MEANINGS else ''}" for key, value in settings.items()]
-    advice = ""
+    texts, advice = [], []
+    for name in _VARIABLES:
+        taken, ignored = [], []
+        for key, value in _written(environ, name).items():
+            if _variable_of(key, environ) == name:
+                taken.append(f"{key}:{value}{f' ({_MEANINGS[key]})' if key in _MEANINGS else ''}")
+            else:
+                ignored.append((key, _variable_of(key, environ)))
+        if taken:
+            texts.append(f"{name} has {', '.join(taken)}")
+        advice += [f"torch ignores {key} in {name}: set it in {instead or _CUDA}" for key, instead in ignored]
+    settings = pinned_settings(environ)
     if _limit(settings, "pinned_max_round_threshold_mb") < _limit(settings, "pinned_max_cached_size_mb"):
-        advice = _overflow(settings)
-    return f"{name} has {', '.join(texts)}", advice
+        advice += _overflow(settings)
+    default = "torch's defaults: sizes are rounded up to a power of two, and all blocks are kept for later batches"
+    return "; ".join(texts) or default, "; ".join(advice)
 
 
-def _overflow(settings: Mapping[str, str]) -> str:
+def _overflow(settings: Mapping[str, str]) -> list[str]:
     if _torch_version() >= _SAFE_THRESHOLD:
-        return ""
+        return []
     limit = settings["pinned_max_round_threshold_mb"]
-    return f"this torch may give out too small blocks: set pinned_max_cached_size_mb:{limit} too, or update torch"
+    return [f"this torch may give out too small blocks: set pinned_max_cached_size_mb:{limit} too, or update torch"]
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -64,7 +97,7 @@ def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             sizes = sorted({round(point[side]["batch_bytes"]) for point in results for side in ("torch", "rustloader")})
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is not what `rustloader bench --json` prints") from None
-    _, settings = pinned_settings(environ)
+    settings = pinned_settings(environ)
     for nbytes in sizes:
         if nbytes:
             yield _batch(nbytes, settings)
@@ -73,7 +106,7 @@ def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
     taken = rounded(nbytes, settings)
     loss = taken / nbytes - 1
-    text = f"{nbytes / _MIB:.4g} MiB as one tensor take {taken / _MIB:.4g} MiB ({loss:.0%} more)"
+    text = f"{nbytes / _MIB:.4g} MiB as one tensor takes {taken / _MIB:.4g} MiB ({loss:.0%} more)"
     if nbytes > _limit(settings, "pinned_max_cached_size_mb"):
         return f"{text}, made anew for each batch", "raise pinned_max_cached_size_mb above the size of a batch"
     if loss <= _LOSS:
@@ -99,7 +132,9 @@ def _limit(settings: Mapping[str, str], name: str) -> float:
 
 
 def _torch_version() -> tuple[int, int]:
-    import torch
-
-    major, minor = torch.__version__.split(".")[:2]
+    """The installed version; without torch the latest that this module knows."""
+    try:
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return _SAFE_THRESHOLD
     return int(major), int(minor)
