@@ -26,6 +26,8 @@ pub mod prepare;
 pub mod roundtrip;
 #[cfg(feature = "python")]
 pub mod rows;
+#[cfg(feature = "python")]
+mod shapes;
 
 use crate::config::BUFFER_KEPT;
 use crate::error::{Error, Result};
@@ -40,6 +42,8 @@ pub use leaves::Outgoing;
 pub use pickle::{pickle_of, pickle_sum};
 #[cfg(feature = "python")]
 pub use pinned::Pinned;
+#[cfg(feature = "python")]
+pub use shapes::Shapes;
 
 /// Frees a buffer that a large message has enlarged.
 pub fn shrink(buffer: &mut Vec<u8>) {

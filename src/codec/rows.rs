@@ -1,12 +1,16 @@
 //! Python values as the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, or a tree with its leaves.
+//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, a tree with its leaves, or the
+//! values of a dict. The image's meta has the keys of such dicts, as the tree of a list of tuples.
+
+use std::ops::Deref;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyBytes, PyComplex, PyFloat, PyInt, PyNone, PyString, PyTuple};
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyNone, PyString, PyTuple};
 
+use super::shapes::Shapes;
 use super::{Sink, Source, decode, encode, shrink};
 use crate::error::{Error, Result};
 use crate::interop::memory::{Heap, Memory};
@@ -19,6 +23,43 @@ const PICKLE: u8 = 0xf0;
 /// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree; the
 /// leaves.
 const LEAVES: u8 = 0xf1;
+/// The first byte of a dict that has a shape: the shape's number, u32; the tuple of the values, a tree with or without leaves.
+const SHAPED: u8 = 0xf2;
+
+/// A mapped image of rows.
+pub struct Rows {
+    store: Store,
+    /// The keys of dicts, by the numbers of their shapes.
+    shapes: PyOnceLock<Vec<Py<PyTuple>>>,
+}
+
+impl From<Store> for Rows {
+    fn from(store: Store) -> Self {
+        Self { store, shapes: PyOnceLock::new() }
+    }
+}
+
+impl Deref for Rows {
+    type Target = Store;
+
+    fn deref(&self) -> &Store {
+        &self.store
+    }
+}
+
+impl Rows {
+    /// The keys of a shape.
+    fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
+        let shapes = self.shapes.get_or_try_init(py, || {
+            let list = plain(py, self.meta())?;
+            let tuples = list.cast::<PyList>()?.iter().map(|keys| Ok(keys.cast_into::<PyTuple>()?.unbind()));
+            tuples.collect::<PyResult<Vec<_>>>()
+        })?;
+        let keys =
+            shapes.get(number as usize).ok_or_else(|| Error::foreign("it is damaged: a shape is missing"))?;
+        Ok(keys.bind(py))
+    }
+}
 
 /// Leaves of 16 KiB and more of a value, in ordinary memory until the row is written.
 #[derive(Default)]
@@ -40,6 +81,7 @@ impl Sink for Leaves {
 /// Appends a value as a row. `dumps` pickles what is no plain tree. `buffer` is kept from row to row.
 pub fn push(
     builder: &mut Builder,
+    shapes: &mut Shapes,
     value: &Bound<'_, PyAny>,
     dumps: &Bound<'_, PyAny>,
     buffer: &mut Vec<u8>,
@@ -55,18 +97,25 @@ pub fn push(
     shrink(buffer);
     buffer.clear();
     let mut leaves = Leaves::default();
-    if !encode(Bridge::get(value.py())?, value, buffer, &mut leaves)? {
+    let shaped = shapes.split(value)?;
+    let mut prefix = Vec::new();
+    if let Some((number, _)) = &shaped {
+        prefix.push(SHAPED);
+        prefix.extend_from_slice(&number.to_le_bytes());
+    }
+    let tree = shaped.as_ref().map_or(value, |(_, values)| values.as_any());
+    if !encode(Bridge::get(value.py())?, tree, buffer, &mut leaves)? {
         let pickle = dumps.call1((value,))?;
         let pickle = pickle.cast::<PyBytes>()?;
         return Ok(builder.record(&[&[PICKLE], pickle.as_bytes()])?);
     }
     if leaves.0.is_empty() {
-        return Ok(builder.record(&[buffer])?);
+        return Ok(builder.record(&[&prefix, buffer])?);
     }
     let lengths = leaves.0.iter().map(Heap::len);
     let head = [buffer.len(), leaves.0.len()].into_iter().chain(lengths);
     let head: Vec<u8> = head.flat_map(|number| (number as u64).to_le_bytes()).collect();
-    let mut parts: Vec<&[u8]> = vec![&[LEAVES], &head, buffer];
+    let mut parts: Vec<&[u8]> = vec![&prefix, &[LEAVES], &head, buffer];
     // SAFETY: the encoder has filled these bytes, which `leaves` keeps.
     parts.extend(leaves.0.iter().map(|leaf| unsafe { std::slice::from_raw_parts(leaf.ptr(), leaf.len()) }));
     Ok(builder.record(&parts)?)
@@ -106,8 +155,8 @@ fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
 
 /// The value of a row: a new object.
 #[inline]
-pub fn value<'py>(py: Python<'py>, store: &Store, row: u64) -> PyResult<Bound<'py, PyAny>> {
-    let bytes = match store.row(row)? {
+pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py, PyAny>> {
+    let bytes = match rows.row(row)? {
         Row::Int(value) => return Ok(value.into_pyobject(py)?.into_any()),
         Row::Float(value) => return Ok(PyFloat::new(py, value).into_any()),
         Row::Record(bytes) => bytes,
@@ -117,13 +166,39 @@ pub fn value<'py>(py: Python<'py>, store: &Store, row: u64) -> PyResult<Bound<'p
     }
     match bytes.split_first() {
         Some((&PICKLE, pickle)) => loads(py)?.call1((PyBytes::new(py, pickle),)),
+        Some((&SHAPED, rest)) => shaped(py, rows, rest),
+        _ => plain(py, bytes),
+    }
+}
+
+/// The value of a tree with or without leaves.
+fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+    let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
             let (tree, mut leaves) =
                 split(rest).ok_or_else(|| Error::foreign("it is damaged: a row's leaves"))?;
-            Ok(decode(py, Bridge::get(py)?, tree, &mut leaves)?.into_bound(py))
+            decode(py, Bridge::get(py)?, tree, &mut leaves)?
         }
-        _ => Ok(decode(py, Bridge::get(py)?, bytes, &mut Parts(Vec::new()))?.into_bound(py)),
+        _ => decode(py, Bridge::get(py)?, bytes, &mut Parts(Vec::new()))?,
+    };
+    Ok(value.into_bound(py))
+}
+
+/// The dict of a row that begins with [`SHAPED`].
+fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+    let damaged = || Error::foreign("it is damaged: a dict's values");
+    let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(damaged)?;
+    let keys = rows.keys(py, u32::from_le_bytes(*number))?;
+    let values = plain(py, rest)?;
+    let values = values.cast::<PyTuple>().map_err(|_| damaged())?;
+    if values.len() != keys.len() {
+        return Err(damaged().into());
     }
+    let dict = PyDict::new(py);
+    for (key, value) in keys.iter_borrowed().zip(values.iter_borrowed()) {
+        dict.set_item(key, value)?;
+    }
+    Ok(dict.into_any())
 }
 
 fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
@@ -216,7 +291,7 @@ pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Opti
 }
 
 /// The row of a key among rows of keys and values, as in a dict.
-pub fn find_key(store: &Store, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let py = wanted.py();
     let mut buffer = Vec::new();
     let hash = key_hash(wanted, &mut buffer)?;

@@ -1,5 +1,6 @@
 """`rustloader.share`: values, types and errors as the original's."""
 
+import collections
 import collections.abc
 import copy
 import dataclasses
@@ -10,6 +11,7 @@ import mmap
 import operator
 import os
 import pickle
+import re
 import resource
 from decimal import Decimal
 from fractions import Fraction
@@ -25,7 +27,7 @@ from hypothesis import strategies as st
 from isolation import in_child
 from support import open_files, rustloader
 
-from rustloader._core import SharedStore
+from rustloader._core import SharedStore, memory_limits
 
 pytestmark = pytest.mark.ours
 
@@ -105,6 +107,82 @@ def test_dicts_of_any_values_come_back(given):
     for key, value in given.items():
         if key == key:
             assert key in shared and exactly(shared[key], value) and exactly(shared.get(key), value)
+
+
+# Dicts with the same keys, which the image has once
+
+TABLES = st.lists(st.text(max_size=5), min_size=1, max_size=4, unique=True).flatmap(
+    lambda keys: st.lists(st.tuples(*(VALUES for _ in keys)).map(lambda row: dict(zip(keys, row, strict=True))))
+)
+
+
+@settings(max_examples=100, deadline=None)
+@for_all(TABLES, TABLES)
+def test_rows_of_tables_come_back(one, two):
+    rows = [*one, *two, *[dict(reversed(row.items())) for row in one]]
+    assert exactly(list(share(rows)), rows)
+    pairs = dict(enumerate(rows))
+    assert exactly(share(pairs).to_dict(), pairs)
+
+
+def test_dicts_of_every_shape_come_back():
+    one, text = [1], "x" * 100
+    tied = {"a": one, "b": (one, text), "c": {"a": one, "d": text}}
+    rows = [
+        {"a": 1, "b": 2.5},
+        {"b": 2.5, "a": 1},
+        {},
+        {"a": None, 1: "number", ("t",): True},
+        {"\ud800": 1},
+        {Named("a"): 1},
+        collections.OrderedDict(a=1),
+        {"a": np.arange(20_000), "b": torch.ones(5)},
+        {"a": object},
+        tied,
+        *({f"key {number}": number} for number in range(300)),
+        {str(number): number for number in range(1000)},
+        {"a": 1, "b": 2.5},
+    ]
+    shared = share(rows)
+    for row, found in zip(rows, shared, strict=True):
+        assert type(found) is type(row) and list(found) == list(row)
+        assert list(map(type, found)) == list(map(type, row)) and str(found) == str(row)
+    assert np.array_equal(shared[7]["a"], rows[7]["a"]) and shared[7]["a"].flags.writeable
+    back = shared[9]
+    assert back["a"] is back["b"][0] is back["c"]["a"]
+    assert shared[0] is not shared[0] and shared[0] == shared[-1]
+    circle = {"a": 1}
+    circle["b"] = circle
+    (found,) = share([circle])
+    assert found["b"] is found and found["a"] == 1
+
+
+def test_keys_of_equal_dicts_take_no_memory():
+    keys = [f"a key of some length {number}" for number in range(8)]
+    rows = [dict.fromkeys(keys, number) for number in range(5000)]
+    shared, values = share(rows), share([tuple(row.values()) for row in rows])
+    assert shared == rows and shared.nbytes - values.nbytes < 10 * len(rows)
+    back = pickle.loads(pickle.dumps(shared))
+    assert back == rows and back.nbytes == shared.nbytes
+
+
+def test_a_damaged_shape_is_an_error():
+    kind, (_, image) = share([{"key": 1}, {"key": 2}]).__reduce_ex__(4)
+    places = [at for at in range(len(image)) if image[at] == 0xF2]
+    assert len(places) == 2
+    for change in ({1: 1}, {4: 0xFF}, {6: 2}, {0: 0xF1}, {5: 10}):
+        damaged = bytearray(image)
+        for offset, byte in change.items():
+            damaged[places[0] + offset] = byte
+        found = kind(type(share([])), bytes(damaged))
+        with pytest.raises((ValueError, RuntimeError), match=r"damaged|corrupt"):
+            found[0]
+        assert found[1] == {"key": 2}
+    # The keys.
+    damaged = image.replace(b"key", b"\xff\xff\xff")
+    found = kind(type(share([])), damaged)
+    with pytest.raises((ValueError, RuntimeError)):
+        found[0]
 
 
 def test_equality_membership_and_places_are_a_lists():
@@ -477,6 +555,53 @@ def test_dropped_objects_leave_nothing():
     assert (open_files().keys(), shared_memory()) == (before, mapped)
 
 
+class Pairs(collections.abc.Mapping):
+    """Equal to a dict that is never made."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+    def __getitem__(self, key):
+        return -key
+
+    def items(self):
+        return ((key, -key) for key in range(self.length))
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "most"),
+    [
+        (lambda count: (bytes([number % 256]) * 10_000 for number in range(count)), 20_000, 6),
+        (lambda count: (torch.full((5000,), number) for number in range(count)), 5_000, 6),
+        # 16 bytes for each key until the table is made, and 16 for the table.
+        (Pairs, 1 << 20, 38),
+    ],
+    ids=["bytes", "tensors", "dict"],
+)
+def test_building_holds_no_second_copy(make, count, most):
+    """The data are in a file in memory, which counts as resident only where it is mapped and read."""
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+    def body():
+        # What the first calls take: code, the allocators' pools.
+        share(make(count // 50))
+        before = peak()
+        size = share(make(count)).nbytes
+        return {"size": size, "growth": peak() - before}
+
+    report = in_child(body)
+    assert report["size"] > 30 << 20 and report["growth"] < most << 20, report
+
+
 # Limits
 
 
@@ -503,16 +628,52 @@ def test_a_memory_cgroup_that_is_too_small_is_an_error_with_sizes():
     assert f"{1 << 30} bytes were wanted after 0 bytes" in errors[0][1]
 
 
+def test_a_memory_cgroup_that_is_nearly_full_has_room_for_a_small_object():
+    def body():
+        def left():
+            return min(left for _, _, left in memory_limits())
+
+        big, fd = np.broadcast_to(np.zeros(1), (1 << 20,)), os.memfd_create("rustloader-test")
+        while left() > 6 << 20:
+            os.write(fd, bytes(1 << 20))
+        works = share(["a"]) == ["a"] and share({"a": 1}) == {"a": 1}
+        error = error_of(share, big)
+        os.close(fd)
+        return works, error
+
+    with cgroups.of_400_mb() as (join, limit, kills):
+        works, (kind, text) = cgroups.in_cgroup(join, body)
+        assert works and kills() == 0
+    assert kind == "MemoryError" and limit in text and f"{8 << 20} bytes were wanted after 0 bytes" in text, text
+
+
 def test_an_address_space_that_is_too_small_is_a_memory_error():
     def body():
+        big, half = np.broadcast_to(np.zeros(1), (1 << 30,)), np.broadcast_to(np.zeros(1), (5 << 20,))
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
-        return error_of(share, (b"x" * (1 << 20) for _ in range(100)))
+        found = [error_of(share, (b"x" * (1 << 20) for _ in range(100))), error_of(share, big), error_of(share, half)]
+        return [*found, len(share(half[: 1 << 20]))]
 
     report = in_child(lambda: {"value": body()})
-    kind, text = report["value"]
-    assert kind == "MemoryError" and "ulimit -v" in text, text
+    *errors, works = report["value"]
+    assert works == 1 << 20
+    pattern = (
+        r"cannot share this object: (\d+) bytes were wanted after (\d+) bytes, all of them are mapped( twice)? into "
+        r"the address space \(RLIMIT_AS, `ulimit -v`\), and (\d+) bytes are left; .*"
+    )
+    sizes = []
+    for kind, text in errors:
+        found = re.fullmatch(pattern, text)
+        assert kind == "MemoryError" and found, text
+        wanted, written, left = (int(found[number]) for number in (1, 2, 4))
+        times = 2 if found[3] else 1
+        assert times * (wanted + written) > left and left <= 64 << 20
+        sizes.append((wanted, written, times))
+    assert sizes[0][0] > 1 << 20 and 30 << 20 < sizes[0][1] < 64 << 20
+    # Before anything is written. The last one would have room for one mapping.
+    assert sizes[1:] == [(8 << 30, 0, 2), (40 << 20, 0, 2)]
 
 
 def test_a_limit_of_file_sizes_is_no_signal():

@@ -7,24 +7,25 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 
 use super::store::SharedStore;
-use crate::codec::rows;
+use crate::codec::{Shapes, rows};
 use crate::store::Builder;
 
 /// An image that is being written. One thread uses it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ShareBuilder {
-    builder: Mutex<Option<Builder>>,
+    builder: Mutex<Option<(Builder, Shapes)>>,
 }
 
 /// Rows between two looks at signals.
 const SIGNALS_EVERY: u64 = 1024;
 
 impl ShareBuilder {
-    fn with<T>(&self, run: impl FnOnce(&mut Builder) -> PyResult<T>) -> PyResult<T> {
+    fn with<T>(&self, run: impl FnOnce(&mut Builder, &mut Shapes) -> PyResult<T>) -> PyResult<T> {
         let used = || PyRuntimeError::new_err("this shared object is finished, or another call builds it");
         // User code that runs meanwhile may come back here.
         let mut builder = self.builder.try_lock().map_err(|_| used())?;
-        run(builder.as_mut().ok_or_else(used)?)
+        let (builder, shapes) = builder.as_mut().ok_or_else(used)?;
+        run(builder, shapes)
     }
 }
 
@@ -40,16 +41,16 @@ fn named(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
 impl ShareBuilder {
     #[new]
     fn new() -> PyResult<Self> {
-        Ok(Self { builder: Mutex::new(Some(Builder::new()?)) })
+        Ok(Self { builder: Mutex::new(Some((Builder::new()?, Shapes::default()))) })
     }
 
     /// Appends each item as a row.
     fn extend(&self, py: Python<'_>, items: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with(|builder| {
+        self.with(|builder, shapes| {
             let mut buffer = Vec::new();
             for item in items.try_iter()? {
                 let row = builder.rows();
-                rows::push(builder, &item?, dumps, &mut buffer)
+                rows::push(builder, shapes, &item?, dumps, &mut buffer)
                     .map_err(|error| named(py, error, row, "item"))?;
                 if row % SIGNALS_EVERY == 0 {
                     py.check_signals()?;
@@ -61,16 +62,16 @@ impl ShareBuilder {
 
     /// Appends each key and value as two rows.
     fn update(&self, py: Python<'_>, pairs: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with(|builder| {
+        self.with(|builder, shapes| {
             let (mut buffer, mut bytes) = (Vec::new(), Vec::new());
             for pair in pairs.try_iter()? {
                 let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
                 let row = builder.rows() / 2;
                 let failed = |error| named(py, error, row, "key or value");
                 let hash = rows::key_hash(&key, &mut bytes)?;
-                rows::push(builder, &key, dumps, &mut buffer).map_err(failed)?;
+                rows::push(builder, shapes, &key, dumps, &mut buffer).map_err(failed)?;
                 builder.key(hash);
-                rows::push(builder, &value, dumps, &mut buffer).map_err(failed)?;
+                rows::push(builder, shapes, &value, dumps, &mut buffer).map_err(failed)?;
                 if row % SIGNALS_EVERY == 0 {
                     py.check_signals()?;
                 }
@@ -80,7 +81,7 @@ impl ShareBuilder {
     }
 
     fn expect(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
-        self.with(|builder| Ok(py.detach(|| builder.expect(nbytes))?))
+        self.with(|builder, _| Ok(py.detach(|| builder.expect(nbytes))?))
     }
 
     fn raw(&self, py: Python<'_>, data: PyBuffer<u8>) -> PyResult<()> {
@@ -94,12 +95,16 @@ impl ShareBuilder {
         // SAFETY: the buffer's bytes, which stay while `data` lives. Another thread that changes them meanwhile races with the
         // copy as with any other reader.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
-        self.with(|builder| Ok(py.detach(|| builder.raw(bytes))?))
+        self.with(|builder, _| Ok(py.detach(|| builder.raw(bytes))?))
     }
 
     fn finish(&self, py: Python<'_>, kind: u64, meta: &[u8]) -> PyResult<SharedStore> {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
-        let builder = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
+        let (builder, shapes) =
+            taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
+        let shapes = shapes.finish();
+        // Raw data have a meta, and no rows.
+        let meta = if shapes.is_empty() { meta } else { &shapes };
         let fd = py.detach(|| builder.finish(kind, meta))?;
         SharedStore::open(fd)
     }

@@ -9,13 +9,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 
 use super::store::SharedStore;
-use crate::codec::rows;
-use crate::store::Store;
+use crate::codec::rows::{self, Rows};
 
 /// The base of `SharedList` and `SharedTuple`: reading.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedItems {
-    items: Arc<Store>,
+    items: Arc<Rows>,
     #[pyo3(get)]
     store: Py<SharedStore>,
     is_tuple: bool,
@@ -162,7 +161,7 @@ impl SharedItems {
 /// An iterator over rows: each `step`-th from a first one on.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedIterator {
-    store: Arc<Store>,
+    store: Arc<Rows>,
     first: i64,
     step: i64,
     count: u64,
@@ -170,7 +169,7 @@ pub struct SharedIterator {
 }
 
 impl SharedIterator {
-    pub fn new(store: Arc<Store>, first: i64, step: i64, count: u64) -> Self {
+    pub fn new(store: Arc<Rows>, first: i64, step: i64, count: u64) -> Self {
         Self { store, first, step, count, done: AtomicU64::new(0) }
     }
 }

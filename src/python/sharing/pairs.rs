@@ -7,13 +7,12 @@ use pyo3::prelude::*;
 
 use super::items::SharedIterator;
 use super::store::SharedStore;
-use crate::codec::rows;
-use crate::store::Store;
+use crate::codec::rows::{self, Rows};
 
 /// The base of `SharedDict`: reading.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedPairs {
-    pairs: Arc<Store>,
+    pairs: Arc<Rows>,
     #[pyo3(get)]
     store: Py<SharedStore>,
 }

@@ -9,6 +9,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::codec::rows::Rows;
 use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::memory::Memory;
 use crate::store::Store;
@@ -18,7 +19,7 @@ use crate::sys::sealed::{SealedMap, seal_all};
 /// A mapped image. Its buffer is the whole image.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedStore {
-    pub store: Arc<Store>,
+    pub store: Arc<Rows>,
     /// For other processes.
     fd: KnownFd,
 }
@@ -27,7 +28,7 @@ impl SharedStore {
     /// Maps an image, and keeps its descriptor.
     pub fn open(fd: OwnedFd) -> PyResult<Self> {
         let store = Store::open(fd.as_fd())?;
-        Ok(Self { store: Arc::new(store), fd: KnownFd::new(fd) })
+        Ok(Self { store: Arc::new(store.into()), fd: KnownFd::new(fd) })
     }
 }
 
@@ -77,7 +78,7 @@ impl SharedStore {
         })?;
         // SAFETY: the caller hands the descriptor over. Nothing fails from here on: after an error it is the caller's.
         let fd = unsafe { OwnedFd::from_raw_fd(fd.as_raw_fd()) };
-        Ok(Self { store: Arc::new(store), fd: KnownFd::new(fd) })
+        Ok(Self { store: Arc::new(store.into()), fd: KnownFd::new(fd) })
     }
 
     #[getter]
