@@ -16,7 +16,7 @@ fn port() -> Arc<Port> {
     Arc::new(Port::open(arena, 0, doorbell).unwrap())
 }
 
-fn array(port: &Port, len: usize, zeroed: bool) -> Option<NonNull<u8>> {
+fn array_of(port: &Port, len: usize, zeroed: bool) -> Option<NonNull<u8>> {
     port.allocate_array(len, zeroed).unwrap()
 }
 
@@ -32,11 +32,11 @@ fn bytes(memory: NonNull<u8>) -> &'static [u8] {
 #[test]
 fn a_freed_array_leaves_its_block_to_the_next_one() {
     let port = port();
-    let one = array(&port, LEN, false).unwrap();
-    let two = array(&port, LEN, false).unwrap();
+    let one = array_of(&port, LEN, false).unwrap();
+    let two = array_of(&port, LEN, false).unwrap();
     assert_ne!(one, two);
     port.free_array(one.as_ptr());
-    assert_eq!(array(&port, LEN, false), Some(one));
+    assert_eq!(array_of(&port, LEN, false), Some(one));
     // What is no array, or is freed already, is left alone.
     port.free_array(two.as_ptr().wrapping_add(4096));
     port.free_array(std::ptr::null_mut());
@@ -44,25 +44,25 @@ fn a_freed_array_leaves_its_block_to_the_next_one() {
     port.free_array(two.as_ptr());
     port.free_array(two.as_ptr());
     assert_eq!(port.array_len(two.as_ptr()), 0);
-    assert_eq!(array(&port, LEN, false), Some(two));
-    assert_ne!(array(&port, LEN, false), Some(two));
+    assert_eq!(array_of(&port, LEN, false), Some(two));
+    assert_ne!(array_of(&port, LEN, false), Some(two));
 }
 
 #[test]
 fn zeroes_are_zeroes_in_a_used_block() {
     let port = port();
-    let array = array(&port, LEN, false).unwrap();
+    let array = array_of(&port, LEN, false).unwrap();
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(7, LEN) };
     port.free_array(array.as_ptr());
-    assert_eq!(array(&port, LEN, true), Some(array));
+    assert_eq!(array_of(&port, LEN, true), Some(array));
     assert!(bytes(array).iter().all(|byte| *byte == 0));
 }
 
 #[test]
 fn a_noted_array_stays_until_it_is_taken() {
     let port = port();
-    let array = array(&port, LEN, true).unwrap();
+    let array = array_of(&port, LEN, true).unwrap();
     let block = block_of(&port, array);
     assert!(port.has_array(block) && port.note_array(block));
     assert!(!port.note_array(block), "one message at a time");
@@ -71,17 +71,17 @@ fn a_noted_array_stays_until_it_is_taken() {
     assert!(port.note_array(block));
     port.free_array(array.as_ptr());
     assert!(port.is_freed(block));
-    assert_ne!(array(&port, LEN, false), Some(array));
+    assert_ne!(array_of(&port, LEN, false), Some(array));
     assert!(port.take_freed(block));
     assert!(!port.has_array(block) && !port.take_freed(block));
     port.release(block);
-    assert_eq!(array(&port, LEN, false), Some(array));
+    assert_eq!(array_of(&port, LEN, false), Some(array));
 }
 
 #[test]
 fn the_block_of_a_freed_array_passes_to_the_consumer() {
     let port = port();
-    let array = array(&port, LEN, true).unwrap();
+    let array = array_of(&port, LEN, true).unwrap();
     let block = block_of(&port, array);
     assert!(port.note_array(block));
     let leaf = Leaf { block, len: LEN as u64 };
@@ -93,9 +93,9 @@ fn the_block_of_a_freed_array_passes_to_the_consumer() {
     port.send(1, ResultKind::Plain, &[(leaf, Keep::Freed)], b"", Timings::default()).unwrap();
     let state = || port.arena().table(0)[block as usize].state.load(Ordering::Relaxed);
     assert_eq!(state(), CONSUMER);
-    assert_ne!(array(&port, LEN, false), Some(array));
+    assert_ne!(array_of(&port, LEN, false), Some(array));
     port.arena().release(0, block, CONSUMER);
-    assert_eq!(array(&port, LEN, false), Some(array));
+    assert_eq!(array_of(&port, LEN, false), Some(array));
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_block_of_a_message_outlives_the_workers_object_and_comes_back_if_nothing_is
 #[test]
 fn an_array_grows_where_it_lies_while_its_block_has_room() {
     let port = port();
-    let array = array(&port, LEN, true).unwrap();
+    let array = array_of(&port, LEN, true).unwrap();
     assert_eq!(port.resize_array(array.as_ptr(), LEN + 4000), Resized::InPlace);
     assert_eq!(port.array_len(array.as_ptr()), LEN + 4000);
     assert_eq!(port.resize_array(array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
@@ -139,15 +139,15 @@ fn an_array_grows_where_it_lies_while_its_block_has_room() {
 fn arrays_have_a_part_of_the_region_and_none_after_the_end() {
     let port = port();
     let each = ARRAYS_FROM as usize / 4;
-    let arrays: Vec<_> = (0..4).map(|_| array(&port, each, false).unwrap()).collect();
-    assert_eq!(array(&port, 1, false), None);
+    let arrays: Vec<_> = (0..4).map(|_| array_of(&port, each, false).unwrap()).collect();
+    assert_eq!(array_of(&port, 1, false), None);
     port.free_array(arrays[0].as_ptr());
     assert_eq!(port.resize_array(arrays[1].as_ptr(), each - 4096), Resized::InPlace);
-    assert_eq!(array(&port, each + 4097, false), None);
-    let again = array(&port, each + 4096, false).unwrap();
+    assert_eq!(array_of(&port, each + 4097, false), None);
+    let again = array_of(&port, each + 4096, false).unwrap();
     port.free_array(again.as_ptr());
     port.leave();
-    assert_eq!(array(&port, LEN, false), None);
+    assert_eq!(array_of(&port, LEN, false), None);
     port.free_array(arrays[2].as_ptr());
     assert_eq!(port.array_len(arrays[2].as_ptr()), each, "the region is left as it is");
     assert_eq!(port.resize_array(arrays[2].as_ptr(), each - 1), Resized::Move(each));
@@ -159,7 +159,7 @@ fn arrays_do_not_make_other_blocks_lose_their_pages() {
     let (block, memory) = port.allocate(10 << 20).unwrap();
     port.release(block);
     for _ in 0..10_000 {
-        let array = array(&port, LEN, false).unwrap();
+        let array = array_of(&port, LEN, false).unwrap();
         port.free_array(array.as_ptr());
     }
     assert_eq!(port.arena().table(0)[block as usize].warm.load(Ordering::Relaxed), 10 << 20);
@@ -170,7 +170,7 @@ fn arrays_do_not_make_other_blocks_lose_their_pages() {
 fn a_child_has_private_copies_and_changes_nothing() {
     let port = port();
     watch(&port).unwrap();
-    let array = array(&port, LEN, true).unwrap();
+    let array = array_of(&port, LEN, true).unwrap();
     // SAFETY: an array of LEN bytes, which this thread and its child alone use.
     let first = || unsafe { array.as_ptr().read_volatile() };
     // SAFETY: the child leaves by _exit; what it calls takes no lock that it could find held.
@@ -178,7 +178,7 @@ fn a_child_has_private_copies_and_changes_nothing() {
     if pid == 0 {
         // SAFETY: the child's private copy of the array.
         unsafe { array.write_bytes(9, LEN) };
-        let mut fine = first() == 9 && array(&port, LEN, false).is_none();
+        let mut fine = first() == 9 && array_of(&port, LEN, false).is_none();
         fine &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
         fine &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
         port.free_array(array.as_ptr());
