@@ -18,9 +18,13 @@ from ray_support import GONE, links
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ray_folder():
+def ray_folder(tmp_path_factory):
+    """Ray's folder. Nothing is written anywhere else: not into the home folder, nor where Ray would by default."""
+    home, others = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("default")
+    os.environ.update(HOME=str(home), TMPDIR=str(others))
     with ray_cluster.folder() as path:
         yield path
+    assert [*home.iterdir(), *(others / "ray").glob("*")] == []
 
 
 @pytest.fixture(scope="session")

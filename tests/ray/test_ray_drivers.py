@@ -1,0 +1,54 @@
+"""Programs with workers on a cluster: the example, one that makes its cluster itself, and Ray Train."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from ray_support import Stream, epochs
+
+import rustloader.ray
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+ADDRESS = "RAY_ADDRESS"
+
+
+def train(*arguments, **variables):
+    """The lines that the example prints."""
+    environment = {name: value for name, value in os.environ.items() if name != ADDRESS} | variables
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_the_example_trains_and_prints_a_verdict_and_its_own_cluster_leaves_no_file(cluster, tmp_path):
+    (*losses, verdict), err = train("--on", "far", RAY_ADDRESS=cluster.address)
+    assert len(losses) == 2 and all("over 32 batches" in line for line in losses)
+    assert verdict and "Started a local Ray instance" not in err
+    # Without a cluster: the names of Ray's sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:
+        for name in ("home", "tmp"):
+            (tmp_path / name).mkdir()
+        variables = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": folder}
+        (*again, _), err = train(**variables)
+        assert again == losses and "Started a local Ray instance" in err
+        assert os.listdir(folder)
+    # torch makes a folder for a compiler's cache.
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+def test_a_worker_of_ray_train_has_workers_itself(cluster, tmp_path):
+    needed = "Ray Train is not here: pip install 'ray[train]'"
+    train = pytest.importorskip("ray.train", reason=needed, exc_type=ImportError)
+    torch_trainer = pytest.importorskip("ray.train.torch", reason=needed, exc_type=ImportError).TorchTrainer
+
+    def loop():
+        (batches,) = epochs(Stream(), rustloader.ray.RayContext(), 1, num_workers=1)
+        train.report({"indices": [index for indices, _ in batches for index in indices.tolist()]})
+
+    run = train.RunConfig(storage_path=str(tmp_path))
+    result = torch_trainer(loop, scaling_config=train.ScalingConfig(num_workers=1), run_config=run).fit()
+    assert result.metrics["indices"] == list(range(31))
