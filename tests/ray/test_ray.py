@@ -112,7 +112,7 @@ def test_a_driver_that_is_a_task_or_an_actor_itself_has_workers(cluster):
     task = ray.remote(num_cpus=0)(train)
     actor = ray.remote(num_cpus=0)(type("Driver", (), {"train": train})).remote()
     expected = epochs(Stream(), "fork", 1, num_workers=1)
-    for result in task.remote(), actor.train.remote(), actor.train.remote():
+    for result in task.remote(), actor.train.remote():
         assert same(ray.get(result, timeout=200), expected)
 
 
