@@ -197,34 +197,39 @@ class Play:
     def disturbed(self, context, expected):
         import rustloader
 
-        loader, iterator = None, None
-        while iterator is None:
-            # The first start of a loader has no restarts: a fault in it is an error, and the program tries again.
-            loader = self.loader(context, max_restarts=20, stall_timeout=STALL)
+        loader = None
+        while loader is None:
+            loader = self.all_epochs(context, expected)
+        faults = rustloader.stats(loader).faults
+        self.figures["epochs"] += len(expected)
+        self.figures["restarts"] += faults.restarts
+        self.figures["stalls"] += faults.stalls
+        end_of(loader)
+
+    def all_epochs(self, context, expected):
+        """Runs the epochs of a loader, and returns it. None if the start of an iterator's workers has failed: there are
+        no restarts in it, so the program begins anew."""
+        loader = self.loader(context, max_restarts=20, stall_timeout=STALL)
+        total = sum(map(len, expected))
+        blows = [(what, int(share * total)) for what, share in self.trial.blows]
+        seen = 0
+        for epoch, right in enumerate(expected):
             try:
                 iterator = iter(loader)
             except RuntimeError as error:
                 if "cannot start" not in str(error) or not any(proxy.happened for proxy in context.proxies):
                     raise
                 self.figures["failed starts"] += 1
-        total = sum(map(len, expected))
-        blows = [(what, int(share * total)) for what, share in self.trial.blows]
-        seen = 0
-        for epoch, right in enumerate(expected):
-            # An iterator of an iterable dataset has no length, so no truth value.
-            iterator, got = iter(loader) if iterator is None else iterator, []
+                return None
+            got = []
             for batch in iterator:
                 got.append(restart_data.content(batch))
                 seen += 1
                 while blows and blows[0][1] < seen:
                     self.strike(blows.pop(0)[0], iterator)
             self.compare(epoch, got, right)
-            iterator = None
-        faults = rustloader.stats(loader).faults
-        self.figures["epochs"] += len(expected)
-        self.figures["restarts"] += faults.restarts
-        self.figures["stalls"] += faults.stalls
-        end_of(loader)
+            del iterator
+        return loader
 
     def strike(self, what, iterator):
         worker = random.Random(self.trial.seed).choice(iterator._workers)
