@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts connections stress-ray \
+.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu sanitize-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts connections stress-ray \
 	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
 	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
 	reliability-figures ecosystem test-ray wheel dist docs clean
@@ -146,6 +146,11 @@ test-gpu: build ## Run the tests that need a CUDA device
 stress-gpu: build ## Delay streams and drop batches on a CUDA device, for 10 minutes (ARGS='--minutes 2')
 	cd tests/python && $(abspath $(BIN))/python -m faults.device_stress $(ARGS)
 
+SANITIZER ?= compute-sanitizer
+sanitize-gpu: build ## Run an epoch with small batches under compute-sanitizer, on a CUDA device
+	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
+	cd tests/python && $(SANITIZER) --target-processes application-only --error-exitcode 1 $(abspath $(BIN))/python -m faults.device_stress --small --epochs 1 $(ARGS)
+
 lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
@@ -209,6 +214,7 @@ compare-ray: build $(RAY)/.made-with ## Compare workers on a Ray cluster with lo
 compare-gpu: build ## Compare pinned batches and their way to the device, on a CUDA device
 	$(BIN)/python benches/gpu.py $(ARGS)
 	$(BIN)/python benches/to_device.py $(ARGS)
+	$(BIN)/python benches/registered.py
 
 reliability-figures: build ## Measure how fast faults are seen and how long shutdowns take (ARGS='--write docs/reliability.md')
 	$(BIN)/python benches/reliability.py $(ARGS)

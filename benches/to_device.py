@@ -9,7 +9,8 @@ step           milliseconds per batch of a loop that computes on the device for 
 overlap        share of the copies' time for which the loop's stream did not wait, of prefetch_to_device.
 
 The limits stand first in each row: what cudaMemcpyAsync copies from pinned memory, and what one thread copies from
-ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared.
+ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
+profile of the training loop over prefetch_to_device, which overlap.py draws.
 
 It needs a CUDA device. With --device cpu it runs as a whole where there is none, and its figures mean nothing.
 """
@@ -130,6 +131,10 @@ def measure(row: Row, options: argparse.Namespace, device: Device) -> None:
         overlap = "" if share is None else f"{share:>10.0%}"
         figures = f"{rate:>11,.1f}{rate * nbytes / 1e9:>8.2f} |{step:>9.3f}{step / kernel.ms:>8.3f}"
         print(f"  {loop.name:<16}{figures}{overlap}", flush=True)
+    if options.trace:
+        with torch.profiler.profile() as profile:
+            loops[-1].step_ms(device, kernel)
+        profile.export_chrome_trace(f"{options.trace}.{row.name}.json")
     for loop in loops:
         loop.loader._iterator._shutdown_workers()
 
@@ -142,6 +147,7 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=2, help="batches that are copied ahead (default: %(default)s)")
     parser.add_argument("--step", type=float, default=20.0, metavar="MS", help="training step (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few batches: no figures to quote")
+    parser.add_argument("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

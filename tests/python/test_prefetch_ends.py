@@ -1,4 +1,4 @@
-"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C, kill and ranks; with a card, too, where there is one."""
+"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C, kill, ranks; with a card, too, where there is one."""
 
 import json
 import os

@@ -1,0 +1,110 @@
+"""Draw a profile of to_device.py or gpu.py as a picture: what the device copied and computed, by stream.
+
+`to_device.py --rows images_f32 --trace out` writes the profile, `overlap.py out.images_f32.json docs/overlap.svg` draws
+the last --ms milliseconds of it. Each stream has a line. Copies that run beside kernels lie below or above them.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COLORS = {"copy to the device": "#e0862f", "other copies": "#c9b79c", "kernel": "#1f5fa8"}
+
+
+class Piece(NamedTuple):
+    """Work of the device. Times are in milliseconds."""
+
+    stream: int
+    kind: str
+    begin: float
+    end: float
+
+
+def pieces(trace: dict[str, Any]) -> list[Piece]:
+    """The copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
+    found = []
+    for event in trace.get("traceEvents", []):
+        category = event.get("cat")
+        if event.get("ph") != "X" or category not in ("gpu_memcpy", "gpu_memset", "kernel"):
+            continue
+        is_to_device = "HtoD" in event["name"]
+        kind = "kernel" if category == "kernel" else "copy to the device" if is_to_device else "other copies"
+        begin, stream = event["ts"] / 1e3, int(event.get("args", {}).get("stream", event.get("tid", 0)))
+        found.append(Piece(stream, kind, begin, begin + event["dur"] / 1e3))
+    return sorted(found, key=lambda it: it.begin)
+
+
+def merged(of: list[Piece]) -> list[tuple[float, float]]:
+    """The times in which at least one piece runs."""
+    found: list[tuple[float, float]] = []
+    for piece in sorted(of, key=lambda it: it.begin):
+        if found and piece.begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], piece.end)
+        else:
+            found.append((piece.begin, piece.end))
+    return found
+
+
+def overlap(of: list[Piece]) -> float:
+    """The share of the time of copies to the device in which a kernel ran, too."""
+    copies = merged([it for it in of if it.kind == "copy to the device"])
+    kernels = merged([it for it in of if it.kind == "kernel"])
+    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
+    total = sum(end - begin for begin, end in copies)
+    return both / total if total else 0.0
+
+
+def picture(of: list[Piece], milliseconds: float) -> str:
+    """The last milliseconds as SVG, a line for each stream."""
+    end = max(it.end for it in of)
+    begin = max(min(it.begin for it in of), end - milliseconds)
+    shown = [it for it in of if it.end > begin]
+    streams = sorted({it.stream for it in shown})
+    left, width, step, top = 90, 560, 34, 70
+    bottom = top + step * len(streams)
+    scale = width / (end - begin)
+
+    def text(x: float, y: float, words: str, attributes: str = "") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" fill="#222222" {attributes}>{words}</text>'
+
+    title = f"{end - begin:.1f} ms: {overlap(shown):.0%} of the copies to the device beside kernels"
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {bottom + 30}" '
+        'font-family="sans-serif" font-size="14">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        text(16, 22, title, 'font-weight="bold"'),
+    ]
+    for k, (name, color) in enumerate(COLORS.items()):
+        out.append(f'<rect x="{16 + 180 * k}" y="36" width="12" height="12" fill="{color}"/>')
+        out.append(text(34 + 180 * k, 47, name))
+    for k, stream in enumerate(streams):
+        out.append(text(16, top + step * k + 18, f"stream {stream}"))
+    for piece in shown:
+        y = top + step * streams.index(piece.stream)
+        x = left + (max(piece.begin, begin) - begin) * scale
+        wide = max((piece.end - max(piece.begin, begin)) * scale, 0.5)
+        out.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="24" fill="{COLORS[piece.kind]}"/>')
+    out.append(text(left, bottom + 20, "0 ms"))
+    out.append(text(left + width, bottom + 20, f"{end - begin:.1f} ms", 'text-anchor="end"'))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="the profile, as --trace writes it")
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    parser.add_argument("--ms", type=float, default=150.0, help="milliseconds to show (default: %(default)s)")
+    options = parser.parse_args()
+    found = pieces(json.loads(options.trace.read_text()))
+    if not found:
+        print(f"{options.trace} has no work of a device: it was not taken on a CUDA device", file=sys.stderr)
+        return 2
+    options.picture.write_text(picture(found, options.ms))
+    print(f"{overlap(found):.0%} of the time of copies to the device a kernel ran, too: {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

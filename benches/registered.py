@@ -1,0 +1,154 @@
+"""Measure what registering shared memory with CUDA costs and gains, before anything of it is built.
+
+The memory is as the arena's: a memfd, mapped MAP_SHARED, whose pages are there. It is registered with cudaHostRegister
+in grains of 64 MiB (--grain). docs/pinning.md says which figures would decide for it.
+
+register      milliseconds per grain, and GB/s of registering; unregister likewise.
+registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).
+pinned        GB/s of cudaMemcpyAsync from torch's pinned memory: the limit.
+pin + copy    GB/s of the way that batches take now: one thread copies from shared to pinned memory, while the batch
+              before goes to the device.
+
+It needs a CUDA device. With --device cpu it runs as a whole where there is none, registers nothing, and its figures
+mean nothing.
+"""
+
+import argparse
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import compare
+import torch
+from card import Device
+
+MB, MIB = 1_000_000, 1 << 20
+
+
+class Shared:
+    """Memory as the arena's, in grains that are registered one by one."""
+
+    def __init__(self, nbytes: int, grain: int):
+        descriptor = os.memfd_create("registered")
+        os.ftruncate(descriptor, nbytes)
+        self._mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        os.close(descriptor)
+        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.tensor.fill_(1)
+        self.grains = [(begin, min(grain, nbytes - begin)) for begin in range(0, nbytes, grain)]
+
+    def each(self, call: Callable[[int, int], None]) -> list[float]:
+        """Seconds that a call with address and bytes takes for each grain."""
+        seconds = []
+        for begin, nbytes in self.grains:
+            start = time.perf_counter()
+            call(self.tensor.data_ptr() + begin, nbytes)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def register(address: int, nbytes: int) -> None:
+    check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+
+
+def unregister(address: int, nbytes: int) -> None:
+    check(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def check(status: Any) -> None:
+    torch.cuda.check_error(int(status))
+
+
+def nothing(address: int, nbytes: int) -> None:
+    pass
+
+
+def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
+    """Batches within grains: a copy across two registrations would be one from pageable memory."""
+    found = []
+    for begin, size in shared.grains:
+        found += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
+    return found
+
+
+def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
+    """GB/s of copies from these batches, one after the other."""
+    target = torch.empty_like(batches[0], device=device.kind)
+
+    def copies() -> None:
+        for batch in batches:
+            target.copy_(batch, non_blocking=True)
+
+    return len(batches) * batches[0].nbytes / device.ms(copies, repeat=3) / 1e6
+
+
+def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
+    """GB/s through two pinned buffers that one thread fills in turn."""
+    buffers = [device.pinned(batches[0].nbytes) for _ in range(2)]
+    target = torch.empty_like(batches[0], device=device.kind)
+    done = [torch.cuda.Event() for _ in range(2)] if device.is_card else []
+    for _ in range(2):
+        device.synchronize()
+        start = time.perf_counter()
+        for k, batch in enumerate(batches):
+            if device.is_card:
+                done[k % 2].synchronize()
+            buffers[k % 2].copy_(batch)
+            target.copy_(buffers[k % 2], non_blocking=True)
+            if device.is_card:
+                done[k % 2].record()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+    return len(batches) * batches[0].nbytes / seconds / 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
+    parser.add_argument("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
+    parser.add_argument("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="medians of so many rounds (default: %(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)
+        return 2
+    sizes = [round(float(size) * MB) for size in options.sizes.split(",")]
+    if max(sizes) > min(options.grain, options.mib) * MIB:
+        print("a batch must fit into a grain: give a larger --grain or smaller --sizes", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    device, about = Device(options.device), compare.machine()
+    print(f"{device.name}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}")
+    device.synchronize()
+    shared = Shared(options.mib * MIB, options.grain * MIB)
+    take, give = (register, unregister) if device.is_card else (nothing, nothing)
+    taken, given = [], []
+    for number in range(options.rounds):
+        if number:
+            given += shared.each(give)
+        taken += shared.each(take)
+    try:
+        print(f"\n{'batch MB':>10}{'registered':>12}{'pinned':>10}{'pin + copy':>12}   GB/s")
+        for nbytes in sizes:
+            batches = batches_of(shared, nbytes)
+            pinned = [device.pinned(nbytes)] * len(batches)
+            ways = [(straight_rate, batches), (straight_rate, pinned), (staged_rate, batches)]
+            rates = [[way(device, of) for way, of in ways] for _ in range(options.rounds)]
+            straight, limit, staged = (statistics.median(column) for column in zip(*rates, strict=True))
+            print(f"{nbytes / MB:>10g}{straight:>12.2f}{limit:>10.2f}{staged:>12.2f}", flush=True)
+    finally:
+        given += shared.each(give)
+    for name, seconds in (("register", taken), ("unregister", given)):
+        once = max(statistics.median(seconds), 1e-9)
+        rate = options.grain * MIB / once / 1e9
+        print(f"{name:<12}{once * 1e3:>9.3f} ms per {options.grain} MiB{f', {rate:.1f} GB/s' * device.is_card}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
