@@ -62,9 +62,17 @@ impl StoppableIterator {
         if let (Some(place), true) = (&self.place, item.is_some()) {
             let now = place.load(Ordering::Relaxed);
             place.store(now + 1, Ordering::Relaxed);
-            self.port.at_sample(now);
+            at_sample(py, &self.port, now);
         }
         Ok(item.map(Bound::unbind))
+    }
+}
+
+/// Shows the place of a sample. Only with a main process on another machine is there something to wait for.
+pub fn at_sample(py: Python<'_>, port: &Port, place: u64) {
+    match port.remote() {
+        Some(_) => py.detach(|| port.at_sample(place)),
+        None => port.at_sample(place),
     }
 }
 

@@ -15,7 +15,7 @@ use crate::copy::copy;
 use crate::interop::array_tensor::ArrayTensor;
 use crate::interop::collate;
 use crate::interop::dlpack::buffer::LeaseBuffer;
-use crate::interop::fetcher::{StoppableIndices, TimedCollate};
+use crate::interop::fetcher::{self, StoppableIndices, TimedCollate};
 use crate::interop::gather;
 use crate::interop::numpy_memory::NumpyMemory;
 use crate::interop::tensor::Bridge;
@@ -254,8 +254,8 @@ impl PyPort {
         Ok(Some(ArrayTensor::new(array)))
     }
 
-    fn at_sample(&self, place: u64) {
-        self.port.at_sample(place);
+    fn at_sample(&self, py: Python<'_>, place: u64) {
+        fetcher::at_sample(py, &self.port, place);
     }
 
     fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {
@@ -296,8 +296,8 @@ impl PyPort {
         Ok(self.port.answer(0, ResultKind::Resumed)?)
     }
 
-    fn progress(&self) {
-        self.port.progress();
+    fn progress(&self, py: Python<'_>) {
+        py.detach(|| self.port.progress());
     }
 
     /// Ignores Ctrl-C from here on: in multiprocessing's exit code it would only print a traceback.

@@ -5,7 +5,8 @@
 //! task     kind of task in `count`, bytes of the payload in `length`; then the task's number u64, the payload
 //! result   leaves in `count`, bytes of the payload in `length`; then the entry (8 words), the worker's counters,
 //!          the leaves' lengths (u64 each), the payload, the leaves
-//! ready, stop, kill, left: the head alone
+//! sample   task u64, place of the sample in its index batch and 1, or 0 after the last one u64
+//! ready, stop, kill, left, again: the head alone
 //! ```
 
 use super::counters::COUNTERS;
@@ -18,6 +19,8 @@ use crate::shm::ring::Entry;
 pub const HEAD: usize = 16;
 /// Bytes between a result's head and the lengths of its leaves.
 pub const FIXED: usize = 8 * (crate::shm::layout::SLOT_WORDS + COUNTERS);
+/// Bytes after the head of a sample's frame.
+pub const SAMPLE: usize = 16;
 
 numbered_enum! {
     /// What a frame carries.
@@ -34,6 +37,10 @@ numbered_enum! {
         Result = 5,
         /// From the worker: it has left its loop; nothing follows.
         Left = 6,
+        /// From the worker: it begins a sample of a task, or its collation.
+        Sample = 7,
+        /// From the worker: it begins a batch of a replay.
+        Again = 8,
     }
 }
 
@@ -74,7 +81,9 @@ impl Head {
         let fits = match head.kind {
             Kind::Task => len <= most,
             Kind::Result => count <= LINK_LEAVES && len <= most,
-            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left => count == 0 && len == 0,
+            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left | Kind::Sample | Kind::Again => {
+                count == 0 && len == 0
+            }
         };
         if fits { Ok(head) } else { Err(bad()) }
     }

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::frame::{self, FIXED, HEAD, Head, Kind};
+use super::frame::{self, FIXED, HEAD, Head, Kind, SAMPLE};
 use crate::config::LINK_BUFFER;
 use crate::error::{Error, Result};
 use crate::sys::socket::{Moved, Socket};
@@ -60,8 +60,10 @@ impl Inflow {
         let there = &self.buffer[self.begin..self.end];
         let Some(head) = there.first_chunk::<HEAD>() else { return Ok(false) };
         let head = Head::from_bytes(head, most)?;
-        if head.kind != Kind::Result {
-            return Ok(head.kind != Kind::Task);
+        match head.kind {
+            Kind::Result => {}
+            Kind::Sample => return Ok(there.len() >= HEAD + SAMPLE),
+            kind => return Ok(kind != Kind::Task),
         }
         let leaves = HEAD + FIXED..HEAD + FIXED + 8 * head.count as usize;
         let Some(lens) = there.get(leaves.clone()) else { return Ok(false) };

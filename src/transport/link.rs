@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use super::counters;
-use super::frame::{self, FIXED, Head, Kind};
+use super::frame::{self, FIXED, Head, Kind, SAMPLE};
 use super::inflow::{Arrived, Inflow};
 use super::outflow::Outflow;
 use crate::config::{
@@ -351,6 +351,13 @@ impl Link {
             _ if intake.has_left => return Err(Error::corrupt("a frame after the worker's last one")),
             Kind::Ready => lock(&self.outflow).ready(),
             Kind::Result => self.take_result(head, intake, waits)?,
+            Kind::Sample => {
+                let mut body = [0; SAMPLE];
+                intake.inflow.fill(&self.socket, &mut body, &mut || self.rest(false))?;
+                lock(&self.outflow).at_sample(frame::words(&body));
+            }
+            // Its time counts from now.
+            Kind::Again => self.page().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed),
             Kind::Left => {
                 intake.has_left = true;
                 counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());

@@ -139,7 +139,26 @@ impl Outflow {
             _ => (WorkerState::Idle, None),
         };
         let page = &self.arena.control(self.worker).status;
-        counters::enter(page, state, task, sys::clock::monotonic_ns());
+        // A sample of the task has come before the answer to the last one.
+        let is_shown = task == Some(page.task.load(Ordering::Relaxed));
+        if !is_shown || page.state() != state as u32 {
+            counters::enter(page, state, task, sys::clock::monotonic_ns());
+        }
+    }
+
+    /// Notes the sample that the worker begins: its task, and its place in the index batch and 1. It may come before the answers
+    /// to earlier tasks.
+    pub(super) fn at_sample(&self, mut words: impl Iterator<Item = u64>) {
+        let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
+        let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
+        if !self.ready || self.exhausted || !self.unanswered.iter().any(is_due) {
+            return;
+        }
+        let page = &self.arena.control(self.worker).status;
+        if page.task.load(Ordering::Relaxed) != task {
+            counters::enter(page, WorkerState::Fetch, Some(task), sys::clock::monotonic_ns());
+        }
+        page.place.store(place, Ordering::Relaxed);
     }
 
     /// Notes an answer. [`Error::Corrupt`] unless it is for the oldest task.

@@ -45,7 +45,6 @@ pub struct Remote {
     left_to_thread: AtomicBool,
     /// Rung by the worker's port.
     bell: EventFd,
-    ready: AtomicBool,
     finishing: AtomicBool,
     /// The connection has ended, or everything has been sent.
     over: Mutex<bool>,
@@ -69,8 +68,6 @@ struct Outgoing {
     results: Consumer<ArenaRing>,
     /// Bytes of small results that the socket had no room for.
     rest: Vec<u8>,
-    /// The main process knows that the worker is in its loop.
-    told: bool,
 }
 
 impl Remote {
@@ -97,12 +94,10 @@ impl Remote {
             outgoing: Mutex::new(Outgoing {
                 results: Consumer::new(arena.result_ring(WORKER)),
                 rest: Vec::new(),
-                told: false,
             }),
             left_to_thread: AtomicBool::new(false),
             arena,
             bell: EventFd::new()?,
-            ready: AtomicBool::new(false),
             finishing: AtomicBool::new(false),
             over: Mutex::new(false),
             is_over: Condvar::new(),
@@ -141,12 +136,35 @@ impl Remote {
 
     /// Tells the main process that the worker enters its loop.
     pub fn ready(&self) {
-        self.ready.store(true, Ordering::Release);
-        let _ = self.bell.ring();
+        self.tell(&Head::bare(Kind::Ready).to_bytes());
+    }
+
+    /// Tells the main process which sample of a task the worker begins, by its place in the index batch and 1, or that none is
+    /// under way (0). Returns when the kernel has it: the sample may end the process.
+    pub fn at_sample(&self, task: u64, place: u64) {
+        let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
+        frame::put_words(&mut frame, &[task, place]);
+        self.tell(&frame);
+    }
+
+    /// Tells the main process that the worker begins a batch of a replay.
+    pub fn again(&self) {
+        self.tell(&Head::bare(Kind::Again).to_bytes());
+    }
+
+    fn tell(&self, frame: &[u8]) {
+        let mut outgoing = lock(&self.outgoing);
+        if outgoing.send_rest(self).and_then(|()| self.send(&[Part::new(frame)])).is_err() {
+            self.socket.shut_down(std::net::Shutdown::Both);
+        }
     }
 
     /// Sends what the worker has published, then its end. Returns whether all was sent within `limit`.
     pub fn finish(&self, limit: Duration) -> bool {
+        // A child that the dataset forked has no connection.
+        if !self.arena.is_ours() {
+            return false;
+        }
         self.finishing.store(true, Ordering::Release);
         let _ = self.bell.ring();
         let over = lock(&self.over);
@@ -234,8 +252,9 @@ impl Remote {
         loop {
             // Before the last look at the ring: what was published before `finish` is sent.
             let finishing = self.finishing.load(Ordering::Acquire);
-            let told = self.send_waiting()?;
+            self.send_waiting()?;
             if finishing {
+                let _outgoing = lock(&self.outgoing);
                 self.send(&[Part::new(&Head::bare(Kind::Left).to_bytes())])?;
                 self.socket.shut_down(std::net::Shutdown::Write);
                 return Ok(());
@@ -245,10 +264,7 @@ impl Remote {
             }
             let sleeper = &self.arena.header().doorbell.0;
             sleeper.announce();
-            let waited = if !self.has_more()
-                && !self.finishing.load(Ordering::Acquire)
-                && told == self.ready.load(Ordering::Acquire)
-            {
+            let waited = if !self.has_more() && !self.finishing.load(Ordering::Acquire) {
                 poll.wait(Some(IDLE_SLICE), &mut fired).map(drop)
             } else {
                 Ok(())
@@ -259,23 +275,18 @@ impl Remote {
         }
     }
 
-    /// Sends all that waits. Returns whether the main process knows that the worker is in its loop.
-    fn send_waiting(&self) -> Result<bool> {
+    /// Sends all that waits.
+    fn send_waiting(&self) -> Result<()> {
         let mut outgoing = lock(&self.outgoing);
-        if !outgoing.told && self.ready.load(Ordering::Acquire) {
-            outgoing.told = true;
-            self.send(&[Part::new(&Head::bare(Kind::Ready).to_bytes())])?;
-        }
         // SYNC: left-to-thread (pairs with the Release in `leave_to_thread`).
         self.left_to_thread.swap(false, Ordering::Acquire);
         doorbell::take(&self.arena.bitmap()[0]);
-        let rest = std::mem::take(&mut outgoing.rest);
-        self.send(&[Part::new(&rest)])?;
+        outgoing.send_rest(self)?;
         let mut head = Vec::new();
         while let Some(words) = outgoing.results.pop()? {
             self.send_result(&ResultEntry::from_words(&words)?, &mut head)?;
         }
-        Ok(outgoing.told)
+        Ok(())
     }
 
     /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no larger one waits. Does not
@@ -299,9 +310,6 @@ impl Remote {
 
     fn try_send(&self) -> bool {
         let Some(mut outgoing) = try_lock(&self.outgoing) else { return false };
-        if !outgoing.told {
-            return false;
-        }
         doorbell::take(&self.arena.bitmap()[0]);
         outgoing.send_small(self).unwrap_or_else(|_| {
             // The receiving thread finds the end, too.
@@ -376,7 +384,7 @@ impl Remote {
         leaves.iter().for_each(|leaf| lease::let_go(&self.arena, WORKER, leaf.block));
     }
 
-    /// Sends all of `parts`, waiting for room.
+    /// Sends all of `parts`, waiting for room. The caller holds `outgoing`.
     fn send(&self, parts: &[Part<'_>]) -> Result<()> {
         let mut parts = parts.to_vec();
         let mut left = &mut parts[..];
@@ -445,6 +453,11 @@ impl Intake {
 }
 
 impl Outgoing {
+    /// Sends what the socket had no room for.
+    fn send_rest(&mut self, remote: &Remote) -> Result<()> {
+        remote.send(&[Part::new(&std::mem::take(&mut self.rest))])
+    }
+
     /// Sends published results, which are small, as far as the socket has room. Returns whether that was all.
     fn send_small(&mut self, remote: &Remote) -> Result<bool> {
         let mut part = Vec::new();

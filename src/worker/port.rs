@@ -13,7 +13,7 @@ use std::time::Duration;
 pub use self::sending::Keep;
 use super::arrays::Arrays;
 use super::stack::StackOffer;
-use crate::config::{AHEAD, IDLE_SLICE, SMALL_MESSAGE, YIELD_FOR};
+use crate::config::{AHEAD, IDLE_SLICE, REPLAY_TOLD_NS, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
@@ -61,8 +61,6 @@ pub struct Port {
     pub(super) refused_array: Mutex<Option<(u64, Error)>>,
     /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     doorbell: sys::event::EventFd,
-    /// The connection, of a worker on another machine.
-    remote: Option<Arc<Remote>>,
     /// A block for the message that reports missing memory.
     reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
@@ -76,6 +74,12 @@ pub struct Port {
     stack: StackOffer,
     /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
     fetch_began: AtomicU64,
+    /// The connection to the main process, if that is on another machine: it does not see the status page.
+    remote: Option<Arc<Remote>>,
+    /// Whether the main process believes that a sample is under way.
+    at_sample: AtomicBool,
+    /// When `remote` was last told of a batch of a replay, in monotonic nanoseconds.
+    told_ns: AtomicU64,
 }
 
 impl Ends {
@@ -124,24 +128,26 @@ impl Port {
             refused_array: Mutex::default(),
             reserve: Mutex::new(reserve),
             doorbell,
-            remote: None,
             orphaned: AtomicBool::new(false),
             waited_in_vain: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
             stack: StackOffer::default(),
             fetch_began: AtomicU64::new(0),
+            remote: None,
+            at_sample: AtomicBool::new(false),
+            told_ns: AtomicU64::new(0),
             arena,
         })
     }
 
-    /// Opens the port of a worker on another machine.
+    /// Opens the port of the worker behind a connection to the main process.
     pub fn over(remote: Arc<Remote>) -> Result<Self> {
         let port = Self::open(remote.arena().clone(), 0, remote.doorbell()?)?;
         Ok(Self { remote: Some(remote), ..port })
     }
 
-    /// The connection, of a worker on another machine.
+    /// The connection to the main process, if that is on another machine.
     pub fn remote(&self) -> Option<&Arc<Remote>> {
         self.remote.as_ref()
     }
@@ -179,6 +185,11 @@ impl Port {
         }
         let now = sys::clock::monotonic_ns();
         let spent = self.status().change(state, now);
+        if let Some(remote) = &self.remote
+            && self.at_sample.swap(false, Ordering::Relaxed)
+        {
+            remote.at_sample(self.status().task.load(Ordering::Relaxed), 0);
+        }
         self.fetch_ends(spent);
         if state == WorkerState::Idle {
             self.stack.check_handler(self.status(), now);
@@ -188,17 +199,31 @@ impl Port {
 
     /// Notes that a batch of a replay begins: its time counts from now.
     pub fn progress(&self) {
-        if self.arena.is_ours() {
-            self.status().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed);
+        if !self.arena.is_ours() {
+            return;
+        }
+        let now = sys::clock::monotonic_ns();
+        self.status().task_since_ns.store(now, Ordering::Relaxed);
+        if let Some(remote) = &self.remote
+            && now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS
+        {
+            self.told_ns.store(now, Ordering::Relaxed);
+            remote.again();
         }
     }
 
-    /// Shows which sample of the current index batch is fetched, for the report of a death.
+    /// Shows which sample of the current index batch is fetched, for the report of a death. With a main process on another machine
+    /// it may wait for the connection: call it without the GIL.
     #[inline]
     pub fn at_sample(&self, place: u64) {
         // A child of the worker has the same page.
-        if self.arena.is_ours() {
-            self.status().at_sample(place);
+        if !self.arena.is_ours() {
+            return;
+        }
+        self.status().at_sample(place);
+        if let Some(remote) = &self.remote {
+            self.at_sample.store(true, Ordering::Relaxed);
+            remote.at_sample(self.status().task.load(Ordering::Relaxed), place.saturating_add(1));
         }
     }
 

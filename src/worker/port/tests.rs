@@ -1,4 +1,7 @@
+use std::os::unix::net::UnixStream;
+
 use super::*;
+use crate::transport::Link;
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, Timings};
 
 fn port(bytes: u64) -> Port {
@@ -265,4 +268,70 @@ fn what_was_sent_before_is_not_adopted_again() {
     let (again, memory) = port.allocate(40_000).unwrap();
     assert_eq!(again, block);
     assert!(port.adoptable(memory as usize, 40_000).is_some());
+}
+
+/// A main process's arena with a link, and the port behind it.
+fn connected() -> (Arc<Arena>, Arc<Link>, Port) {
+    let (one, other) = UnixStream::pair().unwrap();
+    let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
+    let bell = Arc::new(sys::event::EventFd::new().unwrap());
+    let link = Link::start(&arena, 0, one.into(), bell).unwrap();
+    let port = Port::over(Remote::start(other.into(), 8, || {}, || {}).unwrap()).unwrap();
+    (arena, link, port)
+}
+
+fn wait_until(done: impl Fn() -> bool) {
+    let end = sys::clock::monotonic() + Duration::from_secs(30);
+    while !done() {
+        assert!(sys::clock::monotonic() < end);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
+    let (arena, link, port) = connected();
+    let page = &arena.control(0).status;
+    let shown = || (page.task.load(Ordering::Relaxed), page.place.load(Ordering::Relaxed));
+    // Nothing is due yet.
+    port.at_sample(7);
+    port.remote().unwrap().ready();
+    let mut tasks = Producer::new(arena.task_ring(0));
+    for task in [5, 6] {
+        tasks.push(&TaskEntry::inline(task, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
+    }
+    link.pump();
+    let next = || wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
+    next();
+    for place in [0, 63] {
+        port.at_sample(place);
+        wait_until(|| shown() == (5, place + 1));
+    }
+    // No sample is to blame for the collation.
+    port.enter(WorkerState::Collate);
+    wait_until(|| shown() == (5, 0));
+    next();
+    port.at_sample(2);
+    wait_until(|| shown() == (6, 3));
+    // The answer to the task before may come later.
+    port.send(5, ResultKind::Plain, &[], b"", Timings::default()).unwrap();
+    wait_until(|| arena.bitmap()[0].load(Ordering::Relaxed) != 0);
+    assert_eq!(shown(), (6, 3));
+    assert_eq!(page.state(), WorkerState::Fetch as u32);
+    port.leave();
+    assert!(port.remote().unwrap().finish(Duration::from_secs(30)));
+    wait_until(|| link.has_ended());
+    assert_eq!(link.reason(), None);
+}
+
+#[test]
+fn a_main_process_elsewhere_learns_of_the_batches_of_a_replay() {
+    let (arena, _link, port) = connected();
+    let since = || arena.control(0).status.task_since_ns.load(Ordering::Relaxed);
+    for _ in 0..2 {
+        let before = since();
+        port.progress();
+        wait_until(|| since() > before);
+        port.told_ns.store(0, Ordering::Relaxed);
+    }
 }
