@@ -12,6 +12,7 @@ pub mod fork;
 pub mod fork_witness;
 pub mod futex;
 pub mod identity;
+mod left_behind;
 pub mod map;
 pub mod memfd;
 pub mod memory;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::clock::timespec;
 use super::errno;
 use super::failpoint::failpoint;
+use super::left_behind;
 use super::owned::HomeFd;
 use crate::error::{Error, Result};
 
@@ -72,13 +73,14 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A connected stream socket. A forked child forgets it: closing it there would not end the connection.
+/// A connected stream socket. A forked child closes its copy at once.
 #[derive(Debug)]
 pub struct Socket(HomeFd);
 
 impl Socket {
     /// Takes a connected socket over.
     pub fn new(fd: OwnedFd) -> Self {
+        left_behind::leave_behind(fd.as_fd());
         Self(HomeFd::new(fd))
     }
 
@@ -179,6 +181,12 @@ impl Socket {
         };
         // SAFETY: shutdown takes plain numbers. Refused only where the connection has ended.
         unsafe { libc::shutdown(self.raw(), how) };
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        left_behind::forget(self.as_fd());
     }
 }
 

@@ -36,9 +36,9 @@ class LoopbackContext(RemoteContext):
 
     _name = "loopback"
 
-    def __init__(self, folder: Path, serve=None, seconds: float = 60.0, server=SERVER):
+    def __init__(self, folder: Path, serve=None, seconds: float = 60.0, server=SERVER, host="127.0.0.1"):
         self.folder, self.serve, self.seconds = folder, serve or serve_file, seconds
-        self.server = server
+        self.server, self.host = server, host
         self.workers: list[Worker] = []
         self.calls: list[Call] = []
 
@@ -47,7 +47,7 @@ class LoopbackContext(RemoteContext):
         return self.seconds
 
     def address(self):
-        return "127.0.0.1"
+        return self.host
 
     def dumps(self, value):
         return pickle.dumps(value)

@@ -1,0 +1,91 @@
+//! Descriptors that a forked child closes at once: a connection ends with its last holder.
+
+use std::cell::RefCell;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, MutexGuard};
+
+use super::fork::{ForkHandlers, on_fork};
+use super::identity::FdIdentity;
+use crate::sync::lock;
+
+type Open = Vec<(RawFd, FdIdentity)>;
+
+static OPEN: Mutex<Open> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// The lock, from before a fork of this thread until after it: the child can use its copy.
+    static HELD: RefCell<Option<MutexGuard<'static, Open>>> = const { RefCell::new(None) };
+}
+
+/// Lets later forks close a descriptor in the child, if the system lets forks be hooked. [`forget`] it before it is closed.
+pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    let _ = on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED);
+    if let Ok(identity) = FdIdentity::of(fd.as_raw_fd()) {
+        lock(&OPEN).push((fd.as_raw_fd(), identity));
+    }
+}
+
+/// Ends what [`leave_behind`] began.
+pub(super) fn forget(fd: BorrowedFd<'_>) {
+    lock(&OPEN).retain(|(open, _)| *open != fd.as_raw_fd());
+}
+
+extern "C" fn prepare() {
+    // A thread whose locals are gone leaves them open.
+    let _ = HELD.try_with(|held| {
+        // Handlers that were installed twice come here twice.
+        held.borrow_mut().get_or_insert_with(|| lock(&OPEN));
+    });
+}
+
+extern "C" fn parent() {
+    let _ = HELD.try_with(RefCell::take);
+}
+
+extern "C" fn child() {
+    let Ok(Some(mut open)) = HELD.try_with(RefCell::take) else { return };
+    for (fd, identity) in open.iter() {
+        // The program may have closed it, and the number may name another file.
+        if identity.same_inode(*fd) {
+            // SAFETY: the file is this process's copy, which nothing here uses.
+            unsafe { libc::close(*fd) };
+        }
+    }
+    open.clear();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use super::super::socket::{Moved, Socket};
+
+    #[test]
+    fn a_child_does_not_keep_a_connection_open() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
+        // SAFETY: the child calls nothing but the kernel.
+        let pid = match unsafe { libc::fork() } {
+            0 => loop {
+                // SAFETY: as above.
+                unsafe { libc::pause() };
+            },
+            pid => pid,
+        };
+        drop(one);
+        let found = other.wait(true, false, None, Some(Duration::from_secs(30))).unwrap();
+        let mut byte = 0;
+        // SAFETY: the byte is a local, and none is received into the second part.
+        let moved = unsafe { other.receive((&raw mut byte, 1), (std::ptr::dangling_mut(), 0)) };
+        // SAFETY: the process is our own child, and nothing else waits for it.
+        unsafe {
+            libc::kill(pid, libc::SIGKILL);
+            libc::waitpid(pid, std::ptr::null_mut(), 0);
+        }
+        assert!(found.readable);
+        assert_eq!(moved.unwrap(), Moved::End);
+    }
+}
