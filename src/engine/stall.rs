@@ -200,6 +200,9 @@ impl Handle {
         let worker = stall.worker;
         let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;
         let process = self.process(worker).ok_or("it was not started")?;
+        if process.link.is_some() {
+            return Err("it runs on another machine".into());
+        }
         let page = &self.arena.control(worker).status;
         // SYNC: stack-file
         let fd = match StackFile::from_u32(page.stack.load(Ordering::Acquire)) {
@@ -230,9 +233,6 @@ fn ask(
     file: std::os::fd::BorrowedFd<'_>,
     patience: Duration,
 ) -> std::result::Result<String, String> {
-    if process.link.is_some() {
-        return Err("it runs on another machine".into());
-    }
     if !process.descends {
         return Err("it is not a child of the main process, which sends it no signals".into());
     }
