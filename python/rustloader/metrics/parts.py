@@ -17,7 +17,8 @@ class WorkerStats:
         id: Number of the worker, from 0.
         pid: Process id; for a loader, the latest one.
         alive: Whether that process runs now.
-        rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end.
+        rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end,
+            and on another machine.
         tasks: Number of batches sent, and of errors sent instead of a batch.
         starting_seconds: Before the first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
         idle_seconds: Waiting for tasks.

@@ -99,6 +99,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
     times = ledger.processor_times()
     processes = ledger.workers()
     private = [] if processes is None else processes.private()
+    is_remote = ledger.scheduling is not None and ledger.scheduling.remote
     has_grown = any((taken or 0) >= copied.GROWN for taken in private)
     return Stats(
         num_workers=num_workers,
@@ -111,6 +112,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
                 totals,
                 times[number] if number < len(times) else NOTHING,
                 private[number] if number < len(private) else None,
+                is_remote,
             )
             for number, totals in enumerate(figures.workers)
         ),
@@ -130,6 +132,7 @@ def _slow(task: SlowTask) -> SlowBatch:
     return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
 
 
-def _worker(number: int, totals: WorkerTotals, time: WorkTime, private: int | None) -> WorkerStats:
-    rss = (resident(totals.pid) or 0) if totals.alive else 0
+def _worker(number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool) -> WorkerStats:
+    # A process of another machine has the number of any process here.
+    rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
     return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)
