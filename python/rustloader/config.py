@@ -102,6 +102,10 @@ REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM, REMOTE_START)
 # Seconds between two looks at workers that start or end on other machines.
 REMOTE_CHECK = 0.05
+# Seconds that workers on other machines have to exit: those at a sample end at once then. And seconds until their
+# connections are closed and their actors killed.
+REMOTE_GRACE = 0.8
+REMOTE_KILL_AFTER = 0.2
 # Seconds that a worker on another machine has to send its last results.
 REMOTE_FINISH = 5.0
 

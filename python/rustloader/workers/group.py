@@ -24,6 +24,8 @@ from rustloader.config import (
     KILL_AFTER,
     KILLED_AFTER,
     NUMPY_ARENA,
+    REMOTE_GRACE,
+    REMOTE_KILL_AFTER,
     SIGTERM,
 )
 from rustloader.remote.context import is_remote
@@ -124,11 +126,12 @@ class WorkerGroup:
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
         """Starts workers on other machines, at the same time."""
+        # First: one that is stopped keeps what the cluster has reserved for it.
+        for worker_id in worker_ids:
+            for before in self.processes[worker_id : worker_id + 1]:
+                quietly(before.kill)
         for worker in remote.start(self.engine, blob, worker_ids, job):
-            before = self.processes[worker.worker_id : worker.worker_id + 1]
             self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
-            for it in before:
-                quietly(it.kill)
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
         """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
@@ -183,8 +186,11 @@ class WorkerGroup:
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds
-        later. An interrupt skips to SIGKILL and is raised again."""
-        _end([self], grace, KILL_AFTER)
+        later. An interrupt skips to SIGKILL and is raised again. Workers on other machines have about a second."""
+        if self._blob is None:
+            _end([self], grace, KILL_AFTER)
+        else:
+            _end([self], min(grace, REMOTE_GRACE), REMOTE_KILL_AFTER)
 
     def exit(self) -> None:
         on_exit = self._on_exit()
