@@ -256,6 +256,74 @@ def test_restarts_make_the_same_batches(tmp_path, dispatch):
     assert len({call.token for call in context.calls}) == len(context.calls)
 
 
+class Fatal(Noisy):
+    """The worker dies at a sample, always."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index):
+        if index == 13:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+            os._exit(7)
+        return torch.tensor(index)
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_sample_that_kills_three_workers_is_passed_over(tmp_path, on_error, dispatch, how):
+    loader = rustloader.DataLoader(
+        Fatal(how),
+        batch_size=4,
+        num_workers=2,
+        multiprocessing_context=LoopbackContext(tmp_path),
+        on_error=on_error,
+        dispatch=dispatch,
+        max_restarts=3,
+    )
+    samples = torch.cat(list(loader)).tolist()
+    expected = [at for at in range(60) if at != 13]
+    if on_error == "replace":
+        assert samples.pop(13) != 13
+    assert samples == expected
+    faults = rustloader.stats(loader).faults
+    assert (faults.restarts, faults.skipped + faults.replaced) == (3, 1)
+
+
+class StuckOnce(IterableDataset):
+    """The fifth sample is slow in the first process."""
+
+    def __init__(self, folder):
+        self.mark = folder / "stuck"
+
+    def __iter__(self):
+        for at in range(12):
+            time.sleep(0.4)
+            if at == 8 and not self.mark.exists():
+                self.mark.touch()
+                time.sleep(1000)
+            yield at
+
+
+@pytest.mark.warns
+def test_a_replay_may_take_longer_than_a_batch(tmp_path):
+    loader = rustloader.DataLoader(
+        StuckOnce(tmp_path),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=LoopbackContext(tmp_path),
+        stall_timeout=2.0,
+        max_restarts=1,
+    )
+    assert [int(sample) for sample in loader] == [*range(12)]
+    assert rustloader.stats(loader).faults.stalls == 1
+
+
 def dies_once(path, call):
     """The first replacement ends before it connects, the second one in the handshake."""
     if call.generation == 0:
@@ -293,9 +361,71 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
 
 
 @pytest.mark.warns
-def test_a_stuck_worker_is_killed_and_replaced(tmp_path):
+def test_a_stuck_worker_is_killed(tmp_path, caplog):
     with pytest.raises(rustloader.WorkerStalledError):
         epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0)
+    assert "Stack unavailable: it runs on another machine." in caplog.text
+
+
+class OneAtATime(LoopbackContext):
+    """Has room for one worker."""
+
+    def launch(self, blob, call):
+        assert not any(worker.process.is_alive() for worker in self.workers)
+        return super().launch(blob, call)
+
+
+@pytest.mark.warns
+def test_a_worker_that_is_stopped_ends_before_its_replacement_starts(tmp_path):
+    context = OneAtATime(tmp_path)
+    loader = rustloader.DataLoader(
+        range(20), num_workers=1, multiprocessing_context=context, stall_timeout=1.0, max_restarts=1
+    )
+    numbers = []
+    for batch in loader:
+        numbers.append(int(batch))
+        if len(numbers) == 3:
+            os.kill(context.workers[0].process.pid, signal.SIGSTOP)
+    assert numbers == [*range(20)]
+    assert rustloader.stats(loader).faults.stalls == 1
+
+
+class WithHelper(Noisy):
+    """Has a child process, which outlives the worker."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.file = folder / "helper"
+
+    def __getitem__(self, index):
+        if index == 13:
+            helper = os.fork()
+            if helper == 0:
+                time.sleep(1000)
+                os._exit(0)
+            self.file.write_text(str(helper))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+def test_a_child_of_the_dataset_does_not_hide_the_death_of_its_worker(tmp_path):
+    dataset = WithHelper(tmp_path)
+    try:
+        with pytest.raises(WorkerDiedError):
+            epochs(dataset, LoopbackContext(tmp_path))
+    finally:
+        os.kill(int(dataset.file.read_text()), signal.SIGKILL)
+
+
+def test_the_memory_of_a_worker_elsewhere_is_unknown(tmp_path):
+    loader = rustloader.DataLoader(
+        Noisy(), num_workers=1, multiprocessing_context=LoopbackContext(tmp_path), persistent_workers=True
+    )
+    list(loader)
+    [worker] = rustloader.stats(loader).workers
+    # Here its process happens to be one of this machine.
+    assert worker.alive and os.path.exists(f"/proc/{worker.pid}")
+    assert (worker.rss_bytes, worker.private_bytes) == (0, None)
 
 
 def connections():
@@ -306,6 +436,23 @@ def connections():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             names.append(file.read().strip())
     return Counter(sockets) + Counter(name for name in names if name == "rl_link")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped):
+    context = LoopbackContext(tmp_path)
+    iterator = iter(rustloader.DataLoader(Odd("sleep"), num_workers=2, multiprocessing_context=context))
+    for _ in range(11):
+        next(iterator)
+    if stopped:
+        for worker in context.workers:
+            os.kill(worker.process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    del iterator
+    for worker in context.workers:
+        worker.process.join(20)
+    # Within 2 s on a quiet machine; local workers have 5 s.
+    assert time.monotonic() - begin < 4
 
 
 def test_nothing_is_left(tmp_path):
@@ -355,6 +502,18 @@ def strange(path, call):
     serve_file(path, call)
 
 
+def silent_strangers(path, call):
+    """Strangers keep their connections open and say nothing."""
+    strangers = [socket.create_connection((call.address, call.port)) for _ in range(3)]
+    serve_file(path, call)
+    del strangers
+
+
+def other_protocol(path, call):
+    handshake.PROTOCOL += 98
+    serve_file(path, call)
+
+
 def other_version(path, call):
     handshake.versions = lambda: {"rustloader": "9.9.9", "Python": "3.11"}
     serve_file(path, call)
@@ -362,6 +521,31 @@ def other_version(path, call):
 
 def silent(path, call):
     time.sleep(1000)
+
+
+def test_a_silent_stranger_does_not_hold_a_start_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(handshake, "_HELLO_SECONDS", 1000.0)
+    before = connections()
+    (batches,) = epochs(Noisy(), LoopbackContext(tmp_path, silent_strangers), 1)
+    assert len(batches) == 15
+    deadline = time.monotonic() + 20
+    while connections() - before:
+        assert time.monotonic() < deadline, connections() - before
+        time.sleep(0.01)
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_may_be_one_of_ipv6(tmp_path):
+    (batches,) = epochs(Noisy(), LoopbackContext(tmp_path, host="::1"), 1)
+    assert len(batches) == 15
 
 
 def test_a_stranger_is_no_worker(tmp_path):
@@ -374,6 +558,7 @@ def test_a_stranger_is_no_worker(tmp_path):
     [
         (fails, "its process ended with exit code 3", 60.0),
         (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
+        (other_protocol, "the versions differ: protocol 99 there and 1 here", 60.0),
         (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
     ],
 )

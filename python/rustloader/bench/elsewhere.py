@@ -107,10 +107,12 @@ def _link(ray: Any, node: str) -> float:
     """Bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from rustloader.remote import handshake
+
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     send = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(_send)
     address = ray.util.get_node_ip_address()
-    with socket.create_server((address, 0)) as listener:
+    with handshake.listen(address) as listener:
         sent = send.remote(address, listener.getsockname()[1], _LINK_SECONDS)
         while not select.select([listener], [], [], 0.5)[0]:
             if ray.wait([sent], timeout=0)[0]:

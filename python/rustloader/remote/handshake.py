@@ -30,6 +30,8 @@ import torch
 from rustloader._core import __version__
 
 TOKEN_BYTES = 32
+# Raise it with every change of the handshake, of the job, or of the frames that follow (src/transport/frame.rs).
+PROTOCOL = 1
 _MAGIC = b"rustload"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -39,7 +41,8 @@ _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
 # Whether the sender goes on, and bytes of what follows.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
-_ANSWER_MAX = 1 << 34
+# Bytes of a job, which may have the state of a dataset.
+_ANSWER_MAX = 1 << 30
 # Seconds that a connection may take to prove itself: a stranger does not hold the start up for longer.
 _HELLO_SECONDS = 5.0
 
@@ -61,6 +64,7 @@ def versions() -> dict[str, str]:
         # A machine without a GPU may have another build of the same version.
         "torch": str(torch.__version__).partition("+")[0],
         "NumPy": np.__version__.partition(".")[0],
+        "protocol": str(PROTOCOL),
     }
 
 
@@ -72,6 +76,12 @@ def skew(theirs: dict[str, Any]) -> str | None:
         return None
     pairs = ", ".join(f"{name} {theirs.get(name, 'unknown')} there and {ours[name]} here" for name in differing)
     return f"the versions differ: {pairs}; install the same ones on both machines"
+
+
+def listen(address: str) -> socket.socket:
+    """A server at a free port of an IPv4 or IPv6 address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 def _left(deadline: float) -> float:

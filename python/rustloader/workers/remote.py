@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import selectors
+import queue
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from rustloader._core import Engine, Link, Port
@@ -22,6 +24,8 @@ from rustloader.workers.bootstrap import Job
 
 # The fields of a job that are pickled together with the dataset, because they may share objects with it.
 _SHARED = ("collate_fn", "init_fn", "on_error")
+# Connections to one worker's port that may prove themselves at a time. The others wait.
+_AT_ONCE = 16
 
 
 class StartError(RuntimeError):
@@ -43,6 +47,8 @@ class RemoteProcess:
     def __init__(self, worker_id: int, pid: int, started: Started, link: Link) -> None:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
+        # Why it had ended before it was killed: after that, the cluster tells of the kill.
+        self._told: str | None = None
 
     @property
     def name(self) -> str:
@@ -57,10 +63,11 @@ class RemoteProcess:
     def end(self) -> str | None:
         """Why it has ended, as far as this machine knows; None if it has left, or lives."""
         reason = self._link.reason
-        return None if reason is None else self._started.failure() or reason
+        return None if reason is None else self._told or self._started.failure() or reason
 
     def kill(self) -> None:
         """Ends it."""
+        self._told = self.end
         self._started.kill()
 
     terminate = kill
@@ -93,8 +100,10 @@ class _Starting:
     def __init__(self, blob: Blob, worker_id: int, generation: int) -> None:
         address = blob.context.address()
         self.worker_id, self.token = worker_id, handshake.new_token()
-        self.listener = socket.create_server((address, 0))
+        self.listener = handshake.listen(address)
         self.connection: socket.socket | None = None
+        # Connections that have to prove themselves, and their threads.
+        self.pending: dict[socket.socket, threading.Thread] = {}
         self.pid = 0
         try:
             port = self.listener.getsockname()[1]
@@ -104,28 +113,50 @@ class _Starting:
             self.listener.close()
             raise
 
-    def accept(self, job: bytes, deadline: float) -> socket.socket | None:
-        """Takes a connection, and sends the job if it is the worker's; None for a stranger."""
+    def accept(self, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+        """Takes a connection, and lets a thread find out whose it is: a silent stranger holds nothing up."""
         connection, _ = self.listener.accept()
+        thread = threading.Thread(target=self._greet, args=(connection, job, deadline, tell), daemon=True)
+        self.pending[connection] = thread
+        thread.start()
+
+    def _greet(self, connection: socket.socket, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+        """Sends the job if it is the worker's, and waits until it has read everything."""
+        found: int | Exception | None
         try:
-            pid = handshake.is_expected(connection, self.token, self.worker_id, deadline)
-            if pid is None:
-                connection.close()
-                return None
-            handshake.send_answer(connection, True, job, deadline)
-        except BaseException:
-            connection.close()
-            raise
+            found = handshake.is_expected(connection, self.token, self.worker_id, deadline)
+            if found is not None:
+                handshake.send_answer(connection, True, job, deadline)
+                handshake.receive_answer(connection, deadline)
+        except Exception as error:
+            found = error
+        tell((self, connection, found))
+
+    def settle(self, connection: socket.socket, pid: int) -> None:
+        """Notes which connection is the worker's, and closes the others."""
         self.connection, self.pid = connection, pid
+        self.close()
+
+    def close(self) -> None:
+        """Closes the port, and the connections that have not proved themselves."""
         self.listener.close()
-        return connection
+        for connection, thread in self.pending.items():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            connection.close()
+        self.pending.clear()
 
     def abandon(self) -> None:
         """Ends the worker, and its connection."""
-        self.listener.close()
+        self.close()
         if self.connection is not None:
             self.connection.close()
         self.started.kill()
+
+
+# What a thread has found: the pid of the worker, None for a stranger, or an error.
+_News = tuple[_Starting, socket.socket, int | Exception | None]
 
 
 def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> list[RemoteProcess]:
@@ -161,27 +192,44 @@ def _framed(slots: int, job: bytes) -> bytes:
 
 def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -> None:
     """Waits until all workers have connected and read the dataset."""
-    with selectors.DefaultSelector() as selector:
-        for it in starting:
-            selector.register(it.listener, selectors.EVENT_READ, it)
-        while selector.get_map():
-            for key, _ in selector.select(REMOTE_CHECK):
-                it = key.data
-                try:
-                    if it.connection is None:
-                        # A stranger leaves the listener as it is.
-                        connection = it.accept(jobs[it.worker_id], deadline)
-                        if connection is not None:
-                            selector.unregister(key.fileobj)
-                            selector.register(connection, selectors.EVENT_READ, it)
-                    else:
-                        handshake.receive_answer(it.connection, deadline)
-                        selector.unregister(key.fileobj)
-                except handshake.HandshakeError as error:
-                    raise RuntimeError(_refusal(it, str(error))) from None
-                except OSError as error:
-                    raise StartError(_refusal(it, it.started.failure() or str(error))) from None
-            _check([it for it in starting if any(key.data is it for key in selector.get_map().values())], deadline)
+    news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+    waiting, (bell, ringer) = [*starting], socket.socketpair()
+
+    def tell(found: _News) -> None:
+        news.put(found)
+        with contextlib.suppress(OSError):  # the wait is over
+            ringer.send(b"1")
+
+    with bell, ringer:
+        while waiting:
+            ports = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
+            for ready in wait([*ports, bell], REMOTE_CHECK):
+                if ready is bell:
+                    bell.recv(1)
+                    _settle(*news.get(), waiting)
+                elif (it := ports[ready]) in waiting:  # type: ignore[index]
+                    it.accept(jobs[it.worker_id], deadline, tell)
+            _check(waiting, deadline)
+
+
+def _settle(it: _Starting, connection: socket.socket, found: int | Exception | None, waiting: list[_Starting]) -> None:
+    """Takes what a thread has found of a connection."""
+    thread = it.pending.pop(connection, None)
+    if thread is None:
+        return  # the worker has come by another one
+    thread.join()
+    if isinstance(found, int):
+        it.settle(connection, found)
+        waiting.remove(it)
+        return
+    connection.close()
+    if isinstance(found, handshake.HandshakeError):
+        raise RuntimeError(_refusal(it, str(found))) from None
+    # At the deadline, `_check` raises.
+    if isinstance(found, OSError) and not isinstance(found, TimeoutError):
+        raise StartError(_refusal(it, it.started.failure() or str(found))) from None
+    if found is not None and not isinstance(found, OSError):
+        raise found
 
 
 def _refusal(it: _Starting, reason: str) -> str:
