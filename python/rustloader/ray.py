@@ -26,6 +26,13 @@ def _ray() -> Any:
     return ray
 
 
+@functools.cache
+def _actor_class() -> Any:
+    """The class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has ended: Ray's
+    own restarts and retries may repeat what was delivered."""
+    return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
+
+
 class _Actor:
     """A worker. It has no arguments and no state: what it needs comes with the call, and a new one replaces it."""
 
@@ -151,8 +158,7 @@ class RayContext(RemoteContext):
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
-        # A new actor replaces one that has ended. Ray's own restarts and retries may repeat what was delivered.
-        actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(_Actor).remote()
+        actor = _actor_class().options(**options).remote()
         result = actor.serve.remote(blob, call, self.start_seconds)
         asked = {
             "CPU": self._options["num_cpus"],

@@ -137,6 +137,58 @@ def test_a_killed_actor_is_replaced_and_the_batches_are_the_same(cluster):
     wait_until(lambda: all(map(is_gone, pids)))
 
 
+class Stopping(Dataset):
+    """The first actor stops at a sample."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 5 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return index
+
+
+def test_a_stopped_actor_is_replaced_where_nothing_is_free(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUSTLOADER_REMOTE_START_SECONDS", "60")
+    loader = rustloader.DataLoader(
+        Stopping(tmp_path / "stopped"),
+        num_workers=2,
+        multiprocessing_context=rustloader.ray.RayContext(num_cpus=2),
+        stall_timeout=2.0,
+        max_restarts=1,
+    )
+    assert [int(index) for index in loader] == [*range(12)]
+    assert rustloader.stats(loader).faults.stalls == 1
+
+
+def test_an_actor_at_a_long_sample_ends_soon_after_the_loader(cluster):
+    iterator = iter(
+        rustloader.DataLoader(
+            Odd(), num_workers=1, multiprocessing_context=rustloader.ray.RayContext(), on_error="skip"
+        )
+    )
+    for _ in range(20):
+        pid = int(next(iterator)[1])
+    time.sleep(0.2)
+    begin = time.monotonic()
+    del iterator
+    wait_until(lambda: is_gone(pid))
+    # Within 2 s on a quiet machine; local workers have 5 s.
+    assert time.monotonic() - begin < 4
+
+
+def test_all_actors_have_one_class(cluster):
+    made = rustloader.ray._actor_class.cache_info().misses
+    for cpus in (1, 0.5):
+        epochs(Stream(), rustloader.ray.RayContext(num_cpus=cpus), 1)
+    assert rustloader.ray._actor_class.cache_info().misses <= max(made, 1)
+
+
 def test_the_error_of_a_death_says_how_its_connection_ended_or_what_ray_knows(cluster):
     iterator = iter(
         rustloader.DataLoader(noisy(400), num_workers=1, multiprocessing_context=rustloader.ray.RayContext())
