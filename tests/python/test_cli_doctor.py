@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import sys
 import types
 
 import pytest
@@ -182,6 +183,57 @@ def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
     assert list(cluster.cluster()) == []
     monkeypatch.setattr(cluster.metadata, "version", lambda name: "2.99.0")
     assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS names no cluster", "")]
+
+
+class FakeRay:
+    """A cluster to which this process is connected, of a node with other versions and one that does not answer."""
+
+    def is_initialized(self):
+        return True
+
+    def cluster_resources(self):
+        own = {"decoding": 32.0, "node:10.0.0.1": 1.0, "accelerator_type:H100": 1.0, "object_store_memory": 1e9}
+        return {"CPU": 8.0, "GPU": 2.0, "memory": 16e9, **own}
+
+    def available_resources(self):
+        return {"CPU": 3.0, "memory": 4e9, "decoding": 30.0}
+
+    def nodes(self):
+        names = ("skewed", "silent", "ended")
+        return [
+            {"Alive": name != "ended", "NodeID": name * 8, "NodeManagerAddress": f"{name}.example"} for name in names
+        ]
+
+    def remote(self, scheduling_strategy, **options):
+        return lambda function: types.SimpleNamespace(remote=lambda: scheduling_strategy)
+
+    def wait(self, answers, **options):
+        return [], answers
+
+    def get(self, answer, timeout):
+        if answer == "silent" * 8:
+            raise TimeoutError("no answer")
+        return {"rustloader": "9.9.9"}
+
+
+def test_what_is_free_and_which_nodes_cannot_serve(monkeypatch):
+    from rustloader.cli import cluster
+
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+    modules = {"ray": FakeRay(), "ray.util": types.SimpleNamespace(), "ray.util.scheduling_strategies": strategies}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.metadata, "version", lambda name: "2.99.0")
+    first, skewed, silent = cluster.cluster()
+    memory = "4.0 GB of 16.0 GB memory"
+    assert first == ("Ray", f"2.99.0; 3 of 8 CPUs free, 0 of 2 GPUs, {memory}, 30 of 32 decoding", "")
+    assert skewed[1] == "skewed.example (skewedsk): rustloader 9.9.9"
+    assert "the versions differ: rustloader 9.9.9 there and" in skewed[2]
+    assert silent[1:] == (
+        "silent.example (silentsi): no answer",
+        "install rustloader there, with the same versions as here",
+    )
 
 
 def test_an_address_that_nobody_serves_is_not_left_to_ray():

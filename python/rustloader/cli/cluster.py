@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 from rustloader.config import REMOTE_START
 from rustloader.probe.cluster import reach
+from rustloader.texts import size
 
 Line = tuple[str, str, str]
+
+# Ray's own resources.
+_RAYS = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
@@ -22,13 +27,15 @@ def cluster() -> Iterator[Line]:
     except metadata.PackageNotFoundError:
         return
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    # A process that has not imported Ray is not connected.
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if not address and not connected:
         yield "Ray", f"{version}; RAY_ADDRESS names no cluster", ""
         return
     import ray
 
-    connected = ray.is_initialized()
     if not connected:
+        assert address
         try:
             reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -37,15 +44,22 @@ def cluster() -> Iterator[Line]:
             yield "Ray", found, "start the cluster (`ray start --head`), or correct RAY_ADDRESS"
             return
     try:
-        there, free = ray.cluster_resources(), ray.available_resources()
-        found = f"{version}; {free.get('CPU', 0):g} of {there.get('CPU', 0):g} CPUs free"
-        if there.get("GPU"):
-            found += f", {free.get('GPU', 0):g} of {there['GPU']:g} GPUs"
-        yield "Ray", found, ""
+        yield "Ray", f"{version}; {_free(ray.cluster_resources(), ray.available_resources())}", ""
         yield from _nodes(ray)
     finally:
         if not connected:
             ray.shutdown()
+
+
+def _free(there: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """What is free of what the nodes have, with the resources that the user has named."""
+    found = f"{free.get('CPU', 0):g} of {there.get('CPU', 0):g} CPUs free"
+    if there.get("GPU"):
+        found += f", {free.get('GPU', 0):g} of {there['GPU']:g} GPUs"
+    if there.get("memory"):
+        found += f", {size(free.get('memory', 0))} of {size(there['memory'])} memory"
+    own = (name for name in sorted(there) if name not in _RAYS and not name.startswith(("node:", "accelerator_type:")))
+    return found + "".join(f", {free.get(name, 0):g} of {there[name]:g} {name}" for name in own)
 
 
 def _versions() -> dict[str, str]:
