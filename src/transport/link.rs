@@ -285,9 +285,9 @@ impl Link {
         }
     }
 
-    /// Receives what has arrived, and waits for the rest of a frame that has begun.
+    /// Receives what has arrived, and waits for the rest of a frame that has begun. Finds nothing while the consumer receives.
     fn receive_arrived(&self) -> Result<Arrived> {
-        let mut intake = lock(&self.intake);
+        let Some(mut intake) = try_lock(&self.intake) else { return Ok(Arrived::Nothing) };
         if let Some(error) = intake.failed.take() {
             return Err(error);
         }
