@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -161,14 +162,14 @@ def rates(size: Size, rounds: int) -> dict[str, list[Rate]]:
     }
     for side in sides.values():
         epoch(side)
-    found: dict[str, list[Rate]] = {name: [] for name in (*sides, "bare", "ray, busy", "local, busy")}
+    found: dict[str, list[Rate]] = {name: [] for name in (*sides, "bare", *(f"{it}, busy" for it in sides))}
     for number in range(rounds):
         for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
             found[name].append(timed(size.batches, lambda side=sides[name]: epoch(side)))
         found["bare"].append(bare(size))
         with busy_thread():
-            for name in ("ray", "local"):
-                found[f"{name}, busy"].append(timed(size.batches, lambda side=sides[name]: epoch(side)))
+            for name, side in sides.items():
+                found[f"{name}, busy"].append(timed(size.batches, lambda side=side: epoch(side)))
     return found
 
 
@@ -195,6 +196,54 @@ def until_death(iterator: Any, end: Callable[[], None]) -> float:
         ending.join()
         return seconds
     raise AssertionError("the death was not noticed")
+
+
+def until_gone(pids: list[int]) -> float:
+    """Seconds until processes have ended."""
+    start = time.perf_counter()
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        time.sleep(0.005)
+    return time.perf_counter() - start
+
+
+def after_loader() -> float:
+    """Seconds from the end of a loader, whose workers are within a sample of a minute, to that of its actors."""
+    context = rustloader.ray.RayContext()
+    dataset = Made(Size(1, (1024,), 100), pause=60)
+    iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context))
+    pids = [worker.pid for worker in iterator._workers]
+    time.sleep(0.5)
+    start = time.perf_counter()
+    del iterator
+    until_gone(pids)
+    return time.perf_counter() - start
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import ray, remote, rustloader, rustloader.ray
+ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
+ray.cloudpickle.register_pickle_by_value(remote)
+iterator = remote.paused()
+print(*[worker.pid for worker in iterator._workers], flush=True)
+for _ in iterator:
+    pass
+"""
+
+
+def after_driver() -> float:
+    """Seconds from a kill of the program to the end of its actors."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", DRIVER, os.path.dirname(os.path.abspath(__file__)), address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == WORKERS, "the program has not started"
+        driver.kill()
+        return until_gone(pids)
 
 
 class Plain:
@@ -259,7 +308,8 @@ def compare(table: Table, name: str, rounds: int) -> None:
     if name == "small":
         table.add("small: CPU a batch, of our local workers'", of_rounds(ray, local, "cpu"), 2, most=True)
     table.add(f"{name}: rate beside a busy thread, of that without", of_rounds(found["ray, busy"], ray), 0.8)
-    table.add(f"{name}: the same with local workers", of_rounds(found["local, busy"], local))
+    table.add(f"{name}: the same with our local workers", of_rounds(found["local, busy"], local))
+    table.add(f"{name}: the same with torch's local workers", of_rounds(found["torch, busy"], torchs))
 
 
 def faults(table: Table, remove: Callable[[], None], rounds: int) -> None:
@@ -275,6 +325,10 @@ def faults(table: Table, remove: Callable[[], None], rounds: int) -> None:
     table.add("an actor with its imports", alone, unit=" s")
     own = statistics.median(max(restarted - actor, 0.0) for restarted, actor in times)
     table.add("a restart's own part", own, 0.2, most=True, unit=" s")
+    gone = statistics.median(after_loader() for _ in range(rounds))
+    table.add("actors are gone after their loader", gone, 2, most=True, unit=" s")
+    gone = statistics.median(after_driver() for _ in range(rounds))
+    table.add("actors are gone after a kill of the program", gone, 2, most=True, unit=" s")
     # Actors of a raylet that ends alone go on: their machine is there.
     lost = until_death(paused({"far": 1}), remove)
     table.add("a lost node is seen after", lost, 0.5, most=True, unit=" s")
