@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use rustloader::config::BACK_BATCHES;
 use rustloader::engine::completions::Message;
 use rustloader::engine::pin::{Body, Prepare};
 use rustloader::engine::{Ending, Engine, Incoming, Step};
@@ -207,7 +208,7 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
             rig.answer(worker, ResultKind::Plain);
             rig.deliver();
             for missing in 0..=1 {
-                for back in 0..=8 {
+                for back in 0..=BACK_BATCHES {
                     let state = rig.engine.handle().answers();
                     let Ok(position) = state.positions.at(answers - missing, back) else { continue };
                     drop(state);
@@ -221,8 +222,8 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
                     }
                 }
             }
-            // Nine answers that a position may go behind, one before them for each worker, and one under way.
-            assert!(held(&rig.arena) <= 9 + 2 + 1, "{} are held", held(&rig.arena));
+            // The answers that a position may go behind, one before them for each worker, and one under way.
+            assert!(held(&rig.arena) <= BACK_BATCHES + 1 + 2 + 1, "{} are held", held(&rig.arena));
         }
     }
 }
