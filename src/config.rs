@@ -202,10 +202,11 @@ pub const TABLE_READ: u32 = 1024;
 
 // --- Workers on other machines ---
 
-/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own.
+/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own, and a consumer
+/// that waits receives these alone.
 pub const LINK_BUFFER: usize = 16 << 10;
 /// Bytes of the largest result that the worker's thread sends itself: waking another thread would take longer.
-pub const LINK_AT_ONCE: u64 = 32 << 10;
+pub const LINK_AT_ONCE: u64 = 16 << 10;
 /// Results that a consumer receives itself one after the other before the connection's thread goes off duty.
 pub const LINK_STREAK: u32 = 8;
 /// How often a thread that is off duty looks whether the consumer still receives.

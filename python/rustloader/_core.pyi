@@ -190,8 +190,8 @@ class Engine:
         no such worker."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
-        """Puts a code and its value into ``answer``. Waits without the GIL. ``VACANT`` comes again at each call until
-        the worker is replaced, postponed or given up.
+        """Puts a code and its value into ``answer``. Yields for up to 20 us with the GIL, then waits without it. ``VACANT``
+        comes again at each call until the worker is replaced, postponed or given up.
 
         ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
         the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
@@ -212,7 +212,7 @@ class Engine:
         ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number
         of the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count
         as such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer,
-        or -1. ValueError: more than 8 batches back, or more than were delivered, or another number of answers.
+        or -1. ValueError: more than 9 batches back, or more than were delivered, or another number of answers.
         Lock-free; after the end the last position."""
 
     def snapshot(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:

@@ -240,8 +240,10 @@ impl Handle {
     }
 
     /// Receives small results of a worker on another machine that have arrived: `Link::receive_now`.
-    pub(super) fn receive_now(&self, worker: u32) -> bool {
-        self.links.get().is_some_and(|links| links.receive_now(worker))
+    pub(super) fn receive_now(&self, worker: u32) {
+        if let Some(links) = self.links.get() {
+            links.receive_now(worker);
+        }
     }
 
     /// Leaves the results of workers on other machines to their connections' threads.

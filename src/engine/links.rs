@@ -50,9 +50,11 @@ impl Links {
         self.all().for_each(|link| link.wake());
     }
 
-    /// Receives small results of a worker that have arrived. Returns whether there was one.
-    pub(super) fn receive_now(&self, worker: u32) -> bool {
-        self.get(worker).is_some_and(|link| link.receive_now())
+    /// Receives small results of a worker that have arrived.
+    pub(super) fn receive_now(&self, worker: u32) {
+        if let Some(link) = self.get(worker) {
+            link.receive_now();
+        }
     }
 
     /// Puts the connections' threads on duty, because the consumer is about to sleep.

@@ -47,7 +47,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             self.show(state, start);
         }
         loop {
-            if self.receives_now() || self.has_news() {
+            self.receive_now();
+            if self.has_news() {
                 return true;
             }
             if sys::clock::monotonic() - start > YIELD_FOR {
@@ -58,10 +59,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Receives what has arrived from the worker on another machine that is waited for.
-    fn receives_now(&self) -> bool {
-        let Some(Intake::Rings(_)) = &self.intake else { return false };
-        let worker = self.scheduler.next_worker();
-        worker.is_some_and(|worker| self.handle.receive_now(worker.0))
+    fn receive_now(&self) {
+        if let (Some(Intake::Rings(_)), Some(worker)) = (&self.intake, self.scheduler.next_worker()) {
+            self.handle.receive_now(worker.0);
+        }
     }
 
     /// The rest of a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.

@@ -62,18 +62,15 @@ impl StoppableIterator {
         if let (Some(place), true) = (&self.place, item.is_some()) {
             let now = place.load(Ordering::Relaxed);
             place.store(now + 1, Ordering::Relaxed);
-            at_sample(py, &self.port, now);
+            shown(py, &self.port, || self.port.at_sample(now));
         }
         Ok(item.map(Bound::unbind))
     }
 }
 
-/// Shows the place of a sample. Only with a main process on another machine is there something to wait for.
-pub fn at_sample(py: Python<'_>, port: &Port, place: u64) {
-    match port.remote() {
-        Some(_) => py.detach(|| port.at_sample(place)),
-        None => port.at_sample(place),
-    }
+/// Runs `work`, which shows what the worker does: without the GIL if a main process on another machine has to be told.
+pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
+    if port.remote().is_some() { py.detach(work) } else { work() }
 }
 
 /// A collate function that shows on the status page while it runs.
@@ -87,7 +84,7 @@ pub struct TimedCollate {
 #[pymethods]
 impl TimedCollate {
     fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.stopwatch.end_fetch(&self.port, WorkerState::Collate);
+        shown(py, &self.port, || self.stopwatch.end_fetch(&self.port, WorkerState::Collate));
         let collated = self.collate_fn.bind(py).call1((batch,));
         self.stopwatch.end_collate(&self.port);
         collated.map(Bound::unbind)

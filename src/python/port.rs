@@ -97,7 +97,7 @@ impl PyPort {
 
     /// Waits for a task without the GIL. `None`: the worker must leave.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
-        self.port.enter(WorkerState::Idle);
+        fetcher::shown(py, &self.port, || self.port.enter(WorkerState::Idle));
         loop {
             match py.detach(|| self.port.receive())? {
                 Received::Task(entry) => return Ok(Some(entry)),
@@ -255,7 +255,7 @@ impl PyPort {
     }
 
     fn at_sample(&self, py: Python<'_>, place: u64) {
-        fetcher::at_sample(py, &self.port, place);
+        fetcher::shown(py, &self.port, || self.port.at_sample(place));
     }
 
     fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {

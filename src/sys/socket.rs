@@ -143,8 +143,8 @@ impl Socket {
         moved(super::retry(|| failpoint!("socket_receive", -1, call())), "recvmsg", true)
     }
 
-    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, at most
-    /// `limit`.
+    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, or a signal
+    /// arrives, at most `limit`.
     pub fn wait(
         &self,
         receives: bool,
@@ -163,7 +163,8 @@ impl Socket {
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: two entries and a count of 2; the time is a local or null.
         let mut call = || unsafe { libc::ppoll(entries.as_mut_ptr(), 2, limit, std::ptr::null()) };
-        match super::retry(|| failpoint!("ppoll", -1, call())) {
+        match failpoint!("ppoll", -1, call()) {
+            -1 if errno() == libc::EINTR => Ok(Found::default()),
             -1 => Err(Error::last_os("ppoll", BROKEN)),
             _ => Ok(Found {
                 readable: entries[0].revents & !libc::POLLOUT != 0,

@@ -55,8 +55,17 @@ impl Inflow {
         Head::from_bytes(bytes, most)
     }
 
-    /// Whether the buffer holds all of the frame whose head has arrived. Longer ones than the buffer never are.
-    pub(super) fn has_whole(&self, most: u64) -> Result<bool> {
+    /// Whether a whole frame has arrived; never for one that is longer than the buffer. Does not wait.
+    pub(super) fn has_arrived(&mut self, socket: &Socket, most: u64) -> Result<bool> {
+        if self.has_whole(most)? {
+            return Ok(true);
+        }
+        // At the end of the connection the thread finds it, too.
+        Ok(matches!(self.refill(socket)?, Moved::Bytes(_)) && self.has_whole(most)?)
+    }
+
+    /// Whether the buffer holds a whole frame.
+    fn has_whole(&self, most: u64) -> Result<bool> {
         let there = &self.buffer[self.begin..self.end];
         let Some(head) = there.first_chunk::<HEAD>() else { return Ok(false) };
         let head = Head::from_bytes(head, most)?;
@@ -86,6 +95,9 @@ impl Inflow {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);
         let free = &mut self.buffer[self.end..];
+        if free.is_empty() {
+            return Ok(Moved::Nothing);
+        }
         // SAFETY: the memory is the rest of the buffer.
         let moved =
             unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) }?;

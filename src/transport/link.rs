@@ -3,8 +3,8 @@
 //! Tasks are sent by the thread that has queued one ([`Link::pump`]). A thread of the link receives results; it sleeps on the socket
 //! and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]), because a hop to another
 //! thread costs more than most small batches. While it does so again and again, the link's thread is *off duty*: it does not sleep on
-//! the socket, where each result would wake it for nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has not
-//! asked for [`LINK_OFF_DUTY`].
+//! the socket, where each result would wake it for nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has
+//! received nothing for [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -25,7 +25,7 @@ use crate::shm::block::CONSUMER;
 use crate::shm::layout::{StatusPage, WorkerState};
 use crate::shm::ring::Producer;
 use crate::shm::{doorbell, lease};
-use crate::sync::{Ordering, lock, try_lock};
+use crate::sync::{Ordering, fence, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::socket::{Found, Socket};
@@ -41,7 +41,7 @@ pub struct Link {
     intake: Mutex<Intake>,
     /// The socket has no room: the thread sends the rest.
     blocked: AtomicBool,
-    /// Results that the consumer has received itself, since it last slept.
+    /// Results that the consumer has received itself since it last slept.
     streak: AtomicU32,
     off_duty: AtomicBool,
     /// Rings the engine.
@@ -67,6 +67,8 @@ struct Intake {
     failed: Option<Error>,
     /// The connection has ended, or is damaged.
     is_over: bool,
+    /// The next frame is left to the thread, which waits for memory.
+    needs_memory: bool,
 }
 
 impl Link {
@@ -90,6 +92,7 @@ impl Link {
                 has_left: false,
                 failed: None,
                 is_over: false,
+                needs_memory: false,
             }),
             blocked: AtomicBool::new(false),
             streak: AtomicU32::new(0),
@@ -184,14 +187,15 @@ impl Link {
         sent.inspect_err(|error| self.cut(&error.to_string())).ok()
     }
 
-    /// Receives small results that have arrived whole; leaves all else to the thread, and waits for nothing. Returns whether
-    /// there was one. The thread that waits for results calls it.
-    pub fn receive_now(&self) -> bool {
-        let Some(mut intake) = try_lock(&self.intake) else { return false };
-        let mut found = false;
-        while let Some(taken) = self.take_small(&mut intake).transpose() {
-            match taken {
-                Ok(()) => found = true,
+    /// Receives small frames that have arrived whole; leaves all else to the thread, and waits for nothing. The thread that waits
+    /// for results calls it.
+    pub fn receive_now(&self) {
+        let Some(mut intake) = try_lock(&self.intake) else { return };
+        let mut results = 0;
+        loop {
+            match self.take_small(&mut intake) {
+                Ok(None) => break,
+                Ok(Some(kind)) => results += u32::from(kind == Kind::Result),
                 Err(error) => {
                     (intake.failed, intake.is_over) = (Some(error), true);
                     self.wake();
@@ -199,28 +203,29 @@ impl Link {
                 }
             }
         }
-        if found {
+        if results > 0 {
             self.received.store(intake.inflow.total, Ordering::Relaxed);
-            self.streak.fetch_add(1, Ordering::Relaxed);
+            self.streak.fetch_add(results, Ordering::Relaxed);
         }
-        found
     }
 
-    fn take_small(&self, intake: &mut Intake) -> Result<Option<()>> {
-        if intake.is_over || intake.has_left {
+    fn take_small(&self, intake: &mut Intake) -> Result<Option<Kind>> {
+        if intake.is_over || intake.has_left || intake.needs_memory {
             return Ok(None);
         }
         let most = self.arena.geometry().region_len;
-        if intake.inflow.arrived(&self.socket)? != Arrived::Head || !intake.inflow.has_whole(most)? {
+        if !intake.inflow.has_arrived(&self.socket, most)? {
             return Ok(None);
         }
         let began = intake.inflow.begin();
         let head = intake.inflow.head(most)?;
         match self.take_in(head, intake, false) {
-            Ok(()) => Ok(Some(())),
+            Ok(()) => Ok(Some(head.kind)),
             Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
-                // The thread waits for memory.
+                // The thread waits for memory. It may sleep on the socket, which has been emptied.
                 intake.inflow.rewind(began);
+                intake.needs_memory = true;
+                self.wake();
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -230,6 +235,8 @@ impl Link {
     /// Puts the thread on duty, because the consumer is about to sleep.
     pub fn on_duty(&self) {
         self.streak.store(0, Ordering::Relaxed);
+        // SYNC: off-duty (pairs with the fence in `stay_off_duty`).
+        fence(Ordering::SeqCst);
         if self.off_duty.load(Ordering::Relaxed) {
             self.wake();
         }
@@ -251,8 +258,9 @@ impl Link {
             lock(&self.reason).get_or_insert(reason);
         }
         self.socket.shut_down(std::net::Shutdown::Both);
-        // The locks: nobody sends, receives, or uses the rings after this.
-        let (intake, outflow) = (lock(&self.intake), lock(&self.outflow));
+        // The locks: no thread sends, receives or uses the rings after this.
+        let (mut intake, outflow) = (lock(&self.intake), lock(&self.outflow));
+        intake.is_over = true;
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
         self.ended.store(true, Ordering::Release);
         drop((intake, outflow));
@@ -291,6 +299,7 @@ impl Link {
         if let Some(error) = intake.failed.take() {
             return Err(error);
         }
+        intake.needs_memory = false;
         let found = self.take_arrived(&mut intake);
         intake.is_over = matches!(found, Ok(Arrived::End) | Err(_));
         found
@@ -314,6 +323,8 @@ impl Link {
     /// Sleeps while the consumer receives, until it sleeps itself or there is something to send.
     fn stay_off_duty(&self) -> Result<()> {
         self.off_duty.store(true, Ordering::Relaxed);
+        // SYNC: off-duty (pairs with the fence in `on_duty`).
+        fence(Ordering::SeqCst);
         let mut found = Ok(Found::default());
         let mut seen = 0;
         while matches!(found, Ok(Found { rung: false, .. })) {

@@ -182,23 +182,29 @@ impl Remote {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// Waits for a task up to `limit`, and receives it into the ring. Returns false at once while another thread receives.
+    /// Waits up to `limit` for a task, which it receives into the ring, or a signal. Returns false while another thread receives.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
-        let Some(mut intake) = try_lock(&self.intake) else { return Ok(false) };
         let start = sys::clock::monotonic();
-        loop {
-            if self.receive(&mut intake) {
-                return Ok(true);
+        let yields = || {
+            sys::clock::yield_now();
+            sys::clock::monotonic() - start < YIELD_FOR
+        };
+        // The receiving thread looks for microseconds, unless it is within a frame.
+        let mut intake = loop {
+            match try_lock(&self.intake) {
+                Some(intake) => break intake,
+                None if yields() => {}
+                None => return Ok(false),
             }
-            let waited = sys::clock::monotonic() - start;
-            if waited < YIELD_FOR {
-                sys::clock::yield_now();
-            } else if waited < limit {
-                self.socket.wait(true, false, None, Some(limit - waited))?;
-            } else {
-                return Ok(true);
+        };
+        while !self.receive(&mut intake) {
+            if !yields() {
+                self.socket.wait(true, false, None, Some(limit))?;
+                self.receive(&mut intake);
+                break;
             }
         }
+        Ok(true)
     }
 
     /// The receiving thread: what the main process sends while the worker makes a batch, and the end of the connection.

@@ -304,9 +304,10 @@ class Lane:
         """Ends the loops that were closed while the lane was in use, unless it still is."""
         while self._closers and self.lock.acquire(blocking=False):
             try:
-                if self.is_busy or not self._closers:
+                if self.is_busy:
                     return
-                self._closers.popleft()()
+                if self._closers:
+                    self._closers.popleft()()
             finally:
                 self.lock.release()
 

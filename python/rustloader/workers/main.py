@@ -275,7 +275,8 @@ class _Worker:
         """The error of a fetch, as ``sys.exc_info`` gives it. If it is NumPy's, because the memory for an array was
         refused, a MemoryError that names the limit: NumPy's class cannot be raised from a text."""
         refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
-        if refusal is None:
+        # A plain one with a text is the dataset's own.
+        if refusal is None or (type(error) is MemoryError and error.args):
             return type(error), error, error.__traceback__
         refusal.__cause__ = error
         return MemoryError, refusal, None

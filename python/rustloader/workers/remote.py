@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rustloader._core import Engine, Link, Port
+from rustloader.cleanup import quietly
 from rustloader.config import REMOTE_CHECK, REMOTE_FINISH
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
@@ -117,8 +118,12 @@ class _Starting:
         """Takes a connection, and lets a thread find out whose it is: a silent stranger holds nothing up."""
         connection, _ = self.listener.accept()
         thread = threading.Thread(target=self._greet, args=(connection, job, deadline, tell), daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            connection.close()
+            raise
         self.pending[connection] = thread
-        thread.start()
 
     def _greet(self, connection: socket.socket, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
         """Sends the job if it is the worker's, and waits until it has read everything."""
@@ -181,7 +186,7 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
             ready.append(RemoteProcess(it.worker_id, it.pid, it.started, link))
     except BaseException:
         for it in starting:
-            it.abandon()
+            quietly(it.abandon)
         raise
     return ready
 

@@ -159,7 +159,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits, after a moment without the GIL, then handles signals, then takes in what arrived.
+    /// Waits: for a moment with the GIL, then without it. Then handles signals, and takes in what has arrived.
     fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
         let engine = &mut self.state.engine;
         if !engine.arrives_soon() {
