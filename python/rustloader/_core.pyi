@@ -190,8 +190,8 @@ class Engine:
         no such worker."""
 
     def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
-        """Puts a code and its value into ``answer``. Yields for up to 20 us with the GIL, then waits without it. ``VACANT``
-        comes again at each call until the worker is replaced, postponed or given up.
+        """Puts a code and its value into ``answer``. Yields for up to 20 us with the GIL, then waits without it.
+        ``VACANT`` comes again at each call until the worker is replaced, postponed or given up.
 
         ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
         the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
