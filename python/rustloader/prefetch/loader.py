@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rustloader._core import BACK_BATCHES
 from rustloader.metrics import transfers
 from rustloader.metrics.transfers import Transfers
 from rustloader.metrics.wrappers import loader_in
@@ -60,12 +59,16 @@ def prefetch_to_device(
         raise ValueError(f"depth must be a positive integer, got {depth!r}")
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
-    # One batch may be ahead in a call of `next` that is under way.
-    if hasattr(loader, "_state_before_end") and depth >= BACK_BATCHES:
-        most = BACK_BATCHES - 1
-        raise ValueError(
-            f"depth must be {most} or less over a StatefulDataLoader, got {depth}: its states go back so far"
-        )
+    if hasattr(loader, "_state_before_end"):
+        # Not at the top: the core is on Linux alone, as these loaders are.
+        from rustloader._core import BACK_BATCHES
+
+        # One batch may be ahead in a call of `next` that is under way.
+        if depth >= BACK_BATCHES:
+            most = BACK_BATCHES - 1
+            raise ValueError(
+                f"depth must be {most} or less over a StatefulDataLoader, got {depth}: its states go back so far"
+            )
     streams = streams_of(device)
     kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
     return kind(loader, HostLane() if streams is None else Lane(streams, depth))

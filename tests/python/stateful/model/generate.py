@@ -79,7 +79,7 @@ def next_step(draws, settings):
         return kind, draws.choice([1, 1, 2, 3, 4, 7])
     if kind == "save":
         way = draws.choice(["now", "now", "now", "thread", "handler"])
-        return kind, way, draws.choice([0, 0, 0, 1, 2, 3, 8, 9]) if way == "now" else 0
+        return kind, way, draws.choice([0, 0, 0, 1, 2, 3, 8, 9, 10]) if way == "now" else 0
     if kind == "resume":
         if draws.random() < 0.15:
             return kind, draws.choice(WAYS), {}, True

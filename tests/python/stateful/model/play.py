@@ -21,7 +21,7 @@ from .program import changed
 from .reference import ERROR, Reference
 
 # Batches that `state_dict(back=n)` goes back at most.
-BACK = 8
+BACK = 9
 
 
 class Wrong(Exception):
