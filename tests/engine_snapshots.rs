@@ -222,8 +222,9 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
                     }
                 }
             }
-            // The answers that a position may go behind, one before them for each worker, and one under way.
-            assert!(held(&rig.arena) <= BACK_BATCHES + 1 + 2 + 1, "{} are held", held(&rig.arena));
+            // The answers that a position may go behind, one before them for each worker, one under way, and one that goes with its
+            // worker's next.
+            assert!(held(&rig.arena) <= BACK_BATCHES + 1 + 2 + 2, "{} are held", held(&rig.arena));
         }
     }
 }

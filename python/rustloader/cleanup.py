@@ -24,5 +24,19 @@ def quietly(step: Callable[..., object], *args: Any) -> None:
         logger.warning("a step of a DataLoader's shutdown failed: %s", _text(error))
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error that is not raised again, and of those behind it.
+
+    A frame that raised its own variable refers to the error, which refers to the frame. Such a cycle lives until the
+    collector comes, with the variables of all callers: an iterator among them would not end with its last reference.
+    """
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
+
+
 def _text(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()

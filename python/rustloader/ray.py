@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from rustloader.cleanup import forget_frames
 from rustloader.remote.context import Call, RemoteContext
 from rustloader.workers import remote
 
@@ -57,6 +58,8 @@ class _StartedActor:
                 return None
             self._ray.get(self._result, timeout=0)
         except Exception as error:
+            # Ray raises a variable of its own frame.
+            forget_frames(error)
             return f"{type(error).__name__}: {error}"
         return "the actor has ended its call"
 

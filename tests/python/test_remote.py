@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
 import random
 import signal
 import socket
 import time
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -18,6 +20,7 @@ from support import open_files
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
+from rustloader.cleanup import forget_frames
 from rustloader.errors import WorkerDiedError
 from rustloader.remote import handshake
 from rustloader.workers import remote
@@ -656,3 +659,30 @@ def test_a_job_travels_without_what_the_blob_has(tmp_path):
     assert (dataset, shared) == ("dataset", {"collate_fn": len, "init_fn": init, "on_error": "raise"})
     sent = pickle.loads(blob.job_of(job, 1))
     assert (sent.collate_fn, sent.init_fn, sent.base_seed, sent.num_workers) == (None, None, 1, 2)
+
+
+def test_an_error_that_only_tells_why_a_worker_ended_keeps_no_variable_of_its_callers():
+    class Thing:
+        pass
+
+    def raises():
+        error = KeyError("its own")
+        raise error
+
+    def reason():
+        try:
+            raises()
+        except KeyError as error:
+            forget_frames(error)
+            return str(error)
+
+    def caller():
+        thing = Thing()
+        assert reason() == "'its own'"
+        return weakref.ref(thing)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rustloader.cleanup import forget_frames
 from rustloader.interrupts import is_interrupt
 from rustloader.prefetch.lane import Copied, Lane, leak
 
@@ -199,7 +200,7 @@ class DeviceIterator:
         ahead = self._ahead
         if self._error is not None:
             if ahead:
-                _forget_frames(self._error)
+                _note_frames(self._error)
             failed = _Failed(self._error, is_batch=False)
             # No call in between: a signal handler that raises in it would leave the error in both places, or none.
             ahead += (failed,)
@@ -241,7 +242,7 @@ class DeviceIterator:
             # The batch is still in its place, and is copied again.
             _raise(self, "_failure")
         if place:
-            _forget_frames(self._failure)
+            _note_frames(self._failure)
         failed = _Failed(self._failure, is_batch=True)
         # No call in between, as in `_pull`.
         ahead[place] = failed
@@ -277,19 +278,14 @@ class DeviceIterator:
                 self._leave()
 
 
-def _forget_frames(error: BaseException) -> None:
+def _note_frames(error: BaseException) -> None:
     """Turns the traceback of an error into a note.
 
     The frames of an error that is raised by a later call would keep their callers' variables: batches of the program,
     and the iterator itself, which a loop that is left could not free.
     """
     text = "".join(traceback.format_exception(error)).rstrip()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        one = todo.pop()
-        if one is not None and one.__traceback__ is not None:
-            one.__traceback__ = None
-            todo += [one.__cause__, one.__context__]
+    forget_frames(error)
     error.add_note(f"It was raised while its batch was prefetched:\n{text}")
 
 
