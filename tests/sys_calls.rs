@@ -9,6 +9,7 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("clock.rs", "sched_yield", "its answer does not matter"),
     ("fork.rs", "pthread_atfork", "handed to at_fork, which has one"),
     ("deferred_signals.rs", "raise", "to the calling thread; cannot be refused"),
+    ("left_behind.rs", "close", "in a forked child; what stays open ends with the child"),
     ("map.rs", "madvise", "handed to populate and remove, which have one"),
     ("map.rs", "munlock", "its result does not matter: what stays locked cannot be released before the end"),
     ("map.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
