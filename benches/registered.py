@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
     parser.add_argument("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
     parser.add_argument("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="medians of so many rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

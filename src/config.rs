@@ -217,7 +217,7 @@ pub const LINK_TICK: Duration = Duration::from_millis(20);
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
 pub const LINK_CREDIT: usize = 2;
-/// Nanoseconds after which the main process is told of another batch of a replay: `stall_timeout` is exact to that.
+/// Shortest time between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this much early.
 pub const REPLAY_TOLD_NS: u64 = 10_000_000;
 /// How long a connection may be without an acknowledgement before it counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);
