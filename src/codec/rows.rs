@@ -12,10 +12,10 @@ use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, Py
 
 use super::shapes::Shapes;
 use super::{Sink, Source, decode, encode, shrink};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
-use crate::store::{Builder, Row, Store, hash};
+use crate::store::{Builder, Row, Store, damaged, hash};
 use crate::tree::text;
 
 /// The first byte of a pickle.
@@ -52,12 +52,11 @@ impl Rows {
     fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
         let shapes = self.shapes.get_or_try_init(py, || {
             let list = plain(py, self.meta())?;
-            let tuples = list.cast::<PyList>()?.iter().map(|keys| Ok(keys.cast_into::<PyTuple>()?.unbind()));
-            tuples.collect::<PyResult<Vec<_>>>()
+            let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts"))?;
+            let tuples = list.iter().map(|keys| Ok(keys.cast_into::<PyTuple>()?.unbind()));
+            tuples.collect::<PyResult<Vec<_>>>().map_err(|_| damaged("the keys of a dict"))
         })?;
-        let keys =
-            shapes.get(number as usize).ok_or_else(|| Error::foreign("it is damaged: a shape is missing"))?;
-        Ok(keys.bind(py))
+        Ok(shapes.get(number as usize).ok_or_else(|| damaged("the keys of a dict"))?.bind(py))
     }
 }
 
@@ -129,7 +128,7 @@ impl Source for Parts<'_> {
 
     fn leaf(&mut self, index: u32) -> Result<Heap> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
-        let leaf = leaf.ok_or_else(|| Error::foreign(format!("it is damaged: leaf {index} of a row")))?;
+        let leaf = leaf.ok_or_else(|| damaged(&format!("leaf {index} of a row")))?;
         let heap = Heap::new(leaf.len())?;
         // SAFETY: the new memory has as many bytes.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
@@ -175,8 +174,7 @@ pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py,
 fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
-            let (tree, mut leaves) =
-                split(rest).ok_or_else(|| Error::foreign("it is damaged: a row's leaves"))?;
+            let (tree, mut leaves) = split(rest).ok_or_else(|| damaged("a row's leaves"))?;
             decode(py, Bridge::get(py)?, tree, &mut leaves)?
         }
         _ => decode(py, Bridge::get(py)?, bytes, &mut Parts(Vec::new()))?,
@@ -186,13 +184,13 @@ fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 
 /// The dict of a row that begins with [`SHAPED`].
 fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
-    let damaged = || Error::foreign("it is damaged: a dict's values");
-    let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(damaged)?;
+    let wrong = || damaged("a dict's values");
+    let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
     let keys = rows.keys(py, u32::from_le_bytes(*number))?;
     let values = plain(py, rest)?;
-    let values = values.cast::<PyTuple>().map_err(|_| damaged())?;
+    let values = values.cast::<PyTuple>().map_err(|_| wrong())?;
     if values.len() != keys.len() {
-        return Err(damaged().into());
+        return Err(wrong().into());
     }
     let dict = PyDict::new(py);
     for (key, value) in keys.iter_borrowed().zip(values.iter_borrowed()) {

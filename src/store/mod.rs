@@ -20,7 +20,7 @@ mod reader;
 mod tests;
 
 pub use builder::Builder;
-pub use reader::{Row, Store};
+pub use reader::{Row, Store, damaged};
 
 use crate::wire;
 

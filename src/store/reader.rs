@@ -39,8 +39,9 @@ pub struct Store {
     data: Section,
 }
 
+/// The error of an image whose contents cannot be right.
 #[cold]
-fn damaged(what: &str) -> Error {
+pub fn damaged(what: &str) -> Error {
     Error::foreign(format!("it is damaged: {what}"))
 }
 

@@ -66,7 +66,7 @@ struct Intake {
     /// What the consumer's attempt to receive has found, for the thread.
     failed: Option<Error>,
     /// The connection has ended, or is damaged.
-    is_over: bool,
+    has_ended: bool,
     /// The next frame is left to the thread, which waits for memory.
     needs_memory: bool,
 }
@@ -91,7 +91,7 @@ impl Link {
                 results: Producer::new(arena.result_ring(worker)),
                 has_left: false,
                 failed: None,
-                is_over: false,
+                has_ended: false,
                 needs_memory: false,
             }),
             blocked: AtomicBool::new(false),
@@ -197,7 +197,7 @@ impl Link {
                 Ok(None) => break,
                 Ok(Some(kind)) => results += u32::from(kind == Kind::Result),
                 Err(error) => {
-                    (intake.failed, intake.is_over) = (Some(error), true);
+                    (intake.failed, intake.has_ended) = (Some(error), true);
                     self.wake();
                     break;
                 }
@@ -210,7 +210,7 @@ impl Link {
     }
 
     fn take_small(&self, intake: &mut Intake) -> Result<Option<Kind>> {
-        if intake.is_over || intake.has_left || intake.needs_memory {
+        if intake.has_ended || intake.has_left || intake.needs_memory {
             return Ok(None);
         }
         let most = self.arena.geometry().region_len;
@@ -260,7 +260,7 @@ impl Link {
         self.socket.shut_down(std::net::Shutdown::Both);
         // The locks: no thread sends, receives or uses the rings after this.
         let (mut intake, outflow) = (lock(&self.intake), lock(&self.outflow));
-        intake.is_over = true;
+        intake.has_ended = true;
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
         self.ended.store(true, Ordering::Release);
         drop((intake, outflow));
@@ -301,7 +301,7 @@ impl Link {
         }
         intake.needs_memory = false;
         let found = self.take_arrived(&mut intake);
-        intake.is_over = matches!(found, Ok(Arrived::End) | Err(_));
+        intake.has_ended = matches!(found, Ok(Arrived::End) | Err(_));
         found
     }
 

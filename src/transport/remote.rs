@@ -47,8 +47,8 @@ pub struct Remote {
     bell: EventFd,
     finishing: AtomicBool,
     /// The connection has ended, or everything has been sent.
-    over: Mutex<bool>,
-    is_over: Condvar,
+    ended: Mutex<bool>,
+    has_ended: Condvar,
 }
 
 /// What is received.
@@ -59,7 +59,7 @@ struct Intake {
     tasks: Producer<ArenaRing>,
     /// The main process asks for the process's end.
     kill: bool,
-    ended: bool,
+    has_ended: bool,
 }
 
 /// What is sent.
@@ -89,7 +89,7 @@ impl Remote {
                 allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
                 tasks: Producer::new(arena.task_ring(WORKER)),
                 kill: false,
-                ended: false,
+                has_ended: false,
             }),
             outgoing: Mutex::new(Outgoing {
                 results: Consumer::new(arena.result_ring(WORKER)),
@@ -99,8 +99,8 @@ impl Remote {
             arena,
             bell: EventFd::new()?,
             finishing: AtomicBool::new(false),
-            over: Mutex::new(false),
-            is_over: Condvar::new(),
+            ended: Mutex::new(false),
+            has_ended: Condvar::new(),
         });
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
@@ -167,9 +167,9 @@ impl Remote {
         }
         self.finishing.store(true, Ordering::Release);
         let _ = self.bell.ring();
-        let over = lock(&self.over);
-        let waited = self.is_over.wait_timeout_while(over, limit, |over| !*over);
-        let all = waited.is_ok_and(|(over, _)| *over);
+        let ended = lock(&self.ended);
+        let waited = self.has_ended.wait_timeout_while(ended, limit, |ended| !*ended);
+        let all = waited.is_ok_and(|(ended, _)| *ended);
         self.socket.shut_down(std::net::Shutdown::Both);
         all
     }
@@ -216,7 +216,7 @@ impl Remote {
                 if std::mem::take(&mut intake.kill) {
                     killed();
                 }
-                if intake.ended {
+                if intake.has_ended {
                     return;
                 }
             }
@@ -227,12 +227,12 @@ impl Remote {
     /// Receives what has arrived. Returns whether there was anything. The end of the connection makes the worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
         let mut found = false;
-        while !intake.ended {
+        while !intake.has_ended {
             match intake.receive(self) {
                 Ok(Arrived::Head) => found = true,
                 Ok(Arrived::Nothing) => return found,
                 Ok(Arrived::End) | Err(_) => {
-                    intake.ended = true;
+                    intake.has_ended = true;
                     self.leave();
                 }
             }
@@ -247,8 +247,8 @@ impl Remote {
             // The receiving thread finds the end, too.
             self.socket.shut_down(std::net::Shutdown::Both);
         }
-        *lock(&self.over) = true;
-        self.is_over.notify_all();
+        *lock(&self.ended) = true;
+        self.has_ended.notify_all();
     }
 
     fn send_published(&self) -> Result<()> {

@@ -204,6 +204,15 @@ def test_lengths_are_checked_before_anything_is_received_for_them(pair):
         handshake.receive_answer(worker, deadline())
 
 
+def test_a_job_that_is_too_long_is_refused_before_it_is_sent(pair, monkeypatch):
+    main, worker = pair()
+    monkeypatch.setattr(handshake, "_ANSWER_MAX", 10)
+    with pytest.raises(handshake.HandshakeError, match=r"11 bytes, and at most 10 .* state_dict\(\)"):
+        handshake.send_answer(main, True, bytes(11), deadline())
+    handshake.send_answer(main, True, bytes(10), deadline())
+    assert handshake.receive_answer(worker, deadline()) == bytes(10)
+
+
 def trickle(connection, said, seconds):
     for at in range(len(said)):
         time.sleep(seconds)

@@ -110,7 +110,12 @@ def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
 
 
 def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
-    """Sends the next part of a handshake: the job, or a reason to end it."""
+    """Sends the next part of a handshake: the job, or a reason to end it. Raises HandshakeError if it is too long."""
+    if len(text) > _ANSWER_MAX:
+        raise HandshakeError(
+            f"its job has {len(text)} bytes, and at most {_ANSWER_MAX} can be sent: "
+            "let the dataset's state_dict() and worker_init_fn hold less"
+        )
     _send(connection, _ANSWER.pack(goes_on, len(text)) + text, deadline)
 
 
