@@ -53,8 +53,9 @@ impl Rows {
         let shapes = self.shapes.get_or_try_init(py, || {
             let list = plain(py, self.meta())?;
             let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts"))?;
-            let tuples = list.iter().map(|keys| Ok(keys.cast_into::<PyTuple>()?.unbind()));
-            tuples.collect::<PyResult<Vec<_>>>().map_err(|_| damaged("the keys of a dict"))
+            let tuples = list.iter().map(|keys| keys.cast_into::<PyTuple>().map(Bound::unbind));
+            let tuples = tuples.collect::<std::result::Result<Vec<_>, _>>();
+            PyResult::Ok(tuples.map_err(|_| damaged("the keys of a dict"))?)
         })?;
         Ok(shapes.get(number as usize).ok_or_else(|| damaged("the keys of a dict"))?.bind(py))
     }
