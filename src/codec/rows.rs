@@ -8,7 +8,9 @@ use std::ops::Deref;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyNone, PyString, PyTuple};
+use pyo3::types::{
+    PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyNone, PyString, PyTuple, PyType,
+};
 
 use super::shapes::Shapes;
 use super::{Sink, Source, decode, encode, shrink};
@@ -227,7 +229,7 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     let py = value.py();
     if let Ok(text) = value.cast::<PyString>() {
         // A subclass may define an equality and a hash of its own.
-        if value.cast_exact::<PyString>().is_err() && !hashes_like_str(value)? {
+        if value.cast_exact::<PyString>().is_err() && !hashes_like(value, &py.get_type::<PyString>())? {
             return Ok(false);
         }
         let Ok(text) = text.to_str() else { return Ok(false) };
@@ -239,8 +241,7 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
         || value.cast_exact::<PyFloat>().is_ok()
         || value.cast_exact::<PyBool>().is_ok()
         || value.cast_exact::<PyComplex>().is_ok()
-        || (value.hasattr(intern!(py, "__complex__"))? | value.hasattr(intern!(py, "__float__"))?)
-            && value.is_instance(number(py)?)?
+        || is_number(value)?
     {
         out.push(b'i');
         out.extend_from_slice(&value.hash()?.to_le_bytes());
@@ -266,15 +267,26 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-fn number(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+/// Whether an object is a number whose hash is the same in every process: of NumPy or the standard library, or with the hash of
+/// Python's own.
+fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    Ok(NUMBER.get_or_try_init(py, || py.import("numbers")?.getattr("Number").map(Bound::unbind))?.bind(py))
+    let py = value.py();
+    for base in [py.get_type::<PyInt>(), py.get_type::<PyFloat>(), py.get_type::<PyComplex>()] {
+        if value.is_instance(&base)? && hashes_like(value, &base)? {
+            return Ok(true);
+        }
+    }
+    let module = value.get_type().module()?;
+    let package = module.to_str()?.split('.').next();
+    let find = || py.import("numbers")?.getattr("Number").map(Bound::unbind);
+    let number = NUMBER.get_or_try_init(py, find)?;
+    Ok(matches!(package, Some("numpy" | "decimal" | "fractions")) && value.is_instance(number.bind(py))?)
 }
 
-/// Whether an instance of a subclass of str has str's hash and equality.
-fn hashes_like_str(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+/// Whether an instance of a subclass has the hash and the equality of a base.
+fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<bool> {
     let (py, kind) = (value.py(), value.get_type());
-    let base = py.get_type::<PyString>();
     for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {
         if !kind.getattr(name)?.is(base.getattr(name)?) {
             return Ok(false);

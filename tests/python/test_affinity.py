@@ -76,6 +76,32 @@ def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
     assert [now for _, _, now in got] == [[MINE[1]], [MINE[0]]]
 
 
+@needs_two
+@pytest.mark.warns
+@pytest.mark.parametrize("option", ["spread", "list"])
+def test_a_worker_in_place_of_a_dead_one_has_its_cores_when_the_program_is_bound_to_one(tmp_path, option):
+    class Dies(Cores):
+        def __getitem__(self, i):
+            if i == 3 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os._exit(1)
+            return super().__getitem__(i)
+
+    wanted = MINE[:2] if option == "list" else "spread"
+    loader = DataLoader(
+        Dies(8), num_workers=2, batch_size=None, collate_fn=tuple, worker_affinity=wanted, max_restarts=1
+    )
+    iterator = iter(loader)
+    got = [next(iterator)]
+    try:
+        os.sched_setaffinity(0, MINE[:1])
+        got += iterator
+    finally:
+        os.sched_setaffinity(0, MINE)
+    dealt = [[core] for core in MINE[:2]] if option == "list" else affinity.spread(MINE, 2)
+    assert (tmp_path / "died").exists() and [now for _, _, now in got] == dealt * 4
+
+
 @pytest.mark.parametrize(
     ("count", "workers", "dealt"),
     [

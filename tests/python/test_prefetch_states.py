@@ -10,7 +10,7 @@ import pytest
 import torch
 import typing_extensions
 from prefetch_support import prefetch, tensors
-from sample_data import Images, Numbers
+from sample_data import Failing, Images, Numbers
 from support import DataLoader, TorchDataLoader, rustloader, values
 
 pytestmark = pytest.mark.ours
@@ -116,6 +116,75 @@ def test_a_depth_that_states_cannot_go_back_is_refused_at_once(device):
     with pytest.raises(ValueError, match="depth must be 8 or less over a StatefulDataLoader, got 9"):
         prefetch(stateful(), depth=9)
     prefetch(tensors(1), depth=9)
+
+
+class Stepping(torch.utils.data.IterableDataset):
+    """Raises once, at `at`; has a state."""
+
+    def __init__(self, at, has_failed=False):
+        self.place, self.at, self.has_failed = 0, at, has_failed
+
+    def __iter__(self):
+        while self.place < 24:
+            self.place += 1
+            if self.place == self.at and not self.has_failed:
+                self.has_failed = True
+                raise KeyError(self.at)
+            yield self.place
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_state_before_an_error_that_is_ahead_has_its_batch_still_to_come(device, workers, depth):
+    """The loader has raised it, and counts it; the program has not been told."""
+
+    def make(errors=()):
+        data = Failing(24, dict.fromkeys(errors, KeyError))
+        return prefetch(rustloader.StatefulDataLoader(data, batch_size=2, num_workers=workers), depth=depth)
+
+    expected = rest_of(device, make())
+    batches = make([9])
+    iterator, got = iter(batches), []
+    # Batch 4 fails. It is ahead from batch 4 - depth on.
+    for delivered in range(4):
+        state = batches.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert rest_of(device, resumed) == expected[delivered:]
+        got.append(next(iterator))
+    before = batches.state_dict()
+    with pytest.raises(KeyError):
+        next(iterator)
+    after = batches.state_dict()
+    for state, rest in (before, expected[4:]), (after, expected[5:]):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert rest_of(device, resumed) == rest
+    assert rest_of(device, [*got, *iterator]) == expected[:4] + expected[5:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_before_an_error_that_is_ahead_is_that_of_the_dataset_before_it(device, workers):
+    def make(at=None):
+        return prefetch(rustloader.StatefulDataLoader(Stepping(at), batch_size=2, num_workers=workers), depth=2)
+
+    expected = rest_of(device, make())
+    batches = make(7)
+    iterator = iter(batches)
+    got = [next(iterator) for _ in range(3)]
+    state = batches.state_dict()
+    with pytest.raises(KeyError):
+        next(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    device.run_all()
+    assert values(got) == expected[:3] and rest_of(device, resumed) == expected[3:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

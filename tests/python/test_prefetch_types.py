@@ -235,3 +235,28 @@ def test_only_the_accelerators_tensors_are_copied(device):
     there = device.copy(torch.ones(2))
     (got,) = prefetch([there])
     assert got is there and device.copies == 1
+
+
+class Attributes(dict):
+    """Gives its items as attributes, and raises KeyError for others."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_that_gives_its_items_as_attributes_is_a_dict(device):
+    (batch,) = prefetch([Attributes(x=torch.ones(2), n=1)])
+    device.run_all()
+    assert type(batch) is Attributes and batch.x.device.type == device.type and batch.n == 1
+
+
+class Time:
+    """Its method is about time zones."""
+
+    def to(self, zone):
+        raise TypeError(f"no time zone: {zone}")
+
+
+def test_an_error_of_another_method_to_names_the_type(device):
+    with pytest.raises(TypeError, match="no time zone") as raised:
+        next(iter(prefetch([{"at": Time()}])))
+    assert raised.value.__notes__ == [f"prefetch_to_device() called the method to() of a {__name__}.Time"]

@@ -16,6 +16,7 @@ import resource
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath
+from unittest import mock
 
 import cgroups
 import numpy as np
@@ -287,6 +288,34 @@ def test_keys_are_found_as_in_a_dict():
     assert {**shared} == given and dict(shared) == given and ("a", 0) in shared.items() and 0 in shared.values()
 
 
+class Salted(int):
+    """Its hash differs from process to process, as that of a str does."""
+
+    salt = 1
+
+    def __hash__(self):
+        return hash((self.salt, int(self)))
+
+
+def test_a_number_whose_hash_is_of_another_process_is_found(monkeypatch):
+    shared = share({Salted(5): "a", 6: "b"})
+    monkeypatch.setattr(Salted, "salt", 2)
+    assert shared[Salted(5)] == "a" and Salted(7) not in shared and shared[6] == shared[6.0] == "b"
+
+
+def test_nan_and_values_that_compare_elementwise_are_as_in_a_dict():
+    given = {float("nan"): 1, "a": 2}
+    shared = share(given)
+    assert 2 in shared.values() and 1 in shared.values() and 3 not in shared.values()
+    for merged in shared | {"b": 3}, {"b": 3} | shared, shared | share({"b": 3}):
+        assert len(merged) == 3 and list(merged.values()) == ([3, 1, 2] if next(iter(merged)) == "b" else [1, 2, 3])
+    arrays = {"a": np.zeros(2)}
+    assert share(arrays) != {"b": np.zeros(2)}
+    assert share({"a": mock.ANY}) != {"b": 1} and share({"a": 1}) == {"a": mock.ANY}
+    with pytest.raises(ValueError, match="ambiguous"):
+        _ = share(arrays) == {"a": np.zeros(2)}
+
+
 def test_a_large_dict_finds_each_key():
     given = {f"images/{number:07d}.jpg": number for number in range(20_000)}
     shared = share(given)
@@ -456,6 +485,13 @@ def test_tensors(tensor):
     file.seek(0)
     for back in (torch.load(file), pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
         assert type(back) is torch.Tensor and torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 2)])
+def test_a_tensor_is_shared_whatever_the_default_device(shape):
+    with torch.device("meta"):
+        shared = share(torch.zeros(shape, device="cpu"))
+    assert shared.device.type == "cpu" and torch.equal(shared, torch.zeros(shape))
 
 
 def test_a_write_to_a_shared_tensor_reaches_nobody_else():

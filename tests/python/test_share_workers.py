@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader import procfs
+    from rustloader.sharing.pickling import data_of
 
     share = rustloader.share
 
@@ -78,6 +79,45 @@ def test_workers_read_the_same_memory(loader, method):
         mapped, private = batch[-1][-1]
         assert set(mapped) >= own and len(set(mapped) & set(expected)) == 5 and private == 0
     assert seen == 1200
+
+
+class Views(torch.utils.data.Dataset):
+    """Has one array as a whole and in parts, and one list twice."""
+
+    def __init__(self):
+        self.all = share(np.arange(40.0).reshape(10, 4))
+        self.features, self.labels = self.all[:, :3], self.all[:, 3]
+        self.names = share([str(number) for number in range(10)])
+        self.same = type(self.names)(self.names.store)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        things = self.all[index], self.features[index], self.labels[index], self.names[index], self.same[index]
+        return [*map(np.copy, things[:2]), *things[2:], inodes()[0]]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("loader", BOTH)
+def test_several_objects_of_one_memory_reach_a_worker(loader, method):
+    data = Views()
+    own = {os.fstat(store.fileno()).st_ino for store in (data.names.store, data_of(data.all).store)}
+    got = loader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
+    for index, (row, features, label, name, same, mapped) in enumerate(got):
+        assert row.tolist() == [*features, label] == [4 * index + at for at in range(4)]
+        # A forked worker has what other tests have left, too.
+        assert name == same == str(index) and own <= set(mapped) and (method == "fork" or len(mapped) == 2)
+
+
+def test_too_many_objects_for_the_fork_server_are_named():
+    things = Whole(*(share([number]) for number in range(250)))
+    text = "shared object of a dataset needs one: share one list of many objects .* or use the start method 'fork'"
+    for loader in BOTH:
+        with pytest.raises(ValueError, match=text):
+            iter(loader(things, num_workers=1, multiprocessing_context="forkserver"))
+        (first,) = next(iter(loader(things, num_workers=1, multiprocessing_context="spawn", collate_fn=as_it_is)))
+        assert first == [0]
 
 
 class Whole(torch.utils.data.Dataset):

@@ -94,6 +94,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
     _threads = 1
+    # The cores of each worker, also of those that follow a death.
+    _cores: list[list[int]] | None = None
     # What an exception of a sample does, and the count of failed samples; None counts nothing.
     _on_error: Any = "raise"
     _failures: failures.FailureCount | None = None
@@ -189,7 +191,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             max_errors=None if self._failures is None else self._failures.allowed,
             epoch=0 if self._failures is None else self._failures.epoch,
             poison=None if self._restarts is None else {},
-            cores=affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers),
+            cores=self._cores,
         )
 
     def _first_job(self) -> Job:
@@ -247,6 +249,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
+            self._cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             if not is_remote(self._context):
                 ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)

@@ -20,12 +20,17 @@ from rustloader.prefetch.lane import Copied, Lane, leak
 
 
 class _Failed:
-    """An error in the place of a batch. ``is_batch``: the loader gave the batch, and its copy failed."""
+    """An error in the place of a batch.
 
-    __slots__ = ("error", "is_batch")
+    Attributes:
+        is_batch: The loader gave the batch, and its copy failed.
+        is_counted: The loader raised it, and its position is behind it.
+    """
 
-    def __init__(self, error: BaseException, is_batch: bool) -> None:
-        self.error, self.is_batch = error, is_batch
+    __slots__ = ("error", "is_batch", "is_counted")
+
+    def __init__(self, error: BaseException, *, is_batch: bool = False, is_counted: bool = False) -> None:
+        self.error, self.is_batch, self.is_counted = error, is_batch, is_counted
 
 
 class _End:
@@ -63,6 +68,11 @@ class Position:
         ahead = self.ahead.copy()
         return bool(ahead) and ahead[-1] is _END and not self.has_ended
 
+    def has_unseen_error(self) -> bool:
+        """Whether the loader's position is behind an error that the program has not been told."""
+        ahead = self.ahead.copy()
+        return bool(ahead) and isinstance(ahead[-1], _Failed) and ahead[-1].is_counted
+
 
 class DeviceIterator:
     """One loop over a loader.
@@ -78,8 +88,9 @@ class DeviceIterator:
     _position: Position | None = None
     # A batch that a signal handler kept from the caller.
     _rescued: list[Any] | None = None
-    # An error of the loader that has no place yet.
+    # An error of the loader that has no place yet, and whether the loader's position is behind it.
     _error: BaseException | None = None
+    _is_counted = False
     # An error of a copy, until it has the place of its batch.
     _failure: BaseException | None = None
     _is_closed = False
@@ -201,19 +212,21 @@ class DeviceIterator:
         if self._error is not None:
             if ahead:
                 _note_frames(self._error)
-            failed = _Failed(self._error, is_batch=False)
+            failed = _Failed(self._error, is_counted=self._is_counted)
             # No call in between: a signal handler that raises in it would leave the error in both places, or none.
             ahead += (failed,)
             self._error = None
             return
         count, handled = len(ahead), sys.exception()
+        raised = _errors_of(self._inner)
         try:
             # A single call of C code takes and stores: no signal handler runs in between.
             ahead.extend(itertools.islice(self._inner, 1))
         except KeyboardInterrupt:
             raise
-        except BaseException as raised:
-            self._error = raised
+        except BaseException as error:
+            self._error = error
+            self._is_counted = _errors_of(self._inner) != raised
         if self._error is not None:
             # If a batch is there, a handler has raised after the call.
             if len(ahead) > count or is_interrupt(self._error, handled):
@@ -276,6 +289,12 @@ class DeviceIterator:
             # A device that has failed fails again.
             with contextlib.suppress(Exception):
                 self._leave()
+
+
+def _errors_of(inner: Any) -> int:
+    """Number of errors that count in the position of an iterator with a state."""
+    count: int = getattr(inner, "_raised", 0)
+    return count
 
 
 def _note_frames(error: BaseException) -> None:

@@ -160,9 +160,13 @@ class StatefulDeviceLoader(DeviceLoader):
         method: Any = self.loader.state_dict  # type: ignore[attr-defined]
         position = self._position
         ahead = position.ahead_count()
-        before_end = getattr(self.loader, "_state_before_end", None)
         if ahead + back == 0:
-            return before_end() if position.has_unseen_end() and before_end is not None else method()
+            is_own = hasattr(self.loader, "_state_before_end")
+            if is_own and position.has_unseen_end():
+                return self.loader._state_before_end()  # type: ignore[attr-defined]
+            if is_own and position.has_unseen_error():
+                return self.loader._state_before_error()  # type: ignore[attr-defined]
+            return method()
         if "back" not in inspect.signature(method).parameters:
             raise TypeError(
                 f"the state_dict() of {type(self.loader).__qualname__} cannot go back by the {ahead} batches that "

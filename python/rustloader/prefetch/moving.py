@@ -50,9 +50,11 @@ class Move:
             return self._once(value)
         if isinstance(value, _STAYS):
             return value
-        if callable(getattr(value, "to", None)):
+        is_mapping = isinstance(value, Mapping)
+        # A mapping may give its items as attributes.
+        if callable(getattr(type(value) if is_mapping else value, "to", None)):
             return self._once(value)
-        if isinstance(value, Mapping):
+        if is_mapping:
             return self._mapping(value)
         if isinstance(value, tuple):
             return self._tuple(value)
@@ -130,7 +132,7 @@ class Move:
 
     def _dataclass(self, value: Any) -> Any:
         owner = self._owner
-        if owner is None and not hasattr(value, "pin_memory"):
+        if owner is None and not hasattr(type(value), "pin_memory"):
             self._owner = type(value)
         try:
             fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
@@ -156,7 +158,12 @@ def _to(value: Any, streams: Streams) -> Any:
     takes = _takes_non_blocking.get(kind)
     if takes is None:
         takes = _takes_non_blocking[kind] = isinstance(value, torch.Tensor) or _has_parameter(value.to)
-    return value.to(streams.device, non_blocking=streams.non_blocking) if takes else value.to(streams.device)
+    try:
+        return value.to(streams.device, non_blocking=streams.non_blocking) if takes else value.to(streams.device)
+    except Exception as error:
+        if not isinstance(value, torch.Tensor):
+            error.add_note(f"prefetch_to_device() called the method to() of a {kind.__module__}.{kind.__qualname__}")
+        raise
 
 
 def _has_parameter(method: Any) -> bool:

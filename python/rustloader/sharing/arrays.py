@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -100,23 +99,19 @@ def tensor_of(store: SharedStore) -> SharedTensor:
     dtype, shape = pickle.loads(store.meta)
     numel = torch.Size(shape).numel()
     if numel == 0:
-        plain = torch.empty(shape, dtype=dtype)
+        plain = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         if numel * dtype.itemsize > len(data := store.data()):
             raise ValueError(f"the image of a shared tensor has {len(data)} bytes, too few for {shape} of {dtype}")
         strides = torch.empty(shape, device="meta").stride()
-        plain = torch.empty(0, dtype=dtype).set_(data.storage(), 0, shape, strides)
+        plain = torch.empty(0, dtype=dtype, device="cpu").set_(data.storage(), 0, shape, strides)
     tensor: SharedTensor = torch.Tensor._make_subclass(SharedTensor, plain)
     tensor.store = store
     return tensor
 
 
 def _reduce_tensor(tensor: SharedTensor) -> Any:
-    return _tensor_from_descriptor, (reduction.DupFd(tensor.store.fileno()),)
-
-
-def _tensor_from_descriptor(duplicate: Any) -> SharedTensor:
-    return tensor_of(pickling.received(duplicate))
+    return tensor_of, (tensor.store,)
 
 
 pickling.register(SharedTensor, _reduce_tensor)

@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
-from multiprocessing import context, reduction
+from multiprocessing import context, popen_forkserver, reduction
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ import torch
 from rustloader._core import ShareBuilder, SharedData, SharedStore
 
 _PROTOCOL = 5
+# Descriptors of the arguments of a process under forkserver. Python's limit is 252, and a loader needs some, too.
+_MOST_DESCRIPTORS = 240
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -70,21 +72,9 @@ def _copied(image: memoryview) -> SharedStore:
         raise
 
 
-def reduce_to_descriptor(shared: Any) -> tuple[Any, ...]:
-    """Reduces a shared object to its descriptor, for another process of this machine."""
-    return from_descriptor, (type(shared), reduction.DupFd(shared.store.fileno()))
-
-
-def from_descriptor(kind: type, duplicate: Any) -> Any:
-    """Opens a shared object that came as a descriptor."""
-    return kind(received(duplicate))
-
-
-def received(duplicate: Any) -> SharedStore:
-    """The image of a descriptor that another process has sent."""
-    fd = duplicate.detach()
-    os.set_inheritable(fd, False)
-    return SharedStore(fd)
+def reduce_to_store(shared: Any) -> tuple[Any, ...]:
+    """Reduces a shared object to its store, for another process of this machine."""
+    return type(shared), (shared.store,)
 
 
 def is_spawning() -> bool:
@@ -95,6 +85,39 @@ def is_spawning() -> bool:
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
     """Registers how ForkingPickler sends a class."""
     reduction.register(kind, reducer)
+
+
+# Stores, as descriptors. Several objects and views of one store need one: a process cannot be given the same one twice.
+
+
+def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
+    popen: Any = context.get_spawning_popen()
+    count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0
+    if count >= _MOST_DESCRIPTORS:
+        raise ValueError(
+            "forkserver hands a process about 250 descriptors, and each shared object of a dataset needs one: share "
+            "one list of many objects in place of many objects, or use the start method 'fork' or 'spawn'"
+        )
+    return _received, (reduction.DupFd(store.fileno()),)
+
+
+def _received(duplicate: Any) -> SharedStore:
+    """The store of a descriptor that another process has sent."""
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return SharedStore(fd)
+
+
+def _reduce_data(data: SharedData) -> tuple[Any, ...]:
+    return _data, (data.store,)
+
+
+def _data(store: SharedStore) -> SharedData:
+    return store.data()
+
+
+register(SharedStore, _reduce_store)
+register(SharedData, _reduce_data)
 
 
 # Arrays
@@ -118,8 +141,8 @@ def reduce_array(array: np.ndarray) -> Any:
         reduce = copyreg.dispatch_table.get(np.ndarray)
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if reduce is None else reduce(array)
     view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides
-    return _array_from_descriptor, (reduction.DupFd(data.store.fileno()), array.dtype, *view)
+    return _view, (data, array.dtype, *view)
 
 
-def _array_from_descriptor(duplicate: Any, dtype: np.dtype, offset: int, shape: Any, strides: Any) -> np.ndarray:
-    return np.ndarray(shape, dtype, received(duplicate).data(), offset, strides)
+def _view(data: SharedData, dtype: np.dtype, offset: int, shape: Any, strides: Any) -> np.ndarray:
+    return np.ndarray(shape, dtype, data, offset, strides)  # type: ignore[arg-type]

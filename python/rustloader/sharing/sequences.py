@@ -158,6 +158,9 @@ class _Values(collections.abc.ValuesView[Any]):
     def __reversed__(self) -> Any:
         return self._mapping.iterate_values(True)
 
+    def __contains__(self, value: object) -> bool:
+        return any(it is value or it == value for it in self)
+
 
 class _Items(collections.abc.ItemsView[Any, Any]):
     """The keys and values of a shared dict."""
@@ -229,15 +232,18 @@ class SharedDict(SharedPairs):
         if len(self) != len(other):
             return False
         missing = object()
-        return all(other.get(key, missing) == value for key, value in self.items())
+        found = ((other.get(key, missing), value) for key, value in self.items())
+        return all(its is not missing and its == mine for its, mine in found)
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
 
     def __or__(self, other: Any) -> dict[Any, Any]:
-        return {**self, **other} if isinstance(other, (dict, SharedDict)) else NotImplemented
+        if isinstance(other, SharedDict):
+            other = other.to_dict()
+        return {**self.to_dict(), **other} if isinstance(other, dict) else NotImplemented
 
     def __ror__(self, other: Any) -> dict[Any, Any]:
-        return {**other, **self} if isinstance(other, dict) else NotImplemented
+        return {**other, **self.to_dict()} if isinstance(other, dict) else NotImplemented
 
     def __repr__(self) -> str:
         shown = [f"{key!r}: {value!r}" for key, value in itertools.islice(self.items(), _SHOWN)]
@@ -253,7 +259,7 @@ forbid(SharedDict, (*_SETTING, "popitem", "setdefault", "update", "__ior__"), "t
 
 SharedList._like, SharedTuple._like = (list, SharedList), (tuple, SharedTuple)
 for _kind in (SharedList, SharedTuple, SharedDict):
-    pickling.register(_kind, pickling.reduce_to_descriptor)
+    pickling.register(_kind, pickling.reduce_to_store)
 collections.abc.Sequence.register(SharedList)
 collections.abc.Sequence.register(SharedTuple)
 collections.abc.Mapping.register(SharedDict)

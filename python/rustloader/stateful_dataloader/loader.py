@@ -163,6 +163,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
         iterator: _Iter = self._iterator
         return iterator.state(0, False)
 
+    def _state_before_error(self) -> dict[str, Any]:
+        """The state before the last error, which a prefetcher has got and the program has not."""
+        iterator: _Iter = self._iterator
+        return iterator.state(0, False, before_error=True)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` has returned. The next ``iter()`` goes on from there.
 

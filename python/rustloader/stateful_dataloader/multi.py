@@ -185,12 +185,15 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     # The state.
 
-    def state(self, back: int, finished: bool) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before."""
+    def state(self, back: int, finished: bool, *, before_error: bool = False) -> dict[str, Any]:
+        """The state after the last batch that was delivered, or ``back`` batches before.
+
+        ``before_error``: Without the last answer, which is an error.
+        """
         origin = self.origin
         # Once: another thread may be in `next`.
         yielded = self._num_yielded
-        answers = yielded - origin.yielded + self._raised
+        answers = yielded - origin.yielded + self._raised - before_error
         if self._passthrough and back:
             raise ValueError("back must be 0: this loader runs on torch's own iterator")
         if self._passthrough or not self._has_begun:

@@ -187,17 +187,20 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             back -= answers not in self._errors
         return answers
 
-    def state(self, back: int, finished: bool) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before."""
+    def state(self, back: int, finished: bool, *, before_error: bool = False) -> dict[str, Any]:
+        """The state after the last batch that was delivered, or ``back`` batches before.
+
+        ``before_error``: Without the last answer, which is an error.
+        """
         # Once: another thread may be in `next`.
         yielded = self._num_yielded
-        answers = yielded - self.origin.yielded + self._raised
+        answers = yielded - self.origin.yielded + self._raised - before_error
         if back:
             answers = self._answers_before(answers, back)
         low, ahead = ordinals(self.origin, answers, [])
         # First: the state of a dataset may hold that of a generator.
         self.sampling.draw()
-        made, record = self._made(answers, back == 0, finished)
+        made, record = self._made(answers, back == 0 and not before_error, finished)
         sampled = self.sampling.state(low - record["replay"] if self._dataset_kind == _DatasetKind.Map else low)
         return {
             "_index_sampler_state": sampled.index_sampler_state,

@@ -73,7 +73,7 @@ _known = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
