@@ -91,8 +91,8 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
-    popen: Any = context.get_spawning_popen()
-    count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0
+    popen = context.get_spawning_popen()
+    count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MOST_DESCRIPTORS:
         raise ValueError(
             "forkserver hands a process about 250 descriptors, and each shared object of a dataset needs one: share "
