@@ -68,6 +68,8 @@ class Odd(Noisy):
                     raise KeyError("no sample 13")
                 case "exit":
                     os._exit(7)
+                case "leave":
+                    raise SystemExit(7)
                 case "pipe":
                     return os.dup(0), socket.socket()
                 case "sleep":
@@ -235,6 +237,22 @@ def test_a_death_names_the_worker_and_the_connection(tmp_path):
     # The kernel resets a connection whose end had not read everything.
     reasons = ("its process ended with exit code 7", "was closed", "Connection reset by peer")
     assert "It ran on another machine: " in notes and any(reason in notes for reason in reasons), notes
+
+
+def test_a_worker_that_an_error_ends_is_named_with_what_the_cluster_says(tmp_path):
+    with pytest.raises(WorkerDiedError, match="exited unexpectedly") as caught:
+        epochs(Odd("leave"), LoopbackContext(tmp_path))
+    assert "It ran on another machine: its process ended with exit code 7" in caught.value.__notes__
+
+
+def test_an_ordinary_end_has_no_reason(tmp_path):
+    context = LoopbackContext(tmp_path)
+    iterator = iter(rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context))
+    workers = list(iterator._workers)
+    assert len(list(iterator)) == 60
+    for worker, started in zip(workers, context.workers, strict=True):
+        started.process.join(20)
+        assert not worker.is_alive() and worker.end is None
 
 
 @pytest.mark.warns

@@ -39,7 +39,7 @@ def error_of(
     if death.stalled:
         kind, text = WorkerStalledError, stalls.text(death.worker_id, text)
 
-    end = process.end if isinstance(process, remote.RemoteProcess) else None
+    end = process.why_died() if isinstance(process, remote.RemoteProcess) else None
     notes = (note, *history) if end is None else (note, f"It ran on another machine: {end}", *history)
 
     def make() -> WorkerDiedError:

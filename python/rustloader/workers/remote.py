@@ -17,7 +17,7 @@ from typing import Any
 
 from rustloader._core import Engine, Link, Port
 from rustloader.cleanup import quietly
-from rustloader.config import REMOTE_CHECK, REMOTE_FINISH
+from rustloader.config import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
 from rustloader.workers import main
@@ -63,12 +63,22 @@ class RemoteProcess:
     @property
     def end(self) -> str | None:
         """Why it has ended, as far as this machine knows; None if it has left, or lives."""
-        reason = self._link.reason
-        return None if reason is None else self._told or self._started.failure() or reason
+        return None if self._link.reason is None else self._known()
+
+    def _known(self) -> str | None:
+        return self._told or self._started.failure() or self._link.reason
+
+    def why_died(self) -> str | None:
+        """Why it has died. One that an error has ended has left, too: only the cluster knows why, a little later."""
+        deadline = time.monotonic() + STATUS_AFTER
+        while (found := self._known()) is None and time.monotonic() < deadline:
+            time.sleep(REMOTE_CHECK)
+        return found
 
     def kill(self) -> None:
         """Ends it."""
-        self._told = self.end
+        if not self.is_alive():
+            self._told = self._known()
         self._started.kill()
 
     terminate = kill
