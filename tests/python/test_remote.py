@@ -20,8 +20,10 @@ from support import open_files
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
+from rustloader.auto import tuner
 from rustloader.cleanup import forget_frames
 from rustloader.errors import WorkerDiedError
+from rustloader.probe.side import Side
 from rustloader.remote import handshake
 from rustloader.workers import remote
 
@@ -447,6 +449,25 @@ def test_the_memory_of_a_worker_elsewhere_is_unknown(tmp_path):
     # Here its process happens to be one of this machine.
     assert worker.alive and os.path.exists(f"/proc/{worker.pid}")
     assert (worker.rss_bytes, worker.private_bytes) == (0, None)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_pids_of_workers_elsewhere_are_no_pids_here(tmp_path, monkeypatch, persistent):
+    asked = []
+    monkeypatch.setattr(tuner, "own", asked.append)
+    side = Side("loaders:make", "rustloader")
+    side.note = lambda name, value: asked.append(value)
+    side.loader = rustloader.DataLoader(
+        Noisy(),
+        num_workers="auto",
+        multiprocessing_context=LoopbackContext(tmp_path),
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        iterator = iter(side.loader)
+        side.began(iterator)
+        assert len(list(iterator)) == 60
+    assert asked == []
 
 
 def connections():

@@ -65,11 +65,6 @@ class BenchSide(Side):
             **({"cluster": measure()} if self.engine == RAY else {}),
         }
 
-    def began(self, iterator: Any) -> None:
-        """As in ``Side``. The command cannot look after processes of other machines."""
-        if self.engine != RAY:
-            super().began(iterator)
-
     def run(self, number: int, limits: Limits, weigh: bool) -> dict[str, Any]:
         """Runs a pass. Passes with the same number use the same random seeds on both engines."""
         with self._pass(number):

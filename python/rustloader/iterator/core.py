@@ -87,6 +87,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     _passthrough = False
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
+    _context: Any = None
     # Makes the error that every later `next` raises once the epoch has ended or a worker has died.
     _last: Callable[[], BaseException] | None = None
     # An answer that a signal handler kept from the caller. The next call returns it.
@@ -351,8 +352,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         return True
 
     def _note_memory(self) -> None:
-        """Lets the tuner read the memory of workers that run."""
-        if self._tuner is not None and not self._shutdown:
+        """Lets the tuner read the memory of workers that run on this machine."""
+        if self._tuner is not None and not self._shutdown and not is_remote(self._context):
             self._tuner.note_memory(worker.pid for worker in self._workers)
 
     def _draw(self) -> Iterator[Any] | Callable[[], Any]:

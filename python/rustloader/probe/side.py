@@ -23,6 +23,7 @@ from rustloader.probe.deaths import death, install
 from rustloader.probe.factory import Unusable, find, make
 from rustloader.probe.failure import failure
 from rustloader.probe.log import warnings as logged_warnings
+from rustloader.remote.context import is_remote
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
@@ -98,7 +99,10 @@ class Side:
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def began(self, iterator: Any) -> None:
-        """Sends the command the process ids of the workers, so that it can name one that dies or hangs."""
+        """Sends the command the process ids of the workers, so that it can name one that dies or hangs. It cannot look
+        after processes of other machines."""
+        if is_remote(self.loader.multiprocessing_context):
+            return
         self._workers = list(getattr(iterator, "_workers", ()))
         pids = {k: worker.pid for k, worker in enumerate(self._workers) if getattr(worker, "pid", None)}
         self.note("workers", pids)
