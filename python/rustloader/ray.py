@@ -17,6 +17,10 @@ from rustloader.workers import remote
 __all__ = ["RayContext"]
 
 _MISSING = "workers on a Ray cluster need Ray: install it with `pip install rustloader[ray]`"
+_SHUT_DOWN = (
+    "Ray was shut down while a DataLoader had workers on its cluster: they cannot be started again; make a new "
+    "DataLoader"
+)
 
 
 def _ray() -> Any:
@@ -25,6 +29,15 @@ def _ray() -> Any:
     except ImportError as error:
         raise ImportError(_MISSING) from error
     return ray
+
+
+def _session(ray: Any) -> Any:
+    """What tells a connection to a cluster from earlier ones; None without one. Unlike most calls of Ray, this starts
+    none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 @functools.cache
@@ -47,12 +60,13 @@ class _StartedActor:
 
     def __init__(self, ray: Any, actor: Any, result: Any, asked: Mapping[str, float]) -> None:
         self._ray, self._actor, self._result, self._asked = ray, actor, result, asked
+        self._session = _session(ray)
 
     def failure(self) -> str | None:
         """Why ``serve`` has ended, or the actor."""
-        if not self._ray.is_initialized():
-            return "Ray was shut down"
         try:
+            if _session(self._ray) != self._session:
+                return "Ray was shut down"
             ready, _ = self._ray.wait([self._result], timeout=0, fetch_local=False)
             if not ready:
                 return None
@@ -77,7 +91,8 @@ class _StartedActor:
     def kill(self) -> None:
         """Ends the actor."""
         with contextlib.suppress(Exception):
-            self._ray.kill(self._actor, no_restart=True)
+            if _session(self._ray) == self._session:
+                self._ray.kill(self._actor, no_restart=True)
 
 
 class RayContext(RemoteContext):
@@ -137,7 +152,7 @@ class RayContext(RemoteContext):
         """This node's address in the cluster."""
         ray = _ray()
         if not ray.is_initialized():
-            ray.init()
+            raise RuntimeError(_SHUT_DOWN)
         address: str = ray.util.get_node_ip_address()
         return address
 
@@ -149,12 +164,17 @@ class RayContext(RemoteContext):
         return blob
 
     def put(self, blob: bytes) -> Any:
-        """Puts bytes into the object store."""
-        return _ray().put(blob)
+        """Puts bytes into the object store. Ray joins a cluster, or starts one, where the program has not: here alone,
+        because nothing of an earlier session is there in the next one."""
+        ray = _ray()
+        reference = ray.put(blob)
+        return _session(ray), reference
 
     def launch(self, blob: Any, call: Call) -> _StartedActor:
         """Creates an actor, and calls it."""
-        ray = _ray()
+        ray, (session, reference) = _ray(), blob
+        if _session(ray) != session:
+            raise RuntimeError(_SHUT_DOWN)
         options = {name: value for name, value in self._options.items() if value is not None}
         group = options.pop("placement_group", None)
         if group is not None:
@@ -162,7 +182,7 @@ class RayContext(RemoteContext):
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         actor = _actor_class().options(**options).remote()
-        result = actor.serve.remote(blob, call, self.start_seconds)
+        result = actor.serve.remote(reference, call, self.start_seconds)
         asked = {
             "CPU": self._options["num_cpus"],
             "GPU": self._options["num_gpus"],

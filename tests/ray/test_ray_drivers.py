@@ -17,6 +17,51 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 ADDRESS = "RAY_ADDRESS"
 
 
+SHUT_DOWN = """
+import sys
+import ray, rustloader, rustloader.ray
+
+
+def begun():
+    context = rustloader.ray.RayContext()
+    loader = rustloader.DataLoader(range(10_000), num_workers=1, multiprocessing_context=context, max_restarts=3)
+    iterator = iter(loader)
+    next(iterator)
+    return iterator
+
+
+def fails(iterator):
+    try:
+        for _ in iterator:
+            pass
+    except RuntimeError as error:
+        return str(error).startswith("Ray was shut down while a DataLoader had workers on its cluster")
+
+
+ray.init(sys.argv[1], log_to_driver=False)
+iterator = begun()
+ray.shutdown()
+print(fails(iterator), fails(iterator), ray.is_initialized())
+del iterator
+print(ray.is_initialized())
+ray.init(sys.argv[1], log_to_driver=False)
+iterator = begun()
+ray.shutdown()
+ray.init(sys.argv[1], log_to_driver=False)
+print(fails(iterator))
+del iterator
+iterator = begun()
+print(len(list(iterator)))
+"""
+
+
+def test_no_worker_is_started_again_and_no_cluster_once_ray_was_shut_down(cluster):
+    environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    command = [sys.executable, "-c", SHUT_DOWN, cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.stdout.split() == ["True", "True", "False", "False", "True", "9999"], done.stdout + done.stderr
+
+
 def train(*arguments, **variables):
     """The lines that the example prints."""
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS} | variables
