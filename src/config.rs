@@ -87,6 +87,8 @@ pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
 
 /// Bytes from which a leaf has its own block. Smaller leaves are part of the message and are copied at delivery.
 pub const INLINE_LIMIT: usize = 16 << 10;
+/// A text or bytes object of this many bytes or more that comes again in a batch is sent once.
+pub const ONCE_FROM: usize = 1 << 10;
 /// Levels of nested containers; deeper batches are pickled.
 pub const MAX_DEPTH: usize = 64;
 /// Dimensions of a tensor; those with more are pickled.

@@ -141,7 +141,7 @@ def _check_errors(name: str, value: Any) -> None:
 
 
 def _parse_errors(text: str) -> int | float:
-    value: int | float = float(text) if "." in text else int(text)
+    value: int | float = int(text) if text.isdecimal() else float(text)
     try:
         _check_errors("", value)
     except ValueError:
@@ -238,6 +238,13 @@ def _parse_affinity(text: str) -> str | list[list[int]]:
     if not all(workers):
         raise ValueError(text)
     return workers
+
+
+def text_of(value: Any) -> str:
+    """A value in the form that its option's ``parse`` takes."""
+    if isinstance(value, list):
+        return "/".join("+".join(map(str, cores)) for cores in value)
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _one_of(*choices: str) -> dict[str, Any]:
@@ -369,7 +376,7 @@ class Options:
         "Number of samples of a batch that a worker fetches at a time, for slow storage (map-style datasets only; "
         "default: None, which means 1).",
         "samples of a batch that a worker fetches at a time",
-        unset=(None, 1),
+        unset=(None,),
         check=_check_positive,
         parse=_parse_positive,
         expected="a positive integer",
@@ -382,7 +389,7 @@ class Options:
         "Number of deaths of workers that an epoch survives: a dead worker is started again, and its batches are made "
         "again (default: None, which means 0).",
         "deaths of workers that an epoch survives",
-        unset=(None, 0),
+        unset=(None,),
         check=_check_restarts,
         parse=_parse_restarts,
         expected="a nonnegative integer",
@@ -407,7 +414,7 @@ class Options:
         "another one. A function gets the index and the exception, and returns a sample or raises (default: None, "
         'which means "raise").',
         "what an exception of a sample does: raise, skip or replace",
-        unset=(None, "raise"),
+        unset=(None,),
         check=_check_on_error,
         parse=_parse_on_error,
         expected="raise, skip or replace",

@@ -9,7 +9,7 @@ use super::Sink;
 use super::aliases::{Tensors, resolve};
 use super::draft::{Draft, NotPlain, PendingCopy, Plain};
 use super::seen::Object;
-use crate::config::{ARRAY_MIN, DETACH_FROM, INLINE_LIMIT};
+use crate::config::{ARRAY_MIN, DETACH_FROM, INLINE_LIMIT, ONCE_FROM};
 use crate::interop::array_tensor::ArrayTensor;
 use crate::interop::tensor::Bridge;
 use crate::interop::view::{LeafView, TensorView};
@@ -47,6 +47,8 @@ struct Encoder<'a, 'py> {
     draft: Draft<'a, Bound<'py, PyAny>>,
     /// The containers around the current value have one reference each: they go with the batch.
     is_sole: bool,
+    /// The value is a key of a dict, or a part of one.
+    is_key: bool,
 }
 
 /// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out` is
@@ -98,7 +100,7 @@ fn plain<'py>(
     is_sole: bool,
 ) -> Plain<Vec<PendingCopy<Bound<'py, PyAny>>>> {
     let from = out.len();
-    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole };
+    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole, is_key: false };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.tangled() {
@@ -142,13 +144,17 @@ impl<'py> Encoder<'_, 'py> {
         let kind = value.get_type_ptr();
         // Exact types, by the address of the type object.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
-            return self.tensor(value);
+            // Its hash is a function in Python, where a signal handler may raise: a plain batch has to arrive without any.
+            return if self.is_key { Err(NotPlain) } else { self.tensor(value) };
         }
         if kind == &raw mut ffi::PyLong_Type {
             self.draft.out.int(as_i64(value)?);
         } else if kind == &raw mut ffi::PyUnicode_Type {
             let text = value.cast_exact::<PyString>().map_err(|_| NotPlain)?;
-            self.draft.out.str(text.to_str().map_err(|_| NotPlain)?);
+            let text = text.to_str().map_err(|_| NotPlain)?;
+            if text.len() < ONCE_FROM || self.draft.is_new(value)? {
+                self.draft.out.str(text);
+            }
         } else if kind == &raw mut ffi::PyFloat_Type {
             self.draft.out.float(value.cast_exact::<PyFloat>().map_err(|_| NotPlain)?.value());
         } else if kind == &raw mut ffi::PyList_Type {
@@ -181,7 +187,9 @@ impl<'py> Encoder<'_, 'py> {
     fn bytes(&mut self, value: &Bound<'py, PyAny>) -> Plain {
         let bytes = value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes();
         if self.bridge.is_none() || bytes.len() < INLINE_LIMIT {
-            self.draft.out.bytes(bytes);
+            if bytes.len() < ONCE_FROM || self.draft.is_new(value)? {
+                self.draft.out.bytes(bytes);
+            }
         } else {
             self.draft.bytes_outside(value, bytes)?;
         }
@@ -268,7 +276,9 @@ impl<'py> Encoder<'_, 'py> {
             if found > len {
                 return Err(NotPlain);
             }
+            let outside = std::mem::replace(&mut self.is_key, true);
             self.value(&key, depth + 1)?;
+            self.is_key = outside;
             self.value(&item, depth + 1)?;
         }
         self.is_sole = outside;

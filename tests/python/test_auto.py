@@ -305,6 +305,17 @@ def test_more_workers_than_cores_are_no_reason_to_warn(decisions):
         assert loader.num_workers == len(os.sched_getaffinity(0)) + 1
 
 
+def test_no_more_workers_than_worker_affinity_has_entries(decisions):
+    core = min(os.sched_getaffinity(0))
+    loader = DataLoader(Numbers(N), num_workers="auto", worker_affinity=[core])
+    assert workers_of(iter(loader)) == loader.num_workers == 1
+    loader = DataLoader(Numbers(N), num_workers="auto", worker_affinity=[core] * 3)
+    list(loader)
+    list(loader)
+    _, _, limits = decisions.seen[-1]
+    assert (3, "worker_affinity has 3 entries") in limits
+
+
 @pytest.mark.warns
 def test_torchs_loop_keeps_the_first_guess(decisions):
     decisions.counts = [5]

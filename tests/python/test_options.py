@@ -122,6 +122,28 @@ def test_options_give_way_to_what_differs_from_torchs_defaults():
     assert loader.prefetch_factor == options.PREFETCH_FACTOR
 
 
+@pytest.mark.parametrize(("name", "own"), [("on_error", "raise"), ("max_restarts", 0), ("worker_threads", 1)])
+def test_options_give_way_to_what_a_loader_was_given_even_if_it_is_the_default(name, own):
+    loader = rustloader.DataLoader(range(2), num_workers=1, **{name: own})
+    other = rustloader.DataLoader(range(2), num_workers=1)
+    with rustloader.installed(**{name: OTHER[name][0]}):
+        assert getattr(settings.applied(loader), name) == own
+        assert getattr(settings.applied(other), name) == OTHER[name][0]
+
+
+@pytest.mark.parametrize("text", ["0", "0/1+3", "2-4/1", "spread"])
+def test_cores_in_the_form_of_the_command_line(text):
+    parse = options.option_of("worker_affinity").parse
+    assert parse(options.text_of(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize("text", ["0", "12", "0.5", "0.00001", "1e-3"])
+def test_numbers_of_errors_in_the_form_of_the_command_line(text):
+    parse = options.option_of("max_errors").parse
+    again = parse(options.text_of(parse(text)))
+    assert again == parse(text) and type(again) is (int if text.isdecimal() else float)
+
+
 def test_an_option_that_no_loader_has_leaves_loaders_alone():
     loader = TorchDataLoader(range(2), num_workers=1)
     options.replace({"stateful": True})

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from rustloader import StatefulDataLoader
 from rustloader.stateful_dataloader.resharding import reshard
 from rustloader.stateful_dataloader.sampler import StatefulDistributedSampler
 from rustloader.stateful_dataloader.sampling import check, sampling, unstarted
@@ -197,6 +198,39 @@ def test_batches_keep_their_numbers():
     # Interrupted in the new stripe, by number alone.
     rest, _ = job.run(2, states)
     assert samples(after) + samples(rest) == Counter(job.order()[24:])
+
+
+def loaders(replicas, states=None):
+    """Loaders of all ranks over 64 samples, in batches of 4."""
+    made = []
+    for rank in range(replicas):
+        sampler = DistributedSampler(range(64), replicas, rank, seed=3)
+        made.append(StatefulDataLoader(range(64), batch_size=4, sampler=sampler))
+        if states is not None:
+            made[-1].load_state_dict(copy.deepcopy(states[rank]))
+    return made
+
+
+def first_of(loader, count):
+    return [batch.tolist() for batch in itertools.islice(loader, count)]
+
+
+@pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (3, 1), (5, 0), (5, 1), (8, 0)])
+def test_loaders_take_states_for_more_ranks_at_any_position(before, after):
+    """Also those that were saved after it. The position counts more batches than the epoch of each new rank has."""
+    old = loaders(2)
+    seen = [sample for loader in old for batch in first_of(loader, before) for sample in batch]
+    new = loaders(4, reshard([loader.state_dict() for loader in old], 4))
+    seen += [sample for loader in new for batch in first_of(loader, after) for sample in batch]
+    again = loaders(4, [loader.state_dict() for loader in new])
+    seen += [sample for loader in again for batch in loader for sample in batch.tolist()]
+    assert sorted(seen) == [*range(64)]
+    finished = loaders(4, [loader.state_dict() for loader in again])
+    for loader, same in zip(finished, loaders(4), strict=True):
+        loader.sampler.set_epoch(1)
+        same.sampler.set_epoch(1)
+        assert first_of(loader, 9) == first_of(same, 9) and len(first_of(same, 9)) == 4
 
 
 def test_states_are_not_changed():

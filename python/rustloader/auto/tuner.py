@@ -57,9 +57,11 @@ class Tuner:
     def reconsider(self, loader: Any) -> None:
         """Decides how many workers the epoch that begins has, and logs a change."""
         watch, self._watch = self._watch, None
+        limits = _limits_of_affinity(loader)
+        self.count = min([self.count, *(int(limit.most) for limit in limits)])
         if watch is None:
             return
-        epoch, limits = watch.epoch(), []
+        epoch = watch.epoch()
         if self._memory is not None:
             limits.append(self._memory)
         if loader._dataset_kind == _DatasetKind.Iterable:
@@ -164,6 +166,13 @@ def pin(loader: Any, count: int) -> bool:
 
 def _seeded_by_worker(loader: Any) -> bool:
     return (options.of_loader(loader, "seed_by") or options.current().get("seed_by", "worker")) == "worker"
+
+
+def _limits_of_affinity(loader: Any) -> list[Limit]:
+    cores = options.of_loader(loader, "worker_affinity") or options.current().get("worker_affinity")
+    if cores is None or isinstance(cores, str):
+        return []
+    return [Limit(len(cores), f"worker_affinity has {count_of(len(cores), 'entry')}")]
 
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rustloader.config import INSTALL
 from rustloader.environment import follow  # not through the package, which would import torch
-from rustloader.options import Options
+from rustloader.options import Options, text_of
 
 
 def main(options: Any, arguments: list[str]) -> int:
@@ -51,7 +51,7 @@ def _setting(options: Any) -> str:
     parts = [given] if "=" in given else []
     for name in Options.__dataclass_fields__:
         if (value := getattr(options, name)) is not None:
-            parts.append(f"{name}={int(value) if isinstance(value, bool) else value}")
+            parts.append(f"{name}={text_of(value)}")
     return ",".join(parts) or "1"
 
 

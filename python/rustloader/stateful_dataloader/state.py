@@ -107,13 +107,17 @@ def _read(state: Any, loader: Any) -> Plan:
 def _check_position(plan: Plan, loader: Any) -> None:
     if loader._dataset_kind == _DatasetKind.Iterable:
         return
+    saved = plan.sampler or {}
+    start = saved.get("start")
+    # What is left after a `reshard` is dealt anew from this batch on.
+    first = start.get("first") if isinstance(start, Mapping) else None
+    delivered = plan.low - (first if type(first) is int else 0)
     total = length_of(loader)
-    if total is not None and plan.low > total:
+    if total is not None and delivered > total:
         raise ValueError(
-            f"the state has {plan.low} batches delivered, and an epoch of this loader has {total}: load it into a "
+            f"the state has {delivered} batches delivered, and an epoch of this loader has {total}: load it into a "
             "loader over the same dataset, with the same batch size"
         )
-    saved = plan.sampler or {}
     if plan.low and saved.get("kind") in ("random", "subset", "weighted", "distributed") and not saved.get("start"):
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
