@@ -1,10 +1,12 @@
 //! Refusals by the kernel, made by failpoints: `cargo test --features failpoints`.
 #![cfg(feature = "failpoints")]
 
+use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use rustloader::error::Error;
@@ -15,6 +17,8 @@ use rustloader::sys::map::{Mapping, page_size};
 use rustloader::sys::memfd;
 use rustloader::sys::pidfd::PidFd;
 use rustloader::sys::poll::{PollSet, WaitOutcome};
+use rustloader::transport::Remote;
+use rustloader::worker::port::Port;
 
 /// Failpoints are the process's: one test at a time.
 static ONE: Mutex<()> = Mutex::new(());
@@ -237,4 +241,22 @@ fn a_forked_child_is_driven_apart_from_its_parent() {
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(libc::WEXITSTATUS(status), 5);
     EventFd::new().unwrap();
+}
+
+#[test]
+fn a_worker_elsewhere_whose_port_is_refused_ends_its_connection() {
+    let _alone = alone();
+    let (one, mut other) = UnixStream::pair().unwrap();
+    other.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let remote = Remote::start(one.into(), 8, || {}, || {}).unwrap();
+    let kept = Arc::downgrade(&remote);
+    refuse("atfork", libc::ENOMEM);
+    assert_os!(Port::over(remote), "pthread_atfork", libc::ENOMEM);
+    let mut received = Vec::new();
+    other.read_to_end(&mut received).unwrap();
+    assert_eq!(received, [], "nothing, as after a death");
+    // Its threads end: their calls are not those of the next test.
+    while kept.strong_count() > 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

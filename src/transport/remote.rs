@@ -174,6 +174,15 @@ impl Remote {
         all
     }
 
+    /// Ends the connection of a worker that cannot begin. The main process takes it for a death.
+    pub fn give_up(&self) {
+        // The lock: the sending thread tells of no orderly end in between.
+        let _outgoing = lock(&self.outgoing);
+        self.finishing.store(true, Ordering::Release);
+        self.socket.shut_down(std::net::Shutdown::Both);
+        let _ = self.bell.ring();
+    }
+
     /// Makes the worker leave.
     fn leave(&self) {
         self.arena.header().stop.0.store(1, Ordering::Relaxed);

@@ -141,9 +141,10 @@ impl Port {
         })
     }
 
-    /// Opens the port of the worker behind a connection to the main process.
+    /// Opens the port of the worker behind a connection to the main process. An error ends the connection.
     pub fn over(remote: Arc<Remote>) -> Result<Self> {
-        let port = Self::open(remote.arena().clone(), 0, remote.doorbell()?)?;
+        let opened = remote.doorbell().and_then(|bell| Self::open(remote.arena().clone(), 0, bell));
+        let port = opened.inspect_err(|_| remote.give_up())?;
         Ok(Self { remote: Some(remote), ..port })
     }
 
