@@ -198,7 +198,6 @@ impl Link {
                 Ok(Some(kind)) => results += u32::from(kind == Kind::Result),
                 Err(error) => {
                     (intake.failed, intake.has_ended) = (Some(error), true);
-                    self.wake();
                     break;
                 }
             }
@@ -206,6 +205,12 @@ impl Link {
         if results > 0 {
             self.received.store(intake.inflow.total, Ordering::Relaxed);
             self.streak.fetch_add(results, Ordering::Relaxed);
+        }
+        let is_for_thread = intake.failed.is_some() || intake.needs_memory;
+        // It may sleep on the socket, which has been emptied. After the lock: it would find that taken, and sleep again.
+        drop(intake);
+        if is_for_thread {
+            self.wake();
         }
     }
 
@@ -222,10 +227,9 @@ impl Link {
         match self.take_in(head, intake, false) {
             Ok(()) => Ok(Some(head.kind)),
             Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
-                // The thread waits for memory. It may sleep on the socket, which has been emptied.
+                // The thread waits for memory.
                 intake.inflow.rewind(began);
                 intake.needs_memory = true;
-                self.wake();
                 Ok(None)
             }
             Err(error) => Err(error),
