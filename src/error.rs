@@ -19,6 +19,11 @@ pub enum Error {
         /// The value, and the expected one.
         what: String,
     },
+    /// The connection to a worker on another machine was closed inside a frame, or carries a damaged one.
+    Connection {
+        /// What happened.
+        what: String,
+    },
     /// Shared memory of another version of this library.
     Layout {
         /// Its layout version.
@@ -103,6 +108,19 @@ impl Error {
         Self::Corrupt { what: what.into() }
     }
 
+    /// An [`Error::Connection`].
+    pub fn connection(what: impl Into<String>) -> Self {
+        Self::Connection { what: what.into() }
+    }
+
+    /// The error for a damaged value that has come over a connection.
+    pub fn received(self) -> Self {
+        match self {
+            Self::Corrupt { what } => Self::Connection { what },
+            other => other,
+        }
+    }
+
     /// An [`Error::Foreign`].
     pub fn foreign(what: impl Into<String>) -> Self {
         Self::Foreign { what: what.into() }
@@ -122,6 +140,7 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Corrupt { what } => write!(f, "shared memory of the DataLoader is damaged: {what}"),
+            Self::Connection { what } => write!(f, "the connection broke: {what}"),
             Self::Layout { found, expected } => write!(
                 f,
                 "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use the \

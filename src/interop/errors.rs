@@ -15,9 +15,11 @@ impl From<Error> for PyErr {
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),
             Error::TooMany { .. } => PyOverflowError::new_err(text),
             Error::Os { errno, .. } => PyOSError::new_err((errno, text)),
-            Error::Corrupt { .. } | Error::Layout { .. } | Error::Child { .. } | Error::Usage { .. } => {
-                PyRuntimeError::new_err(text)
-            }
+            Error::Corrupt { .. }
+            | Error::Connection { .. }
+            | Error::Layout { .. }
+            | Error::Child { .. }
+            | Error::Usage { .. } => PyRuntimeError::new_err(text),
         }
     }
 }

@@ -76,7 +76,7 @@ impl Head {
         let len = u64::from(number(8)) | u64::from(number(12)) << 32;
         let (kind, count) = (Kind::of_number(number(0)), number(4));
         let bad =
-            || Error::corrupt(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
+            || Error::connection(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
         let head = Self { kind: kind.ok_or_else(bad)?, count, len };
         let fits = match head.kind {
             Kind::Task => len <= most,

@@ -164,5 +164,5 @@ fn until_moved(
 }
 
 fn cut() -> Error {
-    Error::corrupt("the connection ended inside a frame")
+    Error::connection("it was closed inside a frame")
 }

@@ -363,7 +363,7 @@ impl Link {
     /// Receives the rest of a frame.
     fn take_in(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
-            _ if intake.has_left => return Err(Error::corrupt("a frame after the worker's last one")),
+            _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
             Kind::Ready => lock(&self.outflow).ready(),
             Kind::Result => self.take_result(head, intake, waits)?,
             Kind::Sample => {
@@ -378,7 +378,7 @@ impl Link {
                 counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());
             }
             Kind::Task | Kind::Stop | Kind::Kill => {
-                return Err(Error::corrupt(format!("a worker sends {:?}", head.kind)));
+                return Err(Error::connection(format!("a worker sends {:?}", head.kind)));
             }
         }
         Ok(())
@@ -390,7 +390,7 @@ impl Link {
         let mut fixed = [0; FIXED];
         inflow.fill(&self.socket, &mut fixed, &mut || self.rest(false))?;
         let (words, counted) = frame::read_fixed(&fixed);
-        let mut entry = ResultEntry::from_words(&words)?;
+        let mut entry = ResultEntry::from_words(&words).map_err(Error::received)?;
         self.check(&entry, head)?;
         let mut held = Held { link: self, blocks: Vec::new(), waits };
         if entry.block.is_some() {
@@ -401,7 +401,10 @@ impl Link {
             let sum = lens.iter().try_fold(len, |sum, len| sum.checked_add(*len));
             let region = self.arena.geometry().region_len;
             let bytes = sum.filter(|sum| *sum <= region).ok_or_else(|| {
-                Error::corrupt(format!("a batch of {} leaves exceeds a region of {region} bytes", lens.len()))
+                Error::connection(format!(
+                    "a batch of {} leaves exceeds a region of {region} bytes",
+                    lens.len()
+                ))
             })?;
             let block = held.allocate(allocator, len)?;
             let mut leaves = Vec::with_capacity(lens.len());
@@ -426,8 +429,7 @@ impl Link {
             (entry.block, entry.len, entry.load.bytes) = (Some(block), len, bytes);
         }
         counters::show(self.page(), &counted);
-        let full =
-            || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
+        let full = || Error::connection("more results than may be outstanding");
         if !entry.kind.is_snapshot() {
             lock(&self.outflow).answered(&entry)?;
         }
@@ -452,7 +454,7 @@ impl Link {
         };
         match fits && (entry.block.is_some() || head.len == 0 && head.count == 0) {
             true => Ok(()),
-            false => Err(Error::corrupt(format!(
+            false => Err(Error::connection(format!(
                 "a result of kind {:?} with {} leaves and {} bytes",
                 entry.kind, head.count, head.len
             ))),

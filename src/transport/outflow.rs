@@ -161,7 +161,7 @@ impl Outflow {
         page.place.store(place, Ordering::Relaxed);
     }
 
-    /// Notes an answer. [`Error::Corrupt`] unless it is for the oldest task.
+    /// Notes an answer. [`Error::Connection`] unless it is for the oldest task.
     pub(super) fn answered(&mut self, entry: &ResultEntry) -> Result<()> {
         let is_resume = entry.kind == ResultKind::Resumed;
         if is_resume && std::mem::take(&mut self.exhausted) {
@@ -176,7 +176,7 @@ impl Outflow {
             _ => !is_resume && task == entry.task,
         });
         if !fits {
-            return Err(Error::corrupt(format!(
+            return Err(Error::connection(format!(
                 "a worker answers task {} by {:?}, where {oldest:?} is due",
                 entry.task, entry.kind
             )));

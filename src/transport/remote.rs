@@ -427,7 +427,7 @@ impl Intake {
         match head.kind {
             Kind::Task => {
                 let entry = self.take_in(remote, head)?;
-                let full = || Error::corrupt("more tasks than may be outstanding");
+                let full = || Error::connection("more tasks than may be outstanding");
                 self.tasks.push(&entry.to_words()).map_err(|_| full())?;
                 let sleeper = remote.arena.sleeper_of(WORKER);
                 if sleeper.must_ring() {
@@ -436,7 +436,7 @@ impl Intake {
             }
             Kind::Stop => remote.leave(),
             Kind::Kill => self.kill = true,
-            kind => return Err(Error::corrupt(format!("the main process sends {kind:?}"))),
+            kind => return Err(Error::connection(format!("the main process sends {kind:?}"))),
         }
         Ok(arrived)
     }
@@ -446,7 +446,7 @@ impl Intake {
         let socket = &remote.socket;
         let rest = &mut || socket.wait(true, false, None, None).map(drop);
         let kind = TaskKind::of_number(head.count);
-        let kind = kind.ok_or_else(|| Error::corrupt(format!("a task of kind {}", head.count)))?;
+        let kind = kind.ok_or_else(|| Error::connection(format!("a task of kind {}", head.count)))?;
         let mut task = [0; 8];
         self.inflow.fill(socket, &mut task, rest)?;
         let task = u64::from_le_bytes(task);

@@ -37,6 +37,14 @@ fn raw(way: Way) -> (Main, UnixStream) {
     (main, other)
 }
 
+/// The reason of an end after some bytes of a frame.
+fn closed(bytes: usize) -> &'static str {
+    match bytes {
+        0 => "the connection was closed",
+        _ => "the connection broke: it was closed inside a frame",
+    }
+}
+
 #[test]
 fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
     let check = |way, whole: &[u8], cut| {
@@ -44,10 +52,7 @@ fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
         other.write_all(&whole[..cut]).unwrap();
         drop(other);
         let reason = main.ended().unwrap();
-        assert!(
-            reason.contains(if cut == 0 { "closed" } else { "inside a frame" }),
-            "{way:?} {cut}: {reason}"
-        );
+        assert_eq!(reason, closed(cut), "{way:?} {cut}");
         assert_eq!(main.arena.bitmap()[0].load(Relaxed), 0);
     };
     for way in SOCKETS {
@@ -71,11 +76,7 @@ fn a_worker_that_sends_no_more_has_ended_although_it_still_receives() {
             let (main, mut other) = raw(way);
             other.write_all(&frame(5, &[300], b"payload")[..sent]).unwrap();
             other.shutdown(Shutdown::Write).unwrap();
-            let reason = main.ended().unwrap();
-            assert!(
-                reason.contains(if sent == 0 { "closed" } else { "inside a frame" }),
-                "{way:?}: {reason}"
-            );
+            assert_eq!(main.ended().unwrap(), closed(sent), "{way:?}");
             // It learns that, too.
             assert_eq!(other.read(&mut [0]).unwrap(), 0);
         }
@@ -142,12 +143,15 @@ fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
     huge_leaf.extend_from_slice(&(1_u64 << 40).to_le_bytes());
     let mut overflow = [&result(2, 0), &frame(5, &[], b"")[16..]].concat();
     put_words(&mut overflow, &[u64::MAX, u64::MAX]);
-    let bad: [(&str, Vec<u8>); 8] = [
+    let mut no_entry = frame(5, &[], b"");
+    no_entry[24..32].fill(0xff);
+    let bad: [(&str, Vec<u8>); 9] = [
         ("a frame of kind", result(0, u64::MAX)),
         ("a frame of kind", result(u32::MAX, 0)),
         ("exceeds a region", huge_leaf),
         ("exceeds a region", overflow),
         ("a frame of kind", vec![0xff; 64]),
+        ("a result entry of kind", no_entry),
         ("a worker sends Task", Head { kind: Kind::Task, count: 1, len: 0 }.to_bytes().to_vec()),
         ("where Some((5, Plain)) is due", frame(6, &[], b"")),
         (
@@ -159,7 +163,7 @@ fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
         let (main, mut other) = raw(way);
         other.write_all(bytes).unwrap();
         let ended = main.ended().unwrap();
-        assert!(ended.contains(reason), "{way:?}: {ended}");
+        assert!(ended.starts_with("the connection broke: ") && ended.contains(reason), "{way:?}: {ended}");
         assert!(main.arena.usage().warm < 4 << 20);
     }
 }
