@@ -21,7 +21,7 @@ fn serve(socket: UnixStream, dies: u64, made: Arc<AtomicU64>) {
     let lost = Arc::new(AtomicBool::new(false));
     let noted = lost.clone();
     let cut = socket.try_clone().unwrap();
-    let remote = Remote::start(socket.into(), 8, move || noted.store(true, Relaxed), || {}).unwrap();
+    let remote = Remote::start(socket.into(), 8, 1 << 28, move || noted.store(true, Relaxed), || {}).unwrap();
     let port = Port::over(remote.clone()).unwrap();
     remote.ready();
     let mut answers = 0;

@@ -248,7 +248,7 @@ fn a_worker_elsewhere_whose_port_is_refused_ends_its_connection() {
     let _alone = alone();
     let (one, mut other) = UnixStream::pair().unwrap();
     other.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    let remote = Remote::start(one.into(), 8, || {}, || {}).unwrap();
+    let remote = Remote::start(one.into(), 8, 1 << 29, || {}, || {}).unwrap();
     let kept = Arc::downgrade(&remote);
     refuse("atfork", libc::ENOMEM);
     assert_os!(Port::over(remote), "pthread_atfork", libc::ENOMEM);

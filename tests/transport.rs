@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustloader::engine::completions::{Completions, Incoming, Message};
+use rustloader::error::Error;
 use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::{Arena, ArenaRing};
 use rustloader::shm::block::CONSUMER;
@@ -205,14 +206,18 @@ fn open_sized(way: Way, bytes: u64) -> (Main, Worker) {
         return (main, Worker { port, remote: None, lost });
     }
     let (one, other) = sockets(way);
-    (Main::linked(one, bytes), Worker::over(other))
+    let main = Main::linked(one, bytes);
+    let worker = Worker::over(other, main.arena.geometry().region_len);
+    (main, worker)
 }
 
 impl Worker {
-    fn over(socket: OwnedFd) -> Self {
+    /// `room`: the bytes of the main process's regions.
+    fn over(socket: OwnedFd, room: u64) -> Self {
         let lost = Arc::new(AtomicBool::new(false));
         let noted = lost.clone();
-        let remote = Remote::start(socket, OUTSTANDING, move || noted.store(true, Relaxed), || {}).unwrap();
+        let remote =
+            Remote::start(socket, OUTSTANDING, room, move || noted.store(true, Relaxed), || {}).unwrap();
         let port = Port::over(remote.clone()).unwrap();
         remote.ready();
         Self { port, remote: Some(remote), lost }
@@ -367,8 +372,8 @@ fn each_kind_of_answer_arrives_where_it_belongs() {
                 drop(Message::open(&main.arena, &incoming, Vec::new()).unwrap());
             }
         }
-        use ResultKind::{Error, Exhausted, FailedSnapshot, Pickle, Snapshot};
-        assert_eq!(kinds, [Snapshot, FailedSnapshot, Pickle, Error, Exhausted], "{way:?}");
+        use ResultKind::{Exhausted, FailedSnapshot, Pickle, Snapshot};
+        assert_eq!(kinds, [Snapshot, FailedSnapshot, Pickle, ResultKind::Error, Exhausted], "{way:?}");
         // Task 3 has no answer. The next epoch begins all the same.
         main.send(0, TaskKind::Resume, &rustloader::wire::epoch_payload(4, b"message"));
         main.send(4, TaskKind::Plain, b"");
@@ -433,6 +438,30 @@ fn a_consumer_that_keeps_all_memory_holds_the_worker_back_and_loses_nothing() {
 }
 
 #[test]
+fn a_batch_that_is_larger_than_the_main_process_has_room_for_is_refused_and_the_next_one_comes() {
+    for way in WAYS {
+        let (mut main, worker) = open_sized(way, 96 << 20);
+        let room = main.arena.geometry().region_len;
+        main.send(0, TaskKind::Plain, b"");
+        worker.next().unwrap();
+        let refused = worker.port.allocate(room + 1).unwrap_err();
+        assert!(matches!(refused, Error::RegionFull { size, .. } if size <= room), "{way:?}: {refused}");
+        worker.port.send(0, ResultKind::Error, &[], b"", Timings::default()).unwrap();
+        assert_eq!(main.take().entry.kind, ResultKind::Error);
+        // The largest one that it makes has room in the main process.
+        main.send(1, TaskKind::Plain, b"");
+        worker.next().unwrap();
+        let fits =
+            |len: &u64| worker.port.allocate(*len).map(|(block, _)| worker.port.release(block)).is_ok();
+        let largest = (0..room).rev().step_by(4096).find(fits).unwrap();
+        assert!(largest > room / 2);
+        worker.answer(1, b"", &[largest as usize]);
+        assert_eq!(main.take().entry.task, 1, "{way:?}");
+        assert_eq!(main.reason(), None);
+    }
+}
+
+#[test]
 fn a_main_process_that_takes_nothing_holds_no_worker_back() {
     for way in WAYS {
         let (mut main, worker) = open(way);
@@ -489,7 +518,8 @@ fn a_kill_reaches_a_worker_that_makes_a_batch() {
     let (one, other) = sockets(Way::Tcp);
     let main = Main::linked(one, ARENA);
     let (killed, end) = mpsc::channel();
-    let remote = Remote::start(other, OUTSTANDING, || {}, move || killed.send(()).unwrap()).unwrap();
+    let remote =
+        Remote::start(other, OUTSTANDING, ARENA / 2, || {}, move || killed.send(()).unwrap()).unwrap();
     main.link.as_ref().unwrap().kill();
     end.recv_timeout(LIMIT).unwrap();
     drop(remote);
@@ -523,7 +553,7 @@ fn workers_of_a_shared_queue_get_what_they_have_room_for() {
     }
     for worker in 0..2 {
         let (one, other) = sockets(Way::Pair);
-        workers.push(Worker::over(other));
+        workers.push(Worker::over(other, arena.geometry().region_len));
         links.push(Link::start(&arena, worker, one, doorbell.clone()).unwrap());
         // The thread has taken what it may.
         wait_until(|| (0..2 * u64::from(worker) + 2).all(|task| queue.holder(task).is_some()));

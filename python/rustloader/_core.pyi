@@ -163,6 +163,10 @@ class Engine:
     def ring_slots(self) -> int:
         """Entries of a worker's ring, for ``Port.remote``."""
 
+    @property
+    def region_len(self) -> int:
+        """Bytes for the batches of a worker, for ``Port.remote``."""
+
     def vacate(self, worker: int) -> None:
         """Prepares the slot of a dead worker (``VACANT``) for its next process: start that one, then call ``started``.
         May be called again if the start has failed, and once its process has ended. RuntimeError: the worker is not
@@ -469,7 +473,7 @@ class Port:
         """Opens the port in a forked child, over the inherited engine."""
 
     @staticmethod
-    def remote(fd: int, ring_slots: int, load_index: Callable[[bytes], Any]) -> Port:
+    def remote(fd: int, ring_slots: int, region_len: int, load_index: Callable[[bytes], Any]) -> Port:
         """Opens the port over a connected socket ``fd``, which it then owns. The end of the connection ends this
         process."""
 

@@ -153,8 +153,8 @@ impl PyPort {
     }
 
     #[staticmethod]
-    fn remote(fd: i32, ring_slots: u32, load_index: Py<PyAny>) -> PyResult<Self> {
-        Ok(Self::over(Port::over(remote::open(fd, ring_slots)?)?, load_index))
+    fn remote(fd: i32, ring_slots: u32, region_len: u64, load_index: Py<PyAny>) -> PyResult<Self> {
+        Ok(Self::over(Port::over(remote::open(fd, ring_slots, region_len)?)?, load_index))
     }
 
     #[getter]

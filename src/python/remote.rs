@@ -33,7 +33,7 @@ impl PyLink {
 }
 
 /// The worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of the dataset.
-pub fn open(fd: i32, ring_slots: u32) -> PyResult<Arc<Remote>> {
+pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let lost = || {
@@ -41,7 +41,7 @@ pub fn open(fd: i32, ring_slots: u32) -> PyResult<Arc<Remote>> {
         signal::exit_now(1);
     };
     let killed = || _ = signal::kill(std::process::id() as i32, libc::SIGKILL);
-    Ok(Remote::start(socket, ring_slots, lost, killed)?)
+    Ok(Remote::start(socket, ring_slots, region_len, lost, killed)?)
 }
 
 /// The longest time that a call may wait.

@@ -52,10 +52,16 @@ impl Arena {
     /// Creates an arena, as large as the system allows between 1 GiB and 1 TiB (pages exist only when touched), and with
     /// at most half of a limited address space.
     pub fn create(needs: Needs) -> Result<Arc<Self>> {
-        let mut total = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
+        Self::create_within(ARENA_MAX, needs)
+    }
+
+    /// The same with at most `most` bytes, if a smaller one will do.
+    pub fn create_within(most: u64, needs: Needs) -> Result<Arc<Self>> {
+        let usual = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
+        let mut total = usual.min(most);
         if let Some(left) = sys::map::address_space_left() {
             total = total.min(left / 2);
-            if total < ARENA_MIN {
+            if total < ARENA_MIN.min(most) {
                 return Err(sys::map::no_address_space(2 * ARENA_MIN, left));
             }
         }

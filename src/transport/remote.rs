@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
-use crate::shm::layout::Needs;
+use crate::shm::layout::{Geometry, Needs};
 use crate::shm::ring::{Consumer, Producer};
 use crate::shm::{doorbell, lease};
 use crate::sync::{Ordering, lock, try_lock};
@@ -71,17 +71,18 @@ struct Outgoing {
 }
 
 impl Remote {
-    /// Serves the worker of a new arena over a connected socket. `ring_slots`: those of the main process's arena. `lost` runs in a
-    /// thread when the connection ends before [`Remote::finish`], after the worker has been asked to leave; `killed` when the main
-    /// process asks for the process's end.
+    /// Serves the worker of a new arena over a connected socket. `ring_slots` and `region_len` are those of the main process's
+    /// arena: a batch that has no room there is refused here. `lost` runs in a thread when the connection ends before
+    /// [`Remote::finish`], after the worker has been asked to leave; `killed` when the main process asks for the process's end.
     pub fn start(
         socket: OwnedFd,
         ring_slots: u32,
+        region_len: u64,
         lost: impl FnOnce() + Send + 'static,
         killed: impl Fn() + Send + 'static,
     ) -> Result<Arc<Self>> {
         let needs = Needs { workers: 1, outstanding: ring_slots, shared_queue: false, snapshots: true };
-        let arena = Arena::create(needs)?;
+        let arena = Arena::create_within(Geometry::total_for(region_len, needs)?, needs)?;
         let remote = Arc::new(Self {
             socket: Socket::new(socket),
             intake: Mutex::new(Intake {

@@ -11,6 +11,7 @@ import socket
 import time
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from support import open_files
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
+from rustloader._core import Port
 from rustloader.auto import tuner
 from rustloader.cleanup import forget_frames
 from rustloader.errors import WorkerDiedError
@@ -134,6 +136,28 @@ def test_batches_are_those_of_local_workers(tmp_path, options):
 def test_large_batches_are_those_of_local_workers(tmp_path):
     dataset = Noisy(12, 500_000)
     assert same(epochs(dataset, LoopbackContext(tmp_path)), epochs(dataset, "fork"))
+
+
+def short_of_room(path, call):
+    """The main process seems to have less room than it has."""
+    opened = Port.remote
+
+    def remote_port(fd, ring_slots, region_len, load_index):
+        assert region_len > 1 << 29
+        return opened(fd, ring_slots, 4 << 20, load_index)
+
+    remote.Port = SimpleNamespace(remote=remote_port)
+    serve_file(path, call)
+
+
+def test_a_batch_that_the_main_process_has_no_room_for_is_an_error_in_its_place(tmp_path):
+    dataset = [torch.zeros(1000), torch.zeros(2_000_000), torch.ones(1000)]
+    context = LoopbackContext(tmp_path, short_of_room)
+    batches = iter(rustloader.DataLoader(dataset, num_workers=1, multiprocessing_context=context))
+    assert torch.equal(next(batches)[0], dataset[0])
+    with pytest.raises(MemoryError, match="each worker's region of the shared memory has 4"):
+        next(batches)
+    assert torch.equal(next(batches)[0], dataset[2])
 
 
 def test_an_iterable_dataset_makes_the_same_batches(tmp_path):
@@ -600,7 +624,7 @@ def test_a_stranger_is_no_worker(tmp_path):
     [
         (fails, "its process ended with exit code 3", 60.0),
         (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
-        (other_protocol, "the versions differ: protocol 99 there and 1 here", 60.0),
+        (other_protocol, "the versions differ: protocol 100 there and 2 here", 60.0),
         (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
     ],
 )

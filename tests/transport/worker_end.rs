@@ -11,7 +11,7 @@ use super::*;
 /// A worker with a bare connection in the place of the main process.
 fn raw(way: Way) -> (UnixStream, Worker) {
     let (one, other) = raw_sockets(way);
-    (other, Worker::over(one))
+    (other, Worker::over(one, ARENA / 2))
 }
 
 /// The bytes of a task frame.

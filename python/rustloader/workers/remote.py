@@ -8,6 +8,7 @@ import os
 import pickle
 import queue
 import socket
+import struct
 import threading
 import time
 import traceback
@@ -25,6 +26,8 @@ from rustloader.workers.bootstrap import Job
 
 # The fields of a job that are pickled together with the dataset, because they may share objects with it.
 _SHARED = ("collate_fn", "init_fn", "on_error")
+# Before a job: slots of a ring and bytes of a region of the engine's arena.
+_SIZES = struct.Struct("<IQ")
 # Connections to one worker's port that may prove themselves at a time. The others wait.
 _AT_ONCE = 16
 
@@ -184,11 +187,11 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
     deadline = time.monotonic() + blob.context.start_seconds
     starting: list[_Starting] = []
     ready: list[RemoteProcess] = []
-    slots = engine.ring_slots
+    sizes = _SIZES.pack(engine.ring_slots, engine.region_len)
     try:
         for worker_id in worker_ids:
             starting.append(_Starting(blob, worker_id, job.generation))
-        _await(starting, {it.worker_id: _framed(slots, blob.job_of(job, it.worker_id)) for it in starting}, deadline)
+        _await(starting, {it.worker_id: sizes + blob.job_of(job, it.worker_id) for it in starting}, deadline)
         for it in starting:
             assert it.connection is not None
             it.connection.settimeout(None)
@@ -199,10 +202,6 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
             quietly(it.abandon)
         raise
     return ready
-
-
-def _framed(slots: int, job: bytes) -> bytes:
-    return slots.to_bytes(4, "little") + job
 
 
 def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -> None:
@@ -280,7 +279,7 @@ def serve(blob: bytes, call: Call, seconds: float) -> None:
         stack.callback(connection.close)
         framed = handshake.receive_answer(connection, deadline)
         try:
-            job: Job = pickle.loads(framed[4:])
+            job: Job = pickle.loads(framed[_SIZES.size :])
             dataset, shared = pickle.loads(blob)
         except Exception:
             text = f"it cannot read the dataset or its functions:\n{traceback.format_exc()}"
@@ -290,7 +289,7 @@ def serve(blob: bytes, call: Call, seconds: float) -> None:
         handshake.send_answer(connection, True, b"", deadline)
         connection.settimeout(None)
         stack.pop_all()
-    port = Port.remote(connection.detach(), int.from_bytes(framed[:4], "little"), pickle.loads)
+    port = Port.remote(connection.detach(), *_SIZES.unpack_from(framed), pickle.loads)
     try:
         main.serve(port, dataset, job, call.worker_id)
     finally:

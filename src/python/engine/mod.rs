@@ -173,6 +173,11 @@ impl PyEngine {
         self.handle.arena.geometry().ring_slots
     }
 
+    #[getter]
+    fn region_len(&self) -> u64 {
+        self.handle.arena.geometry().region_len
+    }
+
     fn vacate(&self, py: Python<'_>, worker: u32) -> PyResult<()> {
         Ok(self.enter(py)?.state().engine.vacate(worker)?)
     }

@@ -45,6 +45,11 @@ const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     (if snapshots { 2 * results } else { results }).next_power_of_two()
 }
 
+/// Entries of the table of a region, given its share of the arena.
+fn table_len_for(share: u64) -> u32 {
+    (share / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32
+}
+
 fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
     let (workers, prefetch_factor) = (u64::from(workers), u64::from(outstanding / workers));
     Error::TooMany { workers, prefetch_factor, limit }
@@ -66,10 +71,20 @@ impl Geometry {
     /// `None` if less than 1 MiB of data per region remains.
     fn lay_out(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Option<Self> {
         let regions = u64::from(workers) + 1;
-        let table_len = (total / regions / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32;
+        let table_len = table_len_for(total / regions);
         let geometry = Self { workers, ring_slots, shared_queue, table_len, region_len: 0, total };
         let region_len = total.saturating_sub(geometry.data_start()) / regions / PAGE * PAGE;
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
+    }
+
+    /// Bytes of an arena whose regions have at most `region_len` bytes of data, and hardly less.
+    pub fn total_for(region_len: u64, needs: Needs) -> Result<u64> {
+        let Needs { workers, shared_queue, .. } = needs;
+        let (ring_slots, table_len) = (Self::ring_slots_of(needs)?, table_len_for(region_len));
+        // A table for the whole share of a region may be longer, and then its data are fewer.
+        let geometry = Self { workers, ring_slots, shared_queue, table_len, region_len: 0, total: 0 };
+        let data = region_len.saturating_mul(u64::from(geometry.regions()));
+        Ok(data.saturating_add(geometry.data_start()))
     }
 
     /// Slots of each ring.
@@ -228,6 +243,22 @@ mod tests {
             assert!(g.table(g.regions()) <= g.data(0));
             assert_eq!(g.data(0) % PAGE, 0);
             assert!(g.data(g.regions()) <= g.total);
+        }
+    }
+
+    #[test]
+    fn regions_of_a_wanted_size_are_hardly_smaller_and_never_larger() {
+        let sizes = [REGION_MIN, 5 << 20, (16 << 20) + PAGE, 1 << 30, (32 << 30) + 7 * PAGE, 500 << 30];
+        for (wanted, (workers, shared_queue)) in
+            sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
+        {
+            let needs = Needs { workers, outstanding: 6, shared_queue, snapshots: true };
+            let made =
+                Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
+            assert!(
+                made.region_len <= wanted && made.region_len >= wanted - wanted / 1000,
+                "{wanted} {made:?}"
+            );
         }
     }
 

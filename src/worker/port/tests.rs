@@ -276,7 +276,7 @@ fn connected() -> (Arc<Arena>, Arc<Link>, Port) {
     let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
     let bell = Arc::new(sys::event::EventFd::new().unwrap());
     let link = Link::start(&arena, 0, one.into(), bell).unwrap();
-    let port = Port::over(Remote::start(other.into(), 8, || {}, || {}).unwrap()).unwrap();
+    let port = Port::over(Remote::start(other.into(), 8, 1 << 29, || {}, || {}).unwrap()).unwrap();
     (arena, link, port)
 }
 
