@@ -126,13 +126,23 @@ impl Port {
 
     fn publish(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
         sys::moment::task_done();
+        let count = || {
+            let done = &self.status().tasks_done;
+            done.store(done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        };
+        let Some(remote) = &self.remote else {
+            self.push(ends, entry)?;
+            self.ring();
+            // Last: a reader of the count finds the result published.
+            count();
+            return Ok(());
+        };
+        // The counters that travel with the result include it.
+        count();
         self.push(ends, entry)?;
-        if self.remote.as_ref().is_none_or(|remote| !remote.send_now(entry.load.bytes)) {
+        if !remote.send_now(entry.load.bytes) {
             self.ring();
         }
-        // Last: a reader of the count finds the result published.
-        let status = self.status();
-        status.tasks_done.store(status.tasks_done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(())
     }
 
