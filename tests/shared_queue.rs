@@ -241,7 +241,8 @@ fn control_messages_come_before_tasks_and_withdrawn_tasks_never() {
     assert_eq!(take(&port), (0, TaskKind::Plain));
     assert_eq!(TaskEntry::from_words(&main.queue.withdraw(1).unwrap()).unwrap().task, 1);
     assert!(main.queue.withdraw(0).is_none() && main.queue.withdraw(2).is_some());
-    assert_eq!((take(&port), main.queue.held_by(1)), ((3, TaskKind::Plain), Some(3)));
+    assert_eq!((take(&port), main.queue.holder(3)), ((3, TaskKind::Plain), Some(1)));
+    assert_eq!(main.queue.held_by(1), Some(0), "the oldest one that is not answered");
     assert!(main.queue.withdraw(5).is_some());
     assert_eq!((take(&port), take(&port)), ((4, TaskKind::Plain), (99, TaskKind::Leave)));
     // Blocks of withdrawn tasks, here 1 and 5, are the main process's; the worker has released that of 3.

@@ -234,13 +234,19 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             .collect()
     }
 
-    /// A worker's first unanswered task. Of a shared queue, the task that it holds, or else the oldest that waits.
+    /// A worker's first unanswered task. Of a shared queue, the oldest task that it holds, or else the oldest that waits.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = &self.queue else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
         let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
         let bound = || self.scheduler.oldest_task_of(WorkerId(worker));
         let held = queue.held_by(worker).and_then(tagged);
         held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
+    }
+
+    /// The tag of an unanswered task that a worker is at. It may have answered older ones, which the pin thread holds.
+    pub fn tag_at(&self, worker: u32, task: TaskId) -> Option<&T> {
+        let bound = || self.scheduler.tasks_of(WorkerId(worker)).find(|(bound, _)| *bound == task);
+        self.scheduler.tag_of(task).or_else(|| bound().map(|(_, tag)| tag))
     }
 
     /// Registers a newly started worker. If it takes the place of one that has died, its tasks are sent again.

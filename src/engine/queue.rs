@@ -47,7 +47,7 @@ impl SharedQueue {
         self.0.holder(task.0)
     }
 
-    /// The task that a worker holds.
+    /// The oldest task that a worker holds.
     pub(super) fn held_by(&self, worker: u32) -> Option<TaskId> {
         self.0.held_by(worker).map(TaskId)
     }
@@ -57,7 +57,7 @@ impl SharedQueue {
         self.0.oldest_waiting().map(TaskId)
     }
 
-    /// A task that a worker held at its end. It is not held any more.
+    /// The oldest task that a worker held at its end. It is not held any more.
     pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
         let held = self.0.held_by(worker)?;
         self.0.answered(held, worker);

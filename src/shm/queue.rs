@@ -158,11 +158,11 @@ impl<M: QueueMemory> Submitter<M> {
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
-    /// The entry that a worker holds and has not answered.
+    /// The oldest entry that a worker holds and has not answered.
     pub fn held_by(&self, worker: u32) -> Option<u64> {
         let displaced = self.displaced.iter().map(|(position, _)| *position);
         let all = self.unanswered.iter().flatten().copied().chain(displaced);
-        all.filter(|position| self.holder(*position) == Some(worker)).max()
+        all.filter(|position| self.holder(*position) == Some(worker)).min()
     }
 
     /// The oldest entry that no worker has claimed.
@@ -364,6 +364,22 @@ mod tests {
         assert!(!main.answered(0, 1));
         assert!(main.answered(0, 0) && !main.answered(0, 0));
         assert_eq!((main.held_by(0), main.displaced.len()), (None, 0));
+    }
+
+    #[test]
+    fn of_several_entries_that_a_worker_holds_the_oldest_comes_first() {
+        let queue = HeapQueue::new(2);
+        let (mut main, mut worker) = (queue.submitter(), queue.claimer(3));
+        // The slot of the first one was used again.
+        for position in 0..3 {
+            main.push(&entry(position)).unwrap();
+            assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
+            assert_eq!(main.held_by(3), Some(0));
+        }
+        for position in 0..3 {
+            assert_eq!(main.held_by(3), Some(position));
+            assert!(main.answered(position, 3));
+        }
     }
 
     #[test]

@@ -408,9 +408,12 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
 
 
 @pytest.mark.warns
-def test_a_stuck_worker_is_killed(tmp_path, caplog):
+@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
+def test_a_stuck_worker_is_killed(tmp_path, caplog, dispatch):
     with pytest.raises(rustloader.WorkerStalledError):
-        epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0)
+        epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0, dispatch=dispatch, in_order=False)
+    # It has the next task, too.
+    assert ", the batch of index [12, 13, 14, 15]. " in caplog.text
     assert "Stack unavailable: it runs on another machine." in caplog.text
 
 

@@ -183,8 +183,7 @@ impl<'py> Call<'_, 'py> {
             Some((_, Killed::WentOn)) => return Ok(()),
             Some((limit, killed)) => Some((limit, killed == Killed::Yes)),
         };
-        let oldest = engine.oldest_task_of(stall.worker);
-        let index = oldest.filter(|(task, _)| Some(*task) == stall.task).map(|(_, index)| index);
+        let index = stall.task.and_then(|task| engine.tag_at(stall.worker, task));
         let (stack, why_not) = (stack.as_ref().ok(), stack.as_ref().err());
         let Stall { worker, pid, phase, state, time, .. } = *stall;
         let (starting, seconds, state) = (phase == Phase::Start, time.as_secs_f64(), state.name());
