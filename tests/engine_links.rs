@@ -1,16 +1,18 @@
 //! An engine whose workers are connections: order, deaths, restarts and the end are those of local workers.
 
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustloader::engine::completions::Message;
 use rustloader::engine::{Ending, Engine, Step};
 use rustloader::scheduler::{Dispatch, Settings};
 use rustloader::shm::arena::Arena;
-use rustloader::shm::layout::Needs;
+use rustloader::shm::layout::{Needs, WorkerState};
 use rustloader::transport::Remote;
+use rustloader::transport::frame::{Head, Kind};
 use rustloader::wire::{ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
@@ -147,4 +149,36 @@ fn a_worker_that_does_not_leave_is_killed_by_the_end_of_its_connection() {
     let reason = process.link.as_ref().unwrap().reason().unwrap();
     assert_eq!(reason, "the main process has killed the worker");
     assert!(matches!(engine.finish(), Ending::Retire(_)));
+}
+
+#[test]
+fn each_worker_gets_a_task_of_a_shared_queue_before_one_gets_two() {
+    let needs = Needs { workers: 4, outstanding: 8, shared_queue: true, snapshots: false };
+    let arena = Arena::create_for(1 << 30, needs).unwrap();
+    let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(4, 2, true) };
+    let mut engine = Loader::over(arena, settings).unwrap();
+    let mut workers = Vec::new();
+    for worker in 0..4 {
+        let (one, mut other) = UnixStream::pair().unwrap();
+        engine.attached(worker, one.into(), 1).unwrap();
+        // Its thread looks into the queue before it reads this.
+        other.write_all(&Head::bare(Kind::Ready).to_bytes()).unwrap();
+        let state = || engine.handle().status(worker).unwrap().unwrap().names().0;
+        let start = Instant::now();
+        while state() != WorkerState::Idle.name() {
+            assert!(start.elapsed() < Duration::from_secs(30));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        workers.push(other);
+    }
+    for round in 0..2 {
+        for worker in 0..4 {
+            engine.submit(0, TaskKind::Plain, b"").unwrap().unwrap();
+            let link = engine.handle().process(worker).unwrap().link.clone().unwrap();
+            assert_eq!(link.under_way(), [Some(1), None][round]);
+        }
+    }
+    engine.handle().close();
+    drop(workers);
+    while !engine.handle().wait_gone(Duration::from_secs(30)).unwrap() {}
 }

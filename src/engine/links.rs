@@ -38,9 +38,20 @@ impl Links {
         }
     }
 
-    /// Sends a task of the shared queue to a worker that may have one more.
+    /// Sends a task of the shared queue to a worker that has none, or else to one that may have one more.
     pub(super) fn ring_any(&self) {
-        if let Some(link) = self.all().find(|link| link.has_credit()) {
+        let mut chosen = None;
+        for link in self.all() {
+            match link.under_way() {
+                Some(0) => {
+                    chosen = Some(link);
+                    break;
+                }
+                Some(_) => chosen = chosen.or(Some(link)),
+                None => {}
+            }
+        }
+        if let Some(link) = chosen {
             link.pump();
         }
     }

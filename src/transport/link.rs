@@ -141,9 +141,10 @@ impl Link {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Whether another task of a shared queue may be sent.
-    pub fn has_credit(&self) -> bool {
-        !self.has_ended() && lock(&self.outflow).has_credit()
+    /// Tasks that are sent and not answered; `None` if no other task of a shared queue may be sent.
+    pub fn under_way(&self) -> Option<usize> {
+        let outflow = lock(&self.outflow);
+        (!self.has_ended() && outflow.has_credit()).then(|| outflow.under_way())
     }
 
     /// Makes the thread look at the rings and flags.

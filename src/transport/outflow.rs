@@ -54,7 +54,12 @@ impl Outflow {
 
     /// Whether another task of a shared queue may be taken.
     pub(super) fn has_credit(&self) -> bool {
-        self.unanswered.len() < LINK_CREDIT
+        self.under_way() < LINK_CREDIT
+    }
+
+    /// Tasks that were taken and are not answered.
+    pub(super) fn under_way(&self) -> usize {
+        self.unanswered.len()
     }
 
     /// Queues a frame without a body.
