@@ -9,6 +9,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::counters;
 use super::frame::{self, FIXED, Head, Kind, SAMPLE};
@@ -393,7 +394,7 @@ impl Link {
         let (words, counted) = frame::read_fixed(&fixed);
         let mut entry = ResultEntry::from_words(&words).map_err(Error::received)?;
         self.check(&entry, head)?;
-        let mut held = Held { link: self, blocks: Vec::new(), waits };
+        let mut held = Held { link: self, blocks: Vec::new(), waits, start: None };
         if entry.block.is_some() {
             let mut table = vec![0; head.count as usize * 8];
             inflow.fill(&self.socket, &mut table, &mut || self.rest(false))?;
@@ -468,15 +469,17 @@ struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,
     waits: bool,
+    /// When the first wait for memory began.
+    start: Option<Duration>,
 }
 
 impl Held<'_> {
-    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may, and not beyond the end of the connection.
+    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for all blocks, and not
+    /// beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);
         }
-        let mut start = None;
         loop {
             match allocator.allocate(len, CONSUMER) {
                 Ok(block) => {
@@ -486,8 +489,8 @@ impl Held<'_> {
                 Err(error) => {
                     let now = sys::clock::monotonic();
                     let stops = self.link.arena.header().stop.0.load(Ordering::Relaxed) != 0;
-                    let over =
-                        stops || self.link.is_cut() || now - *start.get_or_insert(now) >= LINK_MEMORY_WAIT;
+                    let waited = now - *self.start.get_or_insert(now);
+                    let over = stops || self.link.is_cut() || waited >= LINK_MEMORY_WAIT;
                     if over || !self.waits {
                         return Err(error);
                     }
