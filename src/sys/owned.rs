@@ -56,6 +56,11 @@ impl KnownFd {
     pub fn is_intact(&self) -> bool {
         self.identity.is_some_and(|identity| identity.same_inode(self.fd.as_fd().as_raw_fd()))
     }
+
+    /// Whether its number certainly names another file, or none.
+    pub fn is_replaced(&self) -> bool {
+        self.identity.is_some() && !self.is_intact()
+    }
 }
 
 impl AsFd for KnownFd {

@@ -8,11 +8,14 @@ use super::clock::timespec;
 use super::errno;
 use super::failpoint::failpoint;
 use super::left_behind;
-use super::owned::HomeFd;
+use super::owned::KnownFd;
 use crate::error::{Error, Result};
 
 /// The remedy when the connection breaks.
 const BROKEN: &str = "the other end has gone, or the network between the machines is down";
+
+/// The remedy when the descriptor no longer names the socket.
+const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// What one call moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,15 +76,16 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A connected stream socket. A forked child closes its copy at once.
+/// A connected stream socket. A forked child closes its copy at once. Once its number names another file, nothing is sent or
+/// received by it.
 #[derive(Debug)]
-pub struct Socket(HomeFd);
+pub struct Socket(KnownFd);
 
 impl Socket {
     /// Takes a connected socket over.
     pub fn new(fd: OwnedFd) -> Self {
         left_behind::leave_behind(fd.as_fd());
-        Self(HomeFd::new(fd))
+        Self(KnownFd::new(fd))
     }
 
     /// The descriptor.
@@ -91,6 +95,13 @@ impl Socket {
 
     fn raw(&self) -> RawFd {
         self.0.as_fd().as_raw_fd()
+    }
+
+    fn check(&self, call: &'static str) -> Result<()> {
+        match self.0.is_replaced() {
+            true => Err(Error::Os { call, errno: libc::EBADF, hint: REPLACED.into() }),
+            false => Ok(()),
+        }
     }
 
     /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on bytes that
@@ -115,6 +126,7 @@ impl Socket {
 
     /// Sends what fits into the socket's buffer.
     pub fn send(&self, parts: &[Part<'_>]) -> Result<Moved> {
+        self.check("sendmsg")?;
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Part has the layout of an iovec.
@@ -132,6 +144,7 @@ impl Socket {
     /// # Safety
     /// The caller owns these bytes.
     pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Moved> {
+        self.check("recvmsg")?;
         let mut parts =
             [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
@@ -175,6 +188,9 @@ impl Socket {
 
     /// Ends the connection in one or both directions, for all processes that share it.
     pub fn shut_down(&self, how: std::net::Shutdown) {
+        if self.0.is_replaced() {
+            return;
+        }
         let how = match how {
             std::net::Shutdown::Read => libc::SHUT_RD,
             std::net::Shutdown::Write => libc::SHUT_WR,
@@ -203,6 +219,7 @@ fn moved(count: isize, call: &'static str, receives: bool) -> Result<Moved> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -254,6 +271,27 @@ mod tests {
     #[should_panic(expected = "1 bytes more than the parts have")]
     fn no_more_is_passed_over_than_there_is() {
         Part::advance(&mut &mut [Part::new(b"ab")][..], 3);
+    }
+
+    #[test]
+    fn a_socket_that_has_got_its_number_is_neither_read_nor_written_nor_ended() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let (mut theirs, mut reader) = UnixStream::pair().unwrap();
+        theirs.write_all(b"somebody else's").unwrap();
+        let socket = Socket::new(one.into());
+        // SAFETY: dup2 takes plain numbers; the one that is taken over is `socket`'s.
+        assert!(unsafe { libc::dup2(reader.as_raw_fd(), socket.raw()) } != -1);
+        let mut bytes = [0; 15];
+        let replaced = |moved| matches!(moved, Err(Error::Os { errno: libc::EBADF, .. }));
+        // SAFETY: `bytes` is a local array.
+        assert!(replaced(unsafe { socket.receive((bytes.as_mut_ptr(), 8), (bytes.as_mut_ptr(), 0)) }));
+        assert!(replaced(socket.send(&[Part::new(b"a")])));
+        socket.shut_down(std::net::Shutdown::Both);
+        reader.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"somebody else's");
+        reader.write_all(b"b").unwrap();
+        theirs.read_exact(&mut bytes[..1]).unwrap();
+        assert_eq!(bytes[0], b'b');
     }
 
     #[test]
