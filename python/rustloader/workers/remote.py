@@ -289,7 +289,8 @@ def serve(blob: bytes, call: Call, seconds: float) -> None:
         handshake.send_answer(connection, True, b"", deadline)
         connection.settimeout(None)
         stack.pop_all()
-    port = Port.remote(connection.detach(), *_SIZES.unpack_from(framed), pickle.loads)
+    ring_slots, region_len = _SIZES.unpack_from(framed)
+    port = Port.remote(connection.detach(), ring_slots, region_len, pickle.loads)
     try:
         main.serve(port, dataset, job, call.worker_id)
     finally:
