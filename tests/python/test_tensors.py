@@ -44,6 +44,22 @@ def test_t5_identity_and_aliasing_within_a_batch(n):
     assert got["a"][-1] == 0 and got["a"][0] == 7
 
 
+@pytest.mark.parametrize("size", [1 << 10, 50_000])
+def test_t5_a_long_text_that_comes_again_arrives_once(size):
+    text, data = "x" * size, b"y" * size
+    (got,) = send({"a": text, "b": [text, (data, text)], text: data})
+    assert got == {"a": text, "b": [text, (data, text)], text: data}
+    assert got["a"] is got["b"][0] is got["b"][1][1] and got["b"][1][0] is got[text]
+    assert [*got][-1] is got["a"]
+
+
+def test_t5_tensors_as_keys():
+    key = torch.ones(2)
+    (got,) = send({key: 1, (key, 2): key, "a": [key]})
+    first, second, _ = got
+    assert got["a"][0] is first is second[0] is got[second] and got[first] == 1 and torch.equal(first, key)
+
+
 def test_t5_views_without_a_common_element_arrive_right():
     base = torch.arange(100_000).reshape(1000, 100)
     sent = {"row": base[3], "column": base[:, 3], "grid": base[::2, ::2], "rest": base[1::2, 1::2]}

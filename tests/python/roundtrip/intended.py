@@ -237,7 +237,8 @@ INTENDED = [
     ),
     Intended(
         "equal texts",
-        "In plain trees a text, bytes object or complex number that comes twice arrives as two equal objects.",
+        "In plain trees a text or bytes object under 1 KiB, or a complex number, that comes twice arrives as two equal "
+        "objects.",
         {"same as", "type", "value"},
         equal_atom,
         (("str", (), "image"), ("list", (0, 0))),
