@@ -340,8 +340,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until [`Engine::resuming`] is
-    /// false. A worker that has not answered the last reset gets no second message, so an epoch that replaces one which has
-    /// not begun repeats its message.
+    /// false. A worker that has not answered the last reset gets this message after its answer.
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.tick();
         self.event(Event::EpochReset)?;

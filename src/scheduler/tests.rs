@@ -253,6 +253,35 @@ fn a_new_epoch_begins_when_every_worker_has_done_with_the_old_one() {
 }
 
 #[test]
+fn an_epoch_that_replaces_one_which_has_not_begun_reaches_every_worker() {
+    let mut machine = persistent(2);
+    at(&mut machine, 0, Event::EpochReset);
+    let resume = |worker| Some(Action::Resume(WorkerId(worker)));
+    assert_eq!((machine.poll(), machine.poll()), (resume(0), resume(1)));
+    for worker in 0..2 {
+        done(&mut machine, worker, worker.into());
+        assert!(matches!(machine.poll(), Some(Action::Discard { .. })));
+    }
+    at(&mut machine, 0, Event::Resumed(WorkerId(0)));
+    for _ in 0..2 {
+        // An interrupt ends the wait for worker 1.
+        at(&mut machine, 0, Event::EpochReset);
+    }
+    assert_eq!((machine.poll(), machine.poll()), (resume(0), None));
+    at(&mut machine, 0, Event::Resumed(WorkerId(1)));
+    for _ in 0..2 {
+        assert_eq!((machine.poll(), machine.poll(), machine.resuming()), (resume(1), None, true));
+        at(&mut machine, 0, Event::Resumed(WorkerId(1)));
+    }
+    assert_eq!((machine.poll(), machine.resuming()), (None, true));
+    at(&mut machine, 0, Event::Resumed(WorkerId(0)));
+    assert_eq!(machine.poll(), resume(0));
+    at(&mut machine, 0, Event::Resumed(WorkerId(0)));
+    assert!(!machine.resuming());
+    assert_eq!(machine.submit(2), to(2, 0));
+}
+
+#[test]
 fn an_epoch_that_is_abandoned_asks_for_no_index_in_the_next_one() {
     let mut machine = persistent(2);
     exhausted(&mut machine, 0, 0);

@@ -101,9 +101,15 @@ impl<T, R> Scheduler<T, R> {
             )));
         }
         self.discard_fifo(worker);
-        self.workers.at(worker.0).resumes -= 1;
-        self.resuming -= 1;
         self.clock.result_arrived(now);
+        let entry = self.workers.at(worker.0);
+        entry.resumes -= 1;
+        if entry.resumes > 0 {
+            // For an epoch that has replaced one which had not begun.
+            self.effects.push_back(Action::Resume(worker));
+            return Ok(());
+        }
+        self.resuming -= 1;
         if self.resuming == 0 {
             self.drop_stale();
         }
@@ -182,10 +188,10 @@ impl<T, R> Scheduler<T, R> {
         let unanswered = self.unanswered();
         self.effects.extend(unanswered.into_iter().map(Action::Withdraw));
         for worker in 0..count {
-            // A worker that has not answered the last message has received no task since: one answer serves both.
             let entry = self.workers.at(worker);
-            if entry.resumes == 0 {
-                entry.resumes = 1;
+            entry.resumes = entry.resumes.saturating_add(1);
+            // A worker that has not answered the last message gets this one afterwards.
+            if entry.resumes == 1 {
                 self.resuming += 1;
                 // The next process of a vacant worker begins with this epoch.
                 if !entry.vacant {

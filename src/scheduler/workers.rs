@@ -27,7 +27,7 @@ pub(super) struct Worker {
     pub unsent: u32,
     /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, its unanswered ones.
     pub load: u32,
-    /// Unanswered resume messages. Above 0, everything that the worker sends is stale.
+    /// Unanswered resume messages, the first of which was sent. Above 0, everything that the worker sends is stale.
     pub resumes: u8,
     pub life: Life,
     /// Its process has died and may be replaced.

@@ -249,7 +249,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state
             record = self._record(start, answers, count, made)
-            if self._dataset_kind == _DatasetKind.Map and not self._in_order:
+            if self._dataset_kind == _DatasetKind.Map and (not self._in_order or self.origin.ahead):
                 # Which worker made a batch is not known.
                 record["replay"] = 0
             records.append(record)

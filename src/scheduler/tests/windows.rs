@@ -250,7 +250,7 @@ fn a_reset_takes_back_what_waits_in_the_shared_queue() {
         assert_eq!(machine.poll(), Some(Action::Withdraw(TaskId(task))));
     }
     (0..2).for_each(|worker| assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(worker)))));
-    // A second reset asks for nothing twice.
+    // A second reset takes nothing back twice.
     at(&mut machine, 0, Event::EpochReset);
     assert_eq!(machine.poll(), None);
     at(&mut machine, 0, Event::Withdrawn(TaskId(3)));
@@ -261,9 +261,14 @@ fn a_reset_takes_back_what_waits_in_the_shared_queue() {
     }
     done(&mut machine, 0, 0);
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
+    let resume = |worker| Some(Action::Resume(WorkerId(worker)));
+    at(&mut machine, 0, Event::Resumed(WorkerId(0)));
+    assert_eq!((machine.poll(), machine.poll()), (resume(0), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(0)));
     assert_eq!((machine.submit(4), machine.poll()), (Err(4), None));
     // Worker 1 had taken task 2, and has not answered it.
+    at(&mut machine, 0, Event::Resumed(WorkerId(1)));
+    assert_eq!((machine.poll(), machine.poll()), (resume(1), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     assert_eq!((machine.poll(), machine.poll()), (dropped(2), None));
     assert_eq!(machine.submit(4), queue(4));

@@ -1,10 +1,12 @@
 """`set_epoch` of a dataset reaches the copies in persistent workers."""
 
 import pickle
+import time
 
 import pytest
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from rustloader import LoaderTimeoutError
 from rustloader.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.ours
@@ -61,6 +63,35 @@ def test_it_reaches_persistent_workers(kind, method):
         assert epochs_of(loader) == {epoch}
     # An epoch that was told nothing keeps it.
     assert epochs_of(loader) == {2}
+
+
+class Held(Epochs, IterableDataset):
+    """In the first epoch, worker 1 waits for a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __iter__(self):
+        epoch = self.epoch
+        for k in range(4):
+            while epoch == 0 and get_worker_info().id == 1 and k == 2 and not self.file.exists():
+                time.sleep(0.01)
+            yield epoch, self.calls
+
+
+def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(tmp_path):
+    """The program gives up the epoch before that worker has begun it."""
+    loader = make(Held(tmp_path / "go"), timeout=1)
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(3)] == [(0, 0)] * 3
+    for epoch in (4, 5):
+        loader.dataset.set_epoch(epoch)
+        with pytest.raises(LoaderTimeoutError):
+            iter(loader)
+    (tmp_path / "go").touch()
+    loader.dataset.set_epoch(6)
+    assert list(loader) == [(6, 3)] * 8
+    assert list(loader) == [(6, 3)] * 8
 
 
 @KINDS
