@@ -173,6 +173,28 @@ def test_without_the_place_of_the_sample_the_batch_is_not_tried_again():
     assert decisions(decider, *(death(generation=n, task=4, place=1) for n in range(3)))[-1] is None
 
 
+@pytest.mark.parametrize("passes_over", [False, True])
+def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(passes_over):
+    decider = Restarts(100, passes_over)
+    told = [(0, 4), (1, 5), (2, 4)]
+    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
+    assert waits == [0.0, 0.1, None] and not decider.poison
+    assert decider.notes(0)[-1] == "3 workers have died in its batch, which is not tried again."
+
+
+def test_the_rest_of_a_batch_has_three_deaths_of_its_own_once_a_sample_is_passed_over():
+    decider = Restarts(100, passes_over=True)
+    told = [*enumerate([2, 2, 2, 3, 4, 3])]
+    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
+    assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, None] and [*decider.poison[0][4]] == [2]
+
+
+def test_what_takes_the_place_of_a_sample_that_was_passed_over_has_one_death():
+    decider = Restarts(100, passes_over=True)
+    waits = decisions(decider, *(death(generation=n, task=4, place=2) for n in range(4)))
+    assert waits == [0.0, 0.1, 0.2, None]
+
+
 def test_the_history_names_worker_pid_cause_and_batch():
     decider = Restarts(2)
     decider.on_death(death(1, task=4), "was killed by signal: Killed")

@@ -474,6 +474,17 @@ def test_beyond_max_restarts_the_stall_is_an_error(told, tmp_path):
     assert (error.restarts, error.index, len(told)) == (1, 1, 2)
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_are(told, tmp_path, on_error):
+    dataset = StuckOnce(tmp_path, range(4))
+    options = dict(num_workers=1, batch_size=4, stall_timeout=0.5, max_restarts=100, on_error=on_error)
+    loader = DataLoader(dataset, **options)
+    error = stalled_error(iter(loader))
+    assert (error.restarts, error.index, len(told)) == (2, [0, 1, 2, 3], 3)
+    assert error.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+    assert rustloader.stats(loader).faults.skipped == 0
+
+
 def test_a_crash_is_no_stall(told):
     options = dict(num_workers=1, batch_size=None, stall_timeout=60, max_restarts=1)
     with pytest.raises(rustloader.WorkerDiedError) as caught:

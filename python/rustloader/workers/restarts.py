@@ -58,6 +58,8 @@ class Restarts:
         self._in_a_row: dict[int, tuple[int, int]] = {}
         # Deaths at each sample: task, and place in its index batch if known.
         self._at: Counter[tuple[int, int | None]] = Counter()
+        # Deaths at each task, since a sample of it was last found to be passed over.
+        self._in_task: Counter[int] = Counter()
         # Workers whose last death is final because of their batch.
         self._poisoned: set[int] = set()
 
@@ -143,16 +145,20 @@ class Restarts:
         """Counts a death at a sample. Returns whether the worker may go on, without that sample if need be."""
         at = task, death.place
         self._at[at] += 1
-        if self._at[at] < POISON_AFTER:
+        self._in_task[task] += 1
+        if max(self._at[at], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
+        # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
+        place = death.place if self._at[at] >= POISON_AFTER else None
         # What takes the place of a sample that was passed over may kill, too.
-        is_again = death.place in self.poison.get(death.worker_id, {}).get(number, {})
-        if death.place is None or is_again or not self._passes_over:
+        is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
+        if place is None or is_again or not self._passes_over:
             self._poisoned.add(death.worker_id)
             return False
+        self._in_task[task] = 0
         places = self.poison.setdefault(death.worker_id, {}).setdefault(number, {})
-        places[death.place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"
+        places[place] = f"{POISON_AFTER} workers have died at this sample; the last one {cause}"
         return True
 
 
