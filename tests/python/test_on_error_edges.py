@@ -14,6 +14,7 @@ from torch.utils.data._utils import fetch
 
 from rustloader.fetch import guard as guards
 from rustloader.fetch.tables import TableFetcher
+from rustloader.iterator import failures
 from rustloader.stateful_dataloader import StatefulDataLoader
 
 pytestmark = [
@@ -58,6 +59,50 @@ def test_other_errors_are_raised_as_torch_does(workers):
         with pytest.raises(KeyError, match="init"):
             next(iter(loader))
         assert rustloader.stats(loader).faults.skipped == 0
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 2, 3), (0, 1, 2)], ids=["empty batch", "batch"])
+@pytest.mark.parametrize("limit", [None, 2])
+@KINDS
+def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkeypatch, kind, limit, bad):
+    class Cut(Exception):
+        pass
+
+    class Log:
+        def warning(self, text, name, *_):
+            if name == "sample 1":
+                raise Cut
+
+    monkeypatch.setattr(failures, "fault_log", Log())
+    loader = kind(Broken(8, bad), batch_size=4, num_workers=1, on_error="skip", max_errors=limit)
+    iterator = iter(loader)
+    with pytest.raises(Cut):
+        next(iterator)
+    if limit is None:
+        assert numbers(iterator) == [[3], [4, 5, 6, 7]][len(bad) - 3 :]
+    else:
+        for _ in range(2):
+            with pytest.raises(rustloader.ErrorLimitExceeded):
+                next(iterator)
+    assert failed(rustloader.stats(loader)) == [(i, "skipped") for i in bad]
+
+
+def test_a_new_epoch_does_not_count_what_a_signal_handler_has_left_of_the_last_one(monkeypatch):
+    class Cut(Exception):
+        pass
+
+    class Log:
+        def warning(self, *_):
+            monkeypatch.undo()
+            raise Cut
+
+    options = dict(batch_size=4, num_workers=1, on_error="skip", max_errors=4, persistent_workers=True)
+    loader = DataLoader(Broken(8, range(4)), **options)
+    monkeypatch.setattr(failures, "fault_log", Log())
+    with pytest.raises(Cut):
+        next(iter(loader))
+    assert numbers(loader) == [[4, 5, 6, 7]]
+    assert rustloader.stats(loader).faults.skipped == 5
 
 
 def test_failures_of_a_batch_that_is_raised_do_not_count():

@@ -23,7 +23,7 @@ from rustloader.cleanup import clean_up_after, quietly
 from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
-from rustloader.fetch.failures import EmptyBatchError, Failure, Reported
+from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
@@ -100,6 +100,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     # What an exception of a sample does, and the count of failed samples; None counts nothing.
     _on_error: Any = "raise"
     _failures: failures.FailureCount | None = None
+    # Failures of an empty batch that are yet to be counted. A signal handler that raises leaves them to the next call.
+    _uncounted: list[Failure] | None = None
     # Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
     _raised = 0
     # The worker that gets the first task of the epoch.
@@ -313,6 +315,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
+        self._uncounted = None
         if self._restarts is not None:
             self._restarts.begin_epoch()
         answer: list[Any] = [None, None]
@@ -428,6 +431,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             return value
         if code == ERROR:
             self._raised += 1
+            if value.__class__ is EmptyBatch:
+                self._uncounted = value.failures
             try:
                 value.reraise()
             except BaseException as error:
@@ -445,10 +450,12 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     def _unwrap(self, count: failures.FailureCount) -> Any:
         """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
         while True:
+            if self._uncounted is not None:
+                self._count_failures(count, self._uncounted)
+                self._uncounted = None
             try:
                 data = _MultiProcessingDataLoaderIter._next_data(self, is_unwrapped=False)
-            except EmptyBatchError as empty:
-                self._count_failures(count, empty.failures)
+            except EmptyBatchError:
                 continue
             # Before any call: a signal handler could run in it, and the batch would be lost.
             self._rescued = [BATCH, data]
@@ -462,7 +469,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         """Raises beyond ``max_errors``, now and at each later call."""
         error = count.add(found, self._num_yielded + 1)
         if error is not None:
-            self._last, self._rescued = error, None
+            self._last, self._rescued, self._uncounted = error, None, None
             self._engine().close()
             raise error()
 

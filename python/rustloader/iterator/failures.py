@@ -67,12 +67,13 @@ class FailureCount:
         while failures:
             failed = failures[0]
             self._faults.note_failure(failed)
-            name = "a sample" if failed.index is None else f"sample {failed.index}"
-            fault_log.warning("a DataLoader: %s has failed and was %s: %s", name, failed.action, failed.error_text)
             if self._limit is not None and len(self._first) < KEPT_FAILURES:
-                self._first.append(failures[0])
+                self._first.append(failed)
             self._count += 1
             del failures[0]
+            # Last: it takes the longest, and is the likeliest call to be interrupted.
+            name = "a sample" if failed.index is None else f"sample {failed.index}"
+            fault_log.warning("a DataLoader: %s has failed and was %s: %s", name, failed.action, failed.error_text)
         if self._limit is not None and self._count > self._allowed_after(batches):
             self.error = functools.partial(ErrorLimitExceeded, self._text(), tuple(self._first))
         return self.error
