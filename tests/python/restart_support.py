@@ -72,6 +72,18 @@ class MortalStream(IterableDataset):
             yield w, i, *drawn()
 
 
+class ShuffledStream(MortalStream):
+    """The same, in an order that `iter` draws."""
+
+    def __iter__(self):
+        w = worker_id()
+        return self.samples(w, torch.randperm(self.lengths[w]).tolist(), *drawn())
+
+    def samples(self, w, order, *before):
+        for i in order:
+            yield w, i, *before, *drawn()
+
+
 class StatefulStream(IterableDataset):
     """The same, with a state. `began` counts what is made, also again, in a file for each worker."""
 

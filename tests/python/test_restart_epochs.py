@@ -5,7 +5,17 @@ import signal
 
 import pytest
 import torch
-from restart_support import Deaths, Mortal, MortalStream, StatefulStream, as_sets, epochs, kill, loader_of
+from restart_support import (
+    Deaths,
+    Mortal,
+    MortalStream,
+    ShuffledStream,
+    StatefulStream,
+    as_sets,
+    epochs,
+    kill,
+    loader_of,
+)
 from support import TORCH_MODE, same, state_of, wait_until, worker_pids
 
 if not TORCH_MODE:
@@ -128,6 +138,26 @@ def test_an_iterable_dataset_without_a_state_repeats_its_order_with_torchs_seeds
         seed_by="worker",
         worker_init_fn=lambda worker: deaths.pass_by("start"),
     )
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+@pytest.mark.parametrize("seed_by", ["sample", "batch"])
+@pytest.mark.parametrize("cls", ["DataLoader", "StatefulDataLoader"])
+def test_an_order_that_iter_draws_is_drawn_again_in_each_epoch(cls, seed_by, persistent):
+    kw = {"cls": getattr(rustloader, cls), "seed_by": seed_by, "persistent_workers": persistent}
+    expected = epochs(loader_of(ShuffledStream([24, 24]), **kw), 4)
+    assert len({str(epoch) for epoch in expected}) == 4
+    torch.manual_seed(3)
+    loader, found = loader_of(ShuffledStream([24, 24]), **kw), []
+    for number in range(4):
+        iterator = iter(loader)
+        found.append([next(iterator), next(iterator), next(iterator)])
+        kill(*worker_pids(iterator))
+        found[-1] += iterator
+        if persistent and number == 1:
+            # Between two epochs.
+            kill(*worker_pids(iterator))
+    assert found == expected
 
 
 def test_pinned_batches(host, tmp_path):

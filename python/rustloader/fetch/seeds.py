@@ -21,6 +21,8 @@ _NUMPY_SEED = (1 << 32) - 1
 # The place of a batch itself; that of its sample k is k + 1. Collating has the batch's place.
 _BATCH = 0
 _FIRST_SAMPLE = 1
+# The place of an iterable dataset's iterator, whose samples all have the first one.
+_ITERATOR = 2
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,13 @@ class Seeds:
         self._first_ordinal, self._ahead = 0, ()
         self.batches = self.samples = 0
         set_current(None)
+
+    def begin_iterator(self) -> None:
+        """Seeds for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is started again in
+        it draws what the dead one drew. In the first one both have torch's seeds of the worker."""
+        if self._worker and self._first_task:
+            self._seed(_ITERATOR, 0)
+            set_current(None)
 
     def begin_batch(self, task: int, index: Any, apart: Apart) -> Any:
         """Seeds for a batch. Returns the index batch; where samples are apart, iterating over it seeds for each."""

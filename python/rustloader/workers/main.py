@@ -187,6 +187,8 @@ class _Worker:
                 self.dataset.set_epoch(*args, **kwargs)
             if start is not None:
                 resuming.load_dataset(self.dataset, start)
+            if self.seeds is not None:
+                self.seeds.begin_iterator()
             self.fetcher = _DatasetKind.create_fetcher(
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
