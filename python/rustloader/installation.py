@@ -132,21 +132,47 @@ def installed(values: dict[str, Any]) -> Installed:
     return Installed(lambda: _installed(values))
 
 
+class _Entered:
+    """A ``with`` statement that has been entered.
+
+    Attributes:
+        before: The options to be restored at its end; None: nothing was installed.
+    """
+
+    def __init__(self) -> None:
+        self.before = options.current() if is_installed() else None
+
+
+# In the order of their entering.
+_entered: list[_Entered] = []
+
+
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
     with _lock:
-        before = options.current()
-        was_installed = is_installed()
+        own = _Entered()
         install(**values)
+        _entered.append(own)
     try:
         yield
     finally:
         with _lock:
-            if was_installed:
-                options.replace(before)
-                _follow_stateful()
-            else:
-                uninstall()
+            _leave(own)
+
+
+def _leave(own: _Entered) -> None:
+    """Restores what was before a ``with`` statement. If another thread has entered one since, that one does it."""
+    place = _entered.index(own)
+    _entered.remove(own)
+    if place < len(_entered):
+        _entered[place].before = own.before
+    elif own.before is None:
+        uninstall()
+    else:
+        options.replace(own.before)
+        if not is_installed():
+            _put_in()
+        _follow_stateful()
 
 
 def _follow_stateful() -> None:

@@ -325,6 +325,26 @@ def test_an_installation_by_another_thread_outlives_a_context_that_was_being_ent
     assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
 
 
+def test_installed_contexts_that_overlap_leave_things_as_they_were():
+    """As those of two threads do."""
+    first, second = rustloader.installed(prefetch_factor=4), rustloader.installed(in_order=False)
+    with contextlib.ExitStack() as stack:
+        first.__enter__()
+        stack.enter_context(second)
+        first.__exit__(None, None, None)
+        assert rustloader.is_installed() and options.current()["in_order"] is False
+    assert not rustloader.is_installed() and options.current() == {}
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+
+
+def test_installed_restores_an_installation_that_its_body_has_ended():
+    rustloader.install(prefetch_factor=4)
+    with rustloader.installed(in_order=False):
+        rustloader.uninstall()
+    assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
+    assert torch_dataloader._MultiProcessingDataLoaderIter is not TORCHS["iterator"]
+
+
 def test_one_name_asks_whether_it_is_installed():
     assert rustloader.is_installed() is False
     rustloader.install()

@@ -1,9 +1,11 @@
 """The types of batches that `prefetch_to_device` moves, on a device without hardware (`standin.py`)."""
 
+import array
 import collections
 import collections.abc
 import copy
 import dataclasses
+import pickle
 import types
 
 import numpy as np
@@ -63,6 +65,13 @@ class Steps(collections.abc.Sequence):
 
     def __len__(self):
         return len(self.items)
+
+
+class Made(Steps):
+    """Makes its items anew at each access."""
+
+    def __getitem__(self, k):
+        return self.items[k] + 0.5
 
 
 class Graph:
@@ -166,7 +175,9 @@ def test_containers_keep_their_types(device, moved):
         3,
         2.5,
         1j,
-        range(4),
+        range(1000, 1004),
+        array.array("d", [1000.5, 2000.5]),
+        Made([1000, 2000]),
         torch.Size([1, 2]),
         {"a": [1, "b", (None,)]},
         np.ones(3),
@@ -246,7 +257,7 @@ class Attributes(dict):
 def test_a_dict_that_gives_its_items_as_attributes_is_a_dict(device):
     (batch,) = prefetch([Attributes(x=torch.ones(2), n=1)])
     device.run_all()
-    assert type(batch) is Attributes and batch.x.device.type == device.type and batch.n == 1
+    assert type(batch) is Attributes and is_on(device, batch.x) and batch.n == 1
 
 
 class Time:
@@ -260,3 +271,26 @@ def test_an_error_of_another_method_to_names_the_type(device):
     with pytest.raises(TypeError, match="no time zone") as raised:
         next(iter(prefetch([{"at": Time()}])))
     assert raised.value.__notes__ == [f"prefetch_to_device() called the method to() of a {__name__}.Time"]
+
+
+def test_a_batch_that_is_copied_within_inference_mode_is_an_ordinary_one(device):
+    batches = iter(prefetch(tensors(3), depth=2))
+    with torch.inference_mode():
+        got = [next(batches), next(batches)]
+    got += batches
+    device.run_all()
+    assert not any(batch.is_inference() for batch in got) and [batch[0].item() for batch in got] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("where", ["cpu", None])
+def test_a_copy_begins_anew(device, make, where):
+    loader = rustloader.StatefulDataLoader(range(6), batch_size=2)
+    batches = prefetch(loader, device=where, depth=3)
+    next(iter(batches))
+    again = make(batches)
+    assert type(again) is type(batches) and again.device == batches.device and again._depth == 3
+    assert (again.loader is loader) == (make is copy.copy)
+    got = list(again)
+    device.run_all()
+    assert [batch.tolist() for batch in got] == [[0, 1], [2, 3], [4, 5]]

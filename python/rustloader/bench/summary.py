@@ -73,7 +73,7 @@ class Summary:
             yield wrapped(str(comparison), "  ")
             if comparison.verdict == "too few to tell":
                 budget = self._plan.budget
-                longer = f"--budget {2 * budget:.0f}" if budget else "leave out --epochs, or give more of them"
+                longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or give more of them"
                 yield f"  To measure longer: {longer}"
         if point.verdict is not None:
             yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")

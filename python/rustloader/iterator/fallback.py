@@ -28,7 +28,8 @@ logger = logging.getLogger("rustloader")
 
 _NO_QUEUE = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
 
-_FAULT_OPTIONS = ("max_restarts", "stall_timeout", "on_error", "max_errors")
+# Options that torch's iterator does not have and that change what a loader delivers, or whether it goes on.
+_OPTIONS = ("max_restarts", "stall_timeout", "on_error", "max_errors", "seed_by")
 _LOST = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
@@ -114,9 +115,8 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
 
 
 def tell_lost_options(source: Any, loader: Any) -> None:
-    """Warns once per loader of options about faults that torch's iterator does not have. Each other option leaves the
-    batches as they are."""
-    lost = [name for name in _FAULT_OPTIONS if options.in_force(loader, name) != options.option_of(name).default]
+    """Warns once per loader of options that torch's iterator does not have, but for those that are about speed."""
+    lost = [name for name in _OPTIONS if options.in_force(loader, name) != options.option_of(name).default]
     if lost and ledger.of(source).is_new(_LOST):
         logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
 

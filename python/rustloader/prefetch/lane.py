@@ -150,7 +150,8 @@ class Lane:
         move = Move(streams, asks_pinned)
         place = streams.place()
         try:
-            with streams.using(stream):
+            # A batch that is copied ahead may be delivered outside of the caller's inference mode.
+            with torch.inference_mode(False), streams.using(stream):
                 begun = streams.record(stream, timed=True)
                 batch = move(host)
                 done = streams.record(stream, timed=True)

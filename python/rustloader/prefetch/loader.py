@@ -71,7 +71,7 @@ def prefetch_to_device(
             )
     streams = streams_of(device)
     kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
-    return kind(loader, HostLane() if streams is None else Lane(streams, depth))
+    return kind(loader, HostLane() if streams is None else Lane(streams, depth), depth)
 
 
 class DeviceLoader:
@@ -92,8 +92,9 @@ class DeviceLoader:
         True
     """
 
-    def __init__(self, loader: Iterable[Any], lane: Lane) -> None:
+    def __init__(self, loader: Iterable[Any], lane: Lane, depth: int) -> None:
         self.loader = loader
+        self._depth = depth
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
@@ -122,6 +123,10 @@ class DeviceLoader:
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loader, name)
+
+    def __reduce__(self) -> Any:
+        # A copy begins anew, with a stream of its own.
+        return prefetch_to_device, (self.loader, self.device, self._depth)
 
     def close(self) -> None:
         """Ends all loops over this loader and frees their batches. Waits for the copies that are under way.

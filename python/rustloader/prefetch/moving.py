@@ -13,7 +13,7 @@ import torch
 
 from rustloader.prefetch.streams import Streams, parts
 
-_STAYS = (str, bytes, bytearray, memoryview, int, float, complex, type, type(None))
+_STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
 # Whether the method `to` of a type takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
@@ -89,8 +89,10 @@ class Move:
         return value if moved is None else moved
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        moved = {key: self(item) for key, item in value.items()}
-        if all(moved[key] is item for key, item in value.items()):
+        # Some make their items anew at each access.
+        items = list(value.items())
+        moved = {key: self(item) for key, item in items}
+        if all(moved[key] is item for key, item in items):
             return value
         if type(value) is dict:
             return moved
@@ -115,8 +117,9 @@ class Move:
             return tuple(moved)
 
     def _sequence(self, value: Sequence[Any]) -> Any:
-        moved = [self(item) for item in value]
-        if _same(moved, value):
+        items = list(value)
+        moved = [self(item) for item in items]
+        if _same(moved, items):
             return value
         if type(value) is list:
             return moved

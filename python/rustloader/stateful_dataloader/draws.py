@@ -52,13 +52,13 @@ class KeptDraws:
 
     def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
         own = loader.generator
-        generators = [torch.default_generator] if own is None else [torch.default_generator, own]
-        before = [generator.get_state() for generator in generators]
+        generators = [None] if own is None else [None, own]
+        before = [_of(generator).get_state() for generator in generators]
         self.draws = draws(loader, index_sampler, with_base_seed)
         drawn = [
             (generator, state)
             for generator, state in zip(generators, before, strict=True)
-            if not torch.equal(state, generator.get_state())
+            if not torch.equal(state, _of(generator).get_state())
         ]
         self._before = drawn
         self._watches = [SeedWatch(generator) for generator, _ in drawn]
@@ -66,7 +66,7 @@ class KeptDraws:
     def was_seeded_since(self) -> bool:
         """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
         run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
-        restored = any(torch.equal(generator.get_state(), state) for generator, state in self._before)
+        restored = any(torch.equal(_of(generator).get_state(), state) for generator, state in self._before)
         return restored or any(watch.was_seeded() for watch in self._watches)
 
 
@@ -77,13 +77,19 @@ class SeedWatch:
     """
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = torch.default_generator if generator is None else generator
-        self._seed, self._was_fresh = self._generator.initial_seed(), _is_fresh(self._generator)
+        # Not the global one itself: a copy of the loader would have a copy of it.
+        self._generator = generator
+        now = _of(generator)
+        self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
 
     def was_seeded(self) -> bool:
         """Whether it was seeded."""
-        generator = self._generator
+        generator = _of(self._generator)
         return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
+
+
+def _of(generator: torch.Generator | None) -> torch.Generator:
+    return torch.default_generator if generator is None else generator
 
 
 def _is_fresh(generator: torch.Generator) -> bool:

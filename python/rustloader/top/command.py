@@ -195,7 +195,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
         ready, _, _ = select.select(inputs, [], [], seconds)
         return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
 
-    inputs = [sys.stdin] if sys.stdin.isatty() else []
+    inputs = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
     if not inputs:
         yield pressed
         return

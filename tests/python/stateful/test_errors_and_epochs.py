@@ -1,5 +1,7 @@
 """What a state keeps besides its position: errors, steps back, seeds, and draws of the next epoch."""
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -109,6 +111,23 @@ def test_a_new_seed_counts_after_a_state_at_the_end():
     whole.state_dict()
     torch.manual_seed(5)
     assert list(whole) == expected
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_new_seed_counts_for_a_copy_of_a_loader(copied, is_loaded):
+    torch.manual_seed(5)
+    expected = list(loader(range(64), shuffle=True))
+    torch.manual_seed(6)
+    whole = loader(range(64), shuffle=True)
+    list(whole)
+    state = whole.state_dict()
+    if is_loaded:
+        whole = loader(range(64), shuffle=True)
+        whole.load_state_dict(state)
+    other = copied(whole)
+    torch.manual_seed(5)
+    assert list(other) == expected
 
 
 def test_a_state_after_a_new_seed_has_the_order_of_that_seed():
