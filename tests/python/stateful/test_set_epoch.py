@@ -81,7 +81,7 @@ class Held(Epochs, IterableDataset):
 
 def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(tmp_path):
     """The program gives up the epoch before that worker has begun it."""
-    loader = make(Held(tmp_path / "go"), timeout=1)
+    loader = make(Held(tmp_path / "go"), timeout=4)
     iterator = iter(loader)
     assert [next(iterator) for _ in range(3)] == [(0, 0)] * 3
     for epoch in (4, 5):
