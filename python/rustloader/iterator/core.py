@@ -252,7 +252,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
-            self._cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
+            cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
+            if cores is not None:
+                self._cores = cores
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             if not is_remote(self._context):
                 ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
@@ -305,6 +307,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._last = None
         if self._failures is not None:
             self._failures.begin_epoch()
+            self._uncounted = None
         told: dict[str, Any] = {}
         if not first_iter:
             if self._seeding is not None:
@@ -315,7 +318,6 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             core = self._engine()
             first_iter = True
         self._rescued = None
-        self._uncounted = None
         if self._restarts is not None:
             self._restarts.begin_epoch()
         answer: list[Any] = [None, None]
