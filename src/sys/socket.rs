@@ -277,7 +277,7 @@ mod tests {
     fn a_socket_that_has_got_its_number_is_neither_read_nor_written_nor_ended() {
         let (one, _other) = UnixStream::pair().unwrap();
         let (mut theirs, mut reader) = UnixStream::pair().unwrap();
-        theirs.write_all(b"somebody else's").unwrap();
+        theirs.write_all(b"not our message").unwrap();
         let socket = Socket::new(one.into());
         // SAFETY: dup2 takes plain numbers; the one that is taken over is `socket`'s.
         assert!(unsafe { libc::dup2(reader.as_raw_fd(), socket.raw()) } != -1);
@@ -288,7 +288,7 @@ mod tests {
         assert!(replaced(socket.send(&[Part::new(b"a")])));
         socket.shut_down(std::net::Shutdown::Both);
         reader.read_exact(&mut bytes).unwrap();
-        assert_eq!(&bytes, b"somebody else's");
+        assert_eq!(&bytes, b"not our message");
         reader.write_all(b"b").unwrap();
         theirs.read_exact(&mut bytes[..1]).unwrap();
         assert_eq!(bytes[0], b'b');

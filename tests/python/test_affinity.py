@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from sample_data import Numbers
+from sample_data import Numbers, first_time
 from support import DataLoader, epoch, run_script, rustloader
 from torch.utils.data import get_worker_info
 
@@ -32,6 +32,19 @@ class Cores(Numbers):
 
     def __getitem__(self, i):
         return get_worker_info().id, self.arrived, sorted(os.sched_getaffinity(0))
+
+
+class DyingOnce(Cores):
+    """The same, but at sample `at` the worker ends, as long as the marker file is absent."""
+
+    def __init__(self, n, at, marker):
+        super().__init__(n)
+        self.at, self.marker = at, marker
+
+    def __getitem__(self, i):
+        if i == self.at and first_time(self.marker):
+            os._exit(1)
+        return super().__getitem__(i)
 
 
 def cores(method="fork", workers=2, dataset=None, **kw):
@@ -65,14 +78,7 @@ def test_without_the_option_workers_have_all_cores():
 @needs_two
 @pytest.mark.warns
 def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
-    class Dies(Cores):
-        def __getitem__(self, i):
-            if i == 1 and not (tmp_path / "died").exists():
-                (tmp_path / "died").touch()
-                os._exit(1)
-            return super().__getitem__(i)
-
-    got = cores(dataset=Dies(2), worker_affinity=MINE[:2][::-1], max_restarts=1)
+    got = cores(dataset=DyingOnce(2, 1, tmp_path / "died"), worker_affinity=MINE[:2][::-1], max_restarts=1)
     assert [now for _, _, now in got] == [[MINE[1]], [MINE[0]]]
 
 
@@ -80,16 +86,14 @@ def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
 @pytest.mark.warns
 @pytest.mark.parametrize("option", ["spread", "list"])
 def test_a_worker_in_place_of_a_dead_one_has_its_cores_when_the_program_is_bound_to_one(tmp_path, option):
-    class Dies(Cores):
-        def __getitem__(self, i):
-            if i == 3 and not (tmp_path / "died").exists():
-                (tmp_path / "died").touch()
-                os._exit(1)
-            return super().__getitem__(i)
-
     wanted = MINE[:2] if option == "list" else "spread"
     loader = DataLoader(
-        Dies(8), num_workers=2, batch_size=None, collate_fn=tuple, worker_affinity=wanted, max_restarts=1
+        DyingOnce(8, 3, tmp_path / "died"),
+        num_workers=2,
+        batch_size=None,
+        collate_fn=tuple,
+        worker_affinity=wanted,
+        max_restarts=1,
     )
     iterator = iter(loader)
     got = [next(iterator)]
