@@ -1,7 +1,7 @@
 //! The first pass over a batch: writes as if no object repeats, and records what the second pass needs.
 
-use super::Sink;
 use super::seen::{Met, Object, Seen};
+use super::{Hold, Sink};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::Error;
 use crate::interop::view::LeafView;
@@ -26,13 +26,13 @@ pub struct PendingCopy<O> {
     /// Bytes that its address in shared memory is a multiple of.
     align: usize,
     /// See [`Sink::adopt`].
-    is_sole: bool,
+    hold: Hold,
 }
 
 impl<O> PendingCopy<O> {
     /// Copies `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of `align`.
     pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
-        Self { _owner: owner, place, first, plan: Plan::bytes(len), align, is_sole: false }
+        Self { _owner: owner, place, first, plan: Plan::bytes(len), align, hold: Hold::Shared }
     }
 
     /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
@@ -42,9 +42,9 @@ impl<O> PendingCopy<O> {
         sink: &mut S,
         copy: impl FnOnce(&Plan, *const u8, *mut u8),
     ) -> Result<(), Error> {
-        let Self { place, first, plan, align, is_sole, .. } = self;
+        let Self { place, first, plan, align, hold, .. } = self;
         let fits = plan.gather.is_none() && (*first as usize).is_multiple_of(*align);
-        let adopt = || sink.adopt(*first, plan.bytes, *is_sole);
+        let adopt = || sink.adopt(*first, plan.bytes, *hold);
         let (leaf, offset) = match fits.then(adopt).flatten() {
             Some(adopted) => adopted,
             None => {
@@ -119,7 +119,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. `is_sole`: see [`Sink::adopt`]. `storage_offset` returns the offset of a tensor without
+    /// Writes a tensor or an array. `is_sole`: see [`Hold::Sole`]. `storage_offset` returns the offset of a tensor without
     /// elements, in elements.
     ///
     /// # Safety
@@ -154,7 +154,12 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         } else {
             let place = self.out.outside(kind, dtype, shape, &plan);
             let align = dtype.align();
-            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, align, is_sole });
+            let hold = match kind {
+                _ if is_sole => Hold::Sole,
+                Kind::Tensor => Hold::Shared,
+                Kind::Array => Hold::Private,
+            };
+            self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, align, hold });
         }
         if plan.span > 0 {
             let start = first.wrapping_offset(plan.low) as usize;

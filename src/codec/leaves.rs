@@ -1,6 +1,6 @@
 //! Leaves in shared memory, on the worker's side and on the main process's.
 
-use super::{Sink, Source};
+use super::{Hold, Sink, Source};
 use crate::engine::completions::Leaves;
 use crate::error::{Error, Result};
 use crate::shm::alloc::settle;
@@ -86,15 +86,15 @@ impl Sink for Outgoing<'_> {
         self.takes_arrays
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)> {
+    fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)> {
         let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
         if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
             return None;
         }
-        let keep = match self.port.has_array(block) {
-            false => Keep::Yes,
-            true if is_sole && self.port.note_array(block) => Keep::Unknown { offset },
-            true => return None,
+        let keep = match (self.port.has_array(block), hold) {
+            (false, Hold::Shared) => Keep::Yes,
+            (true, Hold::Sole) if self.port.note_array(block) => Keep::Unknown { offset },
+            _ => return None,
         };
         self.leaves.push((Leaf { block, len: offset + len as u64 }, keep));
         Some((self.leaves.len() as u32 - 1, offset))
@@ -145,9 +145,9 @@ mod tests {
         let array = port.allocate_array(LEN, true).unwrap().unwrap().as_ptr();
         let (tensor, memory) = port.allocate(LEN as u64).unwrap();
         let mut outgoing = Outgoing::new(&port, true);
-        assert_eq!(outgoing.adopt(memory, LEN, false), Some((0, 0)));
+        assert_eq!(outgoing.adopt(memory, LEN, Hold::Shared), Some((0, 0)));
         assert!(!outgoing.begin_settling(), "there is no array in it");
-        assert_eq!(outgoing.adopt(array, LEN, true), Some((1, 0)));
+        assert_eq!(outgoing.adopt(array, LEN, Hold::Sole), Some((1, 0)));
         assert!(outgoing.begin_settling());
         // The batch is dropped, and the worker keeps the array.
         port.release(tensor);
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
         assert_eq!(port.array_len(array), LEN);
         let mut again = Outgoing::new(&port, true);
-        assert_eq!(again.adopt(array, LEN, true), Some((0, 0)));
+        assert_eq!(again.adopt(array, LEN, Hold::Sole), Some((0, 0)));
         assert!(again.begin_settling());
         port.free_array(array);
         again.settle(|_, _, _| panic!("it was freed")).unwrap();

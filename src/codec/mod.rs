@@ -52,6 +52,17 @@ pub fn shrink(buffer: &mut Vec<u8>) {
     }
 }
 
+/// Who may change the bytes of a leaf once it is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// Nobody: nothing but the batch has the array that they belong to, and nothing will change them when the batch is dropped.
+    Sole,
+    /// The worker, as in torch: a tensor that it keeps shares memory with the one that arrives.
+    Shared,
+    /// The worker, and the array that arrives must not change.
+    Private,
+}
+
 /// The encoder's destination for large leaves, which are numbered from 0 in order.
 pub trait Sink {
     /// Allocates a leaf, page aligned: its number and its memory.
@@ -63,8 +74,7 @@ pub trait Sink {
     }
 
     /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least `INLINE_LIMIT` bytes.
-    /// `is_sole`: nothing but the batch has the array that they belong to, and nothing will change them when the batch is dropped.
-    fn adopt(&mut self, ptr: *const u8, len: usize, is_sole: bool) -> Option<(u32, u64)>;
+    fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }
 
 /// The decoder's source of leaves.

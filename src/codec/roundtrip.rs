@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-use super::{Sink, Source, decode, decode_indices, encode, encode_indices};
+use super::{Hold, Sink, Source, decode, decode_indices, encode, encode_indices};
 use crate::error::Error;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
@@ -25,7 +25,7 @@ impl Sink for HeapLeaves {
         Ok((self.leaves.len() as u32 - 1, memory))
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize, _: bool) -> Option<(u32, u64)> {
+    fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
         // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved behind the offset.

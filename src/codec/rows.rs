@@ -13,7 +13,7 @@ use pyo3::types::{
 };
 
 use super::shapes::Shapes;
-use super::{Sink, Source, decode, encode, shrink};
+use super::{Hold, Sink, Source, decode, encode, shrink};
 use crate::error::Result;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
@@ -75,7 +75,7 @@ impl Sink for Leaves {
         Ok((self.0.len() as u32 - 1, memory))
     }
 
-    fn adopt(&mut self, _ptr: *const u8, _len: usize, _is_sole: bool) -> Option<(u32, u64)> {
+    fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
         None
     }
 }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::aliases::{Tensors, resolve};
 use super::draft::{Draft, NotPlain, Plain};
 use super::seen::Object;
-use super::{Sink, within};
+use super::{Hold, Sink, within};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::{Error, Result};
 use crate::interop::memory::Heap;
@@ -87,7 +87,7 @@ impl Sink for HeapLeaves {
         Ok((leaf as u32, self.0[leaf].as_mut_ptr()))
     }
 
-    fn adopt(&mut self, _: *const u8, len: usize, _: bool) -> Option<(u32, u64)> {
+    fn adopt(&mut self, _: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         assert!(len >= INLINE_LIMIT);
         None
     }

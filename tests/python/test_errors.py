@@ -7,6 +7,7 @@ import sample_data as data
 import torch
 from sample_data import Failing, FailingSampler, Held, Numbers, Slow, WhoAmI, as_list
 from support import BOTH, DataLoader, epoch, in_time, outcome, outcomes, outcomes_of, within, worker_pids
+from torch._utils import ExceptionWrapper
 
 ERRORS = {3: data.key_error, 5: data.runtime_error}
 
@@ -235,3 +236,26 @@ def test_p17_no_workers_raises_the_original():
     with pytest.raises(ValueError) as caught:
         next(iter(DataLoader(Numbers(2), collate_fn=fail)))
     assert caught.value is error
+
+
+class Wrapping(torch.utils.data.Dataset):
+    """Sample 1 is an error that the dataset has wrapped itself."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        try:
+            if i == 1:
+                raise KeyError("a reader's")
+            return i
+        except KeyError:
+            return ExceptionWrapper(where="in a reader")
+
+
+def test_p17_an_error_that_the_dataset_has_wrapped_is_raised():
+    def trace(cls):
+        return outcomes(iter(cls(Wrapping(), num_workers=1, batch_size=None)), 4)
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs and ours[1][0] == "error"

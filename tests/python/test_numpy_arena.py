@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from numpy_arena_support import SIZE, Made, batches_of, fresh, identity
-from support import DataLoader
-from torch.utils.data import default_convert
+from support import BOTH, DataLoader
+from torch.utils.data import default_collate, default_convert
 
 import rustloader
 
@@ -531,3 +531,40 @@ def test_buffers_that_go_back_to_a_pool_arrive_as_they_were_sent(collate):
 
     batches, _ = batches_of(Pool(), collate_fn=collate)
     assert [(int(batch.min()), int(batch.max())) for batch in batches] == [(i, i) for i in range(24)]
+
+
+class Cache:
+    """Collates each batch once, as an array over a tensor of torch's collation, and keeps it."""
+
+    def __init__(self):
+        self.made = {}
+
+    def __call__(self, batch):
+        key = int(batch[0][0])
+        if key not in self.made:
+            self.made[key] = default_collate(batch).numpy()
+        return self.made[key]
+
+
+@pytest.mark.parametrize("beside", [None, {1}])
+def test_an_array_over_a_collated_tensor_that_the_worker_keeps_is_copied(beside):
+    """With torch each batch is a pickle's copy."""
+
+    def trace(cls):
+        cache = Cache()
+        loader = cls(
+            [torch.full((100_000,), float(i)) for i in range(4)],
+            batch_size=2,
+            num_workers=1,
+            persistent_workers=True,
+            collate_fn=lambda batch: (cache(batch), beside),
+        )
+        found = []
+        for _ in range(2):
+            for array, _ in loader:
+                found.append(float(array[0, 0]))
+                array += 100
+        return found
+
+    theirs, ours = map(trace, BOTH)
+    assert ours == theirs == [0, 2, 0, 2]

@@ -220,3 +220,22 @@ def test_t12_an_iterator_of_torchdatas_kind_runs_untouched():
 
     for cls in BOTH:
         assert list(Stateful(cls(Numbers(3), num_workers=2, batch_size=2))) == [[0, 1], [2]]
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("name", ["_try_put_index", "_process_data", "_get_data", "_try_get_data"])
+def test_t15_a_method_replaced_after_install_takes_effect(name):
+    """torch's module then has our class under the name that the program writes to."""
+    status, out, err = run_script(f"""
+        import rustloader, torch.utils.data.dataloader as torchs
+        rustloader.install()
+        cls = torchs._MultiProcessingDataLoaderIter
+        before, calls = getattr(cls, {name!r}), []
+        def replaced(self, *args, **kw):
+            calls.append(1)
+            return before(self, *args, **kw)
+        cls.{name} = replaced
+        print([int(x) for x in torchs.DataLoader(range(4), num_workers=1)], len(calls) > 3)
+    """)
+    assert (status, out) == (0, "[0, 1, 2, 3] True\n"), err
+    assert f"{name} of the iterator was replaced" in err

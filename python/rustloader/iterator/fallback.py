@@ -36,10 +36,11 @@ _LOST = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 # for the process and signals it without them.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
 # Methods of torch's loop without a counterpart in the engine.
-_FOREIGN_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data", "_mark_worker_as_unavailable")
+_UNUSED_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
+_FOREIGN_METHODS = (*_UNUSED_METHODS, "_mark_worker_as_unavailable")
 # A subclass whose code uses one of these works inside torch's loop, as a copy of its `_next_data` does. Copied shutdown
 # routines do not: `compat` serves them.
-_FOREIGN_NAMES = frozenset({"_try_put_index", "_process_data", "_get_data", "_try_get_data", "_data_queue"})
+_FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
 # Methods of torch's iterator that the engine replaces or cannot call.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
@@ -51,7 +52,7 @@ def why_not(cls: type, base: type, loader: Any) -> str | None:
     foreign = _foreign_process(context_of(loader))
     if foreign is not None:
         return foreign
-    return _replaced_part(TorchIter) or _foreign_part(cls, base)
+    return _replaced_part(TorchIter, base) or _foreign_part(cls, base)
 
 
 def context_of(loader: Any) -> Any:
@@ -76,13 +77,17 @@ def _foreign_process(context: Any) -> str | None:
     return None
 
 
-def _replaced_part(torchs: type) -> str | None:
-    """Which part of torch's own iterator or worker a program has replaced, or None."""
+def _replaced_part(torchs: type, ours: type) -> str | None:
+    """Which part of torch's own iterator or worker a program has replaced, or None. After ``install()`` it finds
+    ``ours`` in the place of torch's class."""
     if not is_torchs(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
     for name in _REPLACED_METHODS:
         if not is_torchs(getattr(torchs, name), torch_dataloader):
             return f"{name} of torch's own iterator was replaced"
+    for name in _UNUSED_METHODS:
+        if name in vars(ours):
+            return f"{name} of the iterator was replaced"
     return None
 
 

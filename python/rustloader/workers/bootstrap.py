@@ -101,6 +101,8 @@ class Job:
     # Task number: place in its index batch: text of the error that the sample there has instead of being made. None:
     # workers that die are not started again.
     poison: dict[int, dict[int, str]] | None = None
+    # Arguments of the dataset's `set_epoch`, for a process that starts after a death. None: no call is known.
+    told: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     # The cores of each worker. None: those of the main process.
     cores: list[list[int]] | None = None
 

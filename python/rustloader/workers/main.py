@@ -136,7 +136,7 @@ class _Worker:
                 self.seeds = Seeds(job.seeding, number, job.first_task)
             if job.on_error != "raise" and torchs.is_own(job.dataset_kind):
                 self.guard = self.make_guard(worker_id)
-            self.make_fetcher(start)
+            self.make_fetcher(start, job.told)
         policy = job.snapshots
         if policy is not None:
             snapshots = Snapshots(policy, job.num_workers, job.dataset_kind, worker_id, self.seeds)
@@ -247,6 +247,11 @@ class _Worker:
                 if self.replay:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
+                if type(data) is ExceptionWrapper:
+                    # Made by the dataset. torch raises any.
+                    self.send_error(task, data)
+                    del data, index
+                    continue
                 if self.guard is not None:
                     if self.converts and self.guard.has_failures():
                         data = converting.tensors_of(data)
