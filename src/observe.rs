@@ -11,7 +11,7 @@ use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
     BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT,
-    PINNING, QueueSlot, RegionHead, RingControl, RingSlot, Shared, StatusPage, VERSION, WorkerState,
+    PINNING, QueueSlot, REMOTE, RegionHead, RingControl, RingSlot, Shared, StatusPage, VERSION, WorkerState,
 };
 use crate::shm::queue::is_waiting;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
@@ -42,6 +42,8 @@ pub struct Observed {
     pub persistent: bool,
     /// There is a pin thread.
     pub pinning: bool,
+    /// The workers run on other machines.
+    pub remote: bool,
     /// Delivered batches of this epoch.
     pub epoch_batches: u64,
     /// By the number of the [`Count`], including the current state.
@@ -130,6 +132,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
         in_order: options & IN_ORDER != 0,
         persistent: options & PERSISTENT != 0,
         pinning: options & PINNING != 0,
+        remote: options & REMOTE != 0,
         epoch_batches: counts[Count::Batches as usize].saturating_sub(word(&main.epoch_batches)),
         counts,
         workers: observed,
@@ -193,8 +196,11 @@ fn worker_of(
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-    // A worker writes nothing before its start.
-    let since_ns = if pid == 0 { started_ns } else { word(&page.since_ns) };
+    // A worker writes nothing before its start. One elsewhere has no pid here.
+    let since_ns = match word(&page.since_ns) {
+        0 => started_ns,
+        since_ns => since_ns,
+    };
     let (task, taken_up) = (word(&page.task), word(&page.task_since_ns));
     let index = (word(&page.index_task) == task.wrapping_add(1)).then(|| index_of(page)).flatten();
     ObservedWorker {

@@ -50,16 +50,21 @@ def _actor_class() -> Any:
 class _Actor:
     """A worker. It has no arguments and no state: what it needs comes with the call, and a new one replaces it."""
 
-    def serve(self, blob: bytes, call: Call, seconds: float) -> None:
-        """Serves until the main process ends it."""
-        remote.serve(blob, call, seconds)
+    def begin(self) -> None:
+        """Its answer says that the actor runs."""
+
+    def serve(self, references: list[Any], call: Call, seconds: float) -> None:
+        """Serves until the main process ends it. A reference in a list is not resolved by Ray, which would keep the
+        dataset's pickle until the end of this call."""
+        remote.serve(lambda: _ray().get(references.pop()), call, seconds)
 
 
 class _StartedActor:
     """An actor whose ``serve`` was called."""
 
-    def __init__(self, ray: Any, actor: Any, result: Any, asked: Mapping[str, float]) -> None:
-        self._ray, self._actor, self._result, self._asked = ray, actor, result, asked
+    def __init__(self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, asked: Mapping[str, float]) -> None:
+        self._ray, self._actor, self._begun, self._result, self._asked = ray, actor, begun, result, asked
+        self._place = f"{call.address}, port {call.port}"
         self._session = _session(ray)
 
     def failure(self) -> str | None:
@@ -78,8 +83,15 @@ class _StartedActor:
         return "the actor has ended its call"
 
     def waits_for(self) -> str:
-        """The resources that the actor asked for, and those of the cluster."""
+        """The resources that the actor asked for, and those of the cluster, or what it cannot reach."""
         with contextlib.suppress(Exception):
+            if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
+                return (
+                    f"its actor runs, and has not reached this process at {self._place}: the machines of the cluster "
+                    "must reach each other at all ports, through firewalls, too"
+                )
+            if not self._asked:
+                return "Ray has not started its actor: `ray status` says what the cluster waits for"
             there, free = self._ray.cluster_resources(), self._ray.available_resources()
             wanted = ", ".join(
                 f"{name} {amount:g} (in the cluster {there.get(name, 0):g}, free {free.get(name, 0):g})"
@@ -182,10 +194,12 @@ class RayContext(RemoteContext):
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         actor = _actor_class().options(**options).remote()
-        result = actor.serve.remote(reference, call, self.start_seconds)
+        begun, result = actor.begin.remote(), actor.serve.remote([reference], call, self.start_seconds)
         asked = {
             "CPU": self._options["num_cpus"],
             "GPU": self._options["num_gpus"],
             **(self._options["resources"] or {}),
         }
-        return _StartedActor(ray, actor, result, {name: amount for name, amount in asked.items() if amount})
+        return _StartedActor(
+            ray, actor, begun, result, call, {name: amount for name, amount in asked.items() if amount}
+        )

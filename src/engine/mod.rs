@@ -52,7 +52,7 @@ use crate::scheduler::{Action, Death, Dispatch, Event, Placement, Scheduler, Set
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
-use crate::shm::layout::Needs;
+use crate::shm::layout::{Needs, PINNING, REMOTE};
 use crate::shm::pool;
 use crate::shm::ring::Producer;
 use crate::sys;
@@ -201,7 +201,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         };
         self.poll.remove(DOORBELL)?;
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)?;
-        self.show_pinning();
+        self.show_option(PINNING);
         Ok(())
     }
 
@@ -259,6 +259,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// [`Engine::started`].
     pub fn attached(&mut self, worker: u32, socket: OwnedFd, pid: i32) -> Result<()> {
         let (process, token) = self.handle.attached(worker, socket, pid)?;
+        self.show_option(REMOTE);
         self.registered(worker, &process, token)
     }
 

@@ -6,7 +6,7 @@ use super::Engine;
 use crate::metrics::Count;
 use crate::scheduler::{DeliveryOrder, Settings};
 use crate::shm::arena::Arena;
-use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT, PINNING};
+use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT};
 use crate::sync::Ordering;
 use crate::sys;
 
@@ -85,9 +85,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    pub(super) fn show_pinning(&self) {
+    /// Shows that an option applies from now on.
+    pub(super) fn show_option(&self, option: u32) {
         if let Some(page) = self.page() {
-            page.options.store(page.options.load(Ordering::Relaxed) | PINNING, Ordering::Relaxed);
+            page.options.store(page.options.load(Ordering::Relaxed) | option, Ordering::Relaxed);
         }
     }
 }

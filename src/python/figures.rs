@@ -169,6 +169,7 @@ record! {
         in_order: bool = it.in_order,
         persistent: bool = it.persistent,
         pinning: bool = it.pinning,
+        remote: bool = it.remote,
         epoch_batches: u64 = it.epoch_batches,
         counts: Py<Counts> = Py::new(py, Counts::of(&it.counts))?,
         workers: Vec<Py<ObservedWorker>> =

@@ -97,7 +97,7 @@ pub struct MainPage {
     /// Monotonic nanoseconds at which the iterator was made.
     pub(crate) started_ns: AtomicU64,
     pub(crate) prefetch_factor: AtomicU32,
-    /// Bits of [`IN_ORDER`], [`PERSISTENT`] and [`PINNING`].
+    /// Bits of [`IN_ORDER`], [`PERSISTENT`], [`PINNING`] and [`REMOTE`].
     pub(crate) options: AtomicU32,
     /// The number of the epoch's first task.
     pub(crate) epoch_task: AtomicU64,
@@ -113,6 +113,8 @@ pub const IN_ORDER: u32 = 1;
 pub const PERSISTENT: u32 = 2;
 /// There is a pin thread.
 pub const PINNING: u32 = 4;
+/// The workers run on other machines.
+pub const REMOTE: u32 = 8;
 
 impl MainPage {
     /// Zeroes the page: no iterator uses the arena.

@@ -366,7 +366,11 @@ impl Link {
     fn take_in(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
             _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
-            Kind::Ready => lock(&self.outflow).ready(),
+            Kind::Ready => {
+                lock(&self.outflow).ready();
+                // From now on it takes tasks of a shared queue.
+                self.pump();
+            }
             Kind::Result => self.take_result(head, intake, waits)?,
             Kind::Sample => {
                 let mut body = [0; SAMPLE];

@@ -52,9 +52,9 @@ impl Outflow {
         }
     }
 
-    /// Whether another task of a shared queue may be taken.
+    /// Whether another task of a shared queue may be taken. While the worker starts, others may be idle.
     pub(super) fn has_credit(&self) -> bool {
-        self.under_way() < LINK_CREDIT
+        self.ready && self.under_way() < LINK_CREDIT
     }
 
     /// Tasks that were taken and are not answered.

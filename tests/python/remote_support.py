@@ -66,4 +66,4 @@ class LoopbackContext(RemoteContext):
 
 
 def serve_file(path: Path, call: Call) -> None:
-    remote.serve(path.read_bytes(), call, 60.0)
+    remote.serve(path.read_bytes, call, 60.0)

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
     from rustloader import cli, procfs
+    from rustloader.metrics import verdict
     from rustloader.texts import size
     from rustloader.top import command, model, processes, view
 
@@ -733,6 +734,7 @@ def figures(workers, stuck=()):
         in_order=False,
         persistent=True,
         pinning=True,
+        remote=False,
         epoch_batches=123456,
         counts=Growing(**dict.fromkeys(COUNTS, 10**9), **dict.fromkeys(TIMES, 1.0)),
         workers=[worker(number) for number in range(workers)],
@@ -857,3 +859,23 @@ def test_help_has_examples(capsys):
         cli.main(["top", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "examples:\n  python -m rustloader top\n" in out and "--interval SECONDS" in out
+
+
+def test_an_interval_may_be_longer_than_the_time_that_looks_are_kept(monkeypatch):
+    looks = iter([SimpleNamespace(key=1, figures=SimpleNamespace(now=now)) for now in (100.0, 190.0, 280.0)])
+    monkeypatch.setattr(command, "take", lambda pid: [next(looks)])
+    monkeypatch.setattr(command, "Loader", lambda pid, before, now, earliest: (before, now, earliest))
+    watch = command._Watch(1)
+    for now in (100.0, 190.0, 280.0):
+        monkeypatch.setattr(command.time, "monotonic", lambda now=now: now)
+        watch.look()
+    ((before, now, earliest),) = watch.loaders()
+    assert (before.figures.now, now.figures.now, earliest.figures.now) == (190.0, 280.0, 190.0)
+
+
+def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
+    look = model.Look((1, 2), figures(2), (None,) * 2, (model.NOTHING,) * 2)
+    assert not verdict._is_remote(model.Loader(os.getpid(), None, look).total)
+    look.figures.remote = True
+    found = model.Loader(os.getpid(), None, look).total.scheduling
+    assert found.remote and found.prefetch_factor == 2 and not found.in_order

@@ -142,7 +142,7 @@ def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(be
             other = beside(pretend, listener, proof)
             call = Call("127.0.0.1", listener.getsockname()[1], TOKEN, WORKER, 0)
             with pytest.raises(handshake.HandshakeError, match="does not know the secret"):
-                remote.serve(job, call, SECONDS)
+                remote.serve(lambda: job, call, SECONDS)
             other.exception(SECONDS)  # a reset, if the worker was quicker
     assert not trace.exists()
     # The job would have left its trace.

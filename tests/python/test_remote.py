@@ -8,16 +8,18 @@ import pickle
 import random
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from remote_support import LoopbackContext, serve_file
-from support import open_files
+from support import open_files, run_script
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
@@ -567,7 +569,7 @@ def strange(path, call):
                 pass  # reset
     wrong = dataclasses.replace(call, token=bytes(32))
     with pytest.raises((handshake.HandshakeError, OSError)):
-        remote.serve(path.read_bytes(), wrong, 10.0)
+        remote.serve(path.read_bytes, wrong, 10.0)
     serve_file(path, call)
 
 
@@ -752,3 +754,77 @@ def test_an_error_that_only_tells_why_a_worker_ended_keeps_no_variable_of_its_ca
         assert caller()() is None
     finally:
         gc.enable()
+
+
+def test_cores_of_this_machine_are_none_of_workers_elsewhere(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    with rustloader.installed(worker_affinity=[core]):
+        (found,) = epochs(Noisy(), LoopbackContext(tmp_path), 1)
+    assert len(found) == 15
+
+
+def slow_start_of_worker_0(worker_id):
+    time.sleep(600 * (worker_id == 0))
+
+
+def test_a_worker_that_starts_takes_no_task_of_a_shared_queue(tmp_path):
+    loader = rustloader.DataLoader(
+        Noisy(),
+        batch_size=4,
+        num_workers=2,
+        dispatch="shared_queue",
+        worker_init_fn=slow_start_of_worker_0,
+        multiprocessing_context=LoopbackContext(tmp_path),
+        timeout=60,
+    )
+    found = list(loader)
+    assert len(found) == 15 and {int(number) for batch in found for number in batch["who"][1]} == {1}
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/net/ipv4/ip_nonlocal_bind").read_text() != "0\n", reason="this machine binds to any address"
+)
+def test_an_address_that_others_translate_to_this_machine():
+    with handshake.listen("192.0.2.1") as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_what_the_main_script_defines_travels_back_by_its_name():
+    """cloudpickle has brought it to the worker by value: pickle does not find it there."""
+    script = """
+        import pickle, sys, types
+        from rustloader.workers import by_name, by_value, serialize
+        source = "class Error(Exception): pass\\nclass Outer:\\n    class Inner: pass\\ndef double(x): return 2 * x"
+        by_name.use()
+        here = types.ModuleType("main_script")
+        exec(source, vars(here))
+        values = here.Error(3), here.Outer.Inner(), here.double, here.Outer
+        dumped = [by_value.dumps(values), serialize.dumps_alone(values), serialize.dumps(values)[0]]
+        # What pickle finds or reduces itself is left to it.
+        import copyreg, functools, typing
+        class Meta(type): pass
+        class Registered(metaclass=Meta): pass
+        copyreg.pickle(Meta, lambda cls: (str, ("registered",)))
+        nameless = functools.cmp_to_key
+        found = type(None), type(...), typing.Optional[int], Registered, nameless
+        print(pickle.loads(by_value.dumps(found)) == (*found[:3], "registered", nameless))
+        def outer():
+            def local(): pass
+            return local
+        try:
+            by_value.dumps(outer())
+        except Exception as error:
+            print(type(error).__name__)
+        # The main process.
+        sys.modules["main_script"] = here
+        for each in dumped:
+            error, inner, double, outer = pickle.loads(each)
+            same = type(error) is here.Error, type(inner) is here.Outer.Inner, outer is here.Outer
+            print(all(same), error.args, double(4))
+        # With the module, by the usual way.
+        print(b"by_name" in by_value.dumps(values), b"by_name" in dumped[0])
+    """
+    status, out, err = run_script(script)
+    assert status == 0, err
+    failure = "AttributeError" if sys.version_info < (3, 14) else "PicklingError"
+    assert out.splitlines() == ["True", failure, *["True (3,) 8"] * 3, "False True"]

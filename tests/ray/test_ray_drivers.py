@@ -62,6 +62,63 @@ def test_no_worker_is_started_again_and_no_cluster_once_ray_was_shut_down(cluste
     assert done.stdout.split() == ["True", "True", "False", "False", "True", "9999"], done.stdout + done.stderr
 
 
+OF_THE_MAIN_SCRIPT = """
+import collections, dataclasses, sys
+import ray, rustloader, rustloader.ray, torch
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+class Corrupt(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Place:
+    number: int
+
+
+class Data(torch.utils.data.IterableDataset):
+    number = 0
+
+    def __iter__(self):
+        while self.number < 4:
+            self.number += 1
+            if self.number == 3:
+                raise Corrupt(3)
+            yield Pair(torch.zeros(2), self.number)
+
+    def state_dict(self):
+        return {"place": Place(self.number)}
+
+    def load_state_dict(self, state):
+        self.number = state["place"].number
+
+
+ray.init(sys.argv[1], log_to_driver=False)
+context = rustloader.ray.RayContext()
+loader = rustloader.StatefulDataLoader(Data(), batch_size=None, num_workers=1, multiprocessing_context=context)
+iterator = iter(loader)
+print(type(next(iterator)) is Pair, next(iterator).y)
+try:
+    next(iterator)
+except Corrupt:
+    print("raised")
+state = loader.state_dict()
+found = state["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"] or {}
+found |= state["_snapshot"]["_worker_snapshots"]["worker_0"]["fetcher_state"] or {}
+print("Place" in str(found))
+"""
+
+
+def test_classes_of_the_main_script_come_back_as_its_own(cluster, tmp_path):
+    (tmp_path / "train.py").write_text(OF_THE_MAIN_SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    command = [sys.executable, str(tmp_path / "train.py"), cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.stdout.split() == ["True", "2", "raised", "True"], done.stdout + done.stderr
+
+
 def train(*arguments, **variables):
     """The lines that the example prints."""
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS} | variables

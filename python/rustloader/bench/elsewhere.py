@@ -22,6 +22,8 @@ from rustloader.texts import count_of, duration, size
 RAY = "ray"
 # Seconds for which the link is measured, and bytes of a send and of a receive.
 _LINK_SECONDS, _PIECE = 1.0, 1 << 20
+# Seconds without a byte after which the measurement is given up.
+_LINK_SILENCE = 10.0
 
 
 def check_ray() -> None:
@@ -119,9 +121,15 @@ def _link(ray: Any, node: str) -> float:
                 ray.get(sent)  # it raises why nothing came
         connection, _ = listener.accept()
     with connection:
+        connection.settimeout(_LINK_SILENCE)
         total, buffer, begin = 0, bytearray(_PIECE), time.monotonic()
-        while count := connection.recv_into(buffer):
-            total += count
+        try:
+            while count := connection.recv_into(buffer):
+                total += count
+        except TimeoutError:
+            raise Unusable(
+                f"--ray: node {node} sent nothing for {_LINK_SILENCE:g} s while the link was measured"
+            ) from None
         return total / (time.monotonic() - begin)
 
 

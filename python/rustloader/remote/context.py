@@ -75,7 +75,7 @@ class RemoteContext(BaseContext, abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> str:
-        """The address at which workers reach this process. Nothing listens on another one."""
+        """The address at which workers reach this process. If this machine has it, nothing listens on another one."""
 
     @abc.abstractmethod
     def dumps(self, value: Any) -> bytes:
@@ -87,7 +87,7 @@ class RemoteContext(BaseContext, abc.ABC):
 
     @abc.abstractmethod
     def launch(self, blob: Any, call: Call) -> Started:
-        """Starts a process somewhere that calls ``rustloader.workers.remote.serve(bytes, call)``."""
+        """Starts a process somewhere that calls ``rustloader.workers.remote.serve``."""
 
 
 def is_remote(context: Any) -> bool:

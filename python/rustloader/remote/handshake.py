@@ -15,6 +15,7 @@ engine.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import platform
@@ -43,8 +44,9 @@ _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Bytes of a job, which may have the state of a dataset.
 _ANSWER_MAX = 1 << 30
-# Seconds that a connection may take to prove itself: a stranger does not hold the start up for longer.
-_HELLO_SECONDS = 5.0
+# Seconds that a connection may take to prove itself. An overloaded machine may need many, and a few silent strangers
+# hold nothing up.
+_HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
@@ -79,9 +81,15 @@ def skew(theirs: dict[str, Any]) -> str | None:
 
 
 def listen(address: str) -> socket.socket:
-    """A server at a free port of an IPv4 or IPv6 address."""
+    """A server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT, or in a
+    container), the server listens on all interfaces."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family)
+    try:
+        return socket.create_server((address, 0), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", 0), family=family)
 
 
 def _left(deadline: float) -> float:

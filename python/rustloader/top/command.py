@@ -117,7 +117,9 @@ class _Watch:
         """Takes a sample. Raises ``NothingToSee`` if the process has ended."""
         self._looks.append({it.key: it for it in take(self.pid)})
         now = time.monotonic()
-        self._looks = [look for look in self._looks if _age(look, now) <= _WINDOW][-1000:] or [{}]
+        # The last two in any case: an interval may be longer than the window.
+        young = [look for look in self._looks[:-2] if _age(look, now) <= _WINDOW]
+        self._looks = (young + self._looks[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
         """The loaders of the last sample, the oldest first."""

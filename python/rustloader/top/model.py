@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from rustloader.cores import usable_cores
 from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
 from rustloader.metrics.figures import Stats, counted, worker_stats
 from rustloader.metrics.memory import own
-from rustloader.metrics.parts import ArenaStats, PinningStats, WorkerStats
+from rustloader.metrics.parts import ArenaStats, PinningStats, SchedulingStats, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.top import processes
 from rustloader.top.processes import Seen
@@ -247,7 +247,8 @@ class Loader:
             "batches_per_second_since_start": self.total.batches / self.age_seconds,
             "epoch_batches": figures.epoch_batches,
             "workers": [worker.as_dict() for worker in self.workers],
-            "stats": self.total.as_dict(),
+            # The settings of a loader are known to its own process alone.
+            "stats": replace(self.total, scheduling=None).as_dict(),
             "verdict": asdict(verdict) | {"seconds": seconds},
         }
 
@@ -264,7 +265,14 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
+        scheduling=_elsewhere(figures) if figures.remote else None,
     )
+
+
+def _elsewhere(figures: Observed) -> SchedulingStats:
+    """What a verdict on workers of other machines needs. The rest is unknown, and no advice goes by it."""
+    prefetch_factor, in_order = figures.prefetch_factor, figures.in_order
+    return SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
 
 
 def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:

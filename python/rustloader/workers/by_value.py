@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rustloader._core import is_plain_leaf
+from rustloader.workers import by_name
 
 # The first protocol that has bytearrays, which tensors are made of without a copy.
 _PROTOCOL = 5
@@ -19,7 +20,7 @@ def dumps(value: Any) -> bytes:
     """Pickles a value for ``pickle.loads``. Reducers that torch registers for multiprocessing have no effect."""
     # Frames of 64 KiB, joined once. A buffer that grows takes four times as long for 10 MB.
     frames: list[Any] = []
-    pickler = pickle.Pickler(SimpleNamespace(write=frames.append), protocol=_PROTOCOL)
+    pickler = by_name.pickler(SimpleNamespace(write=frames.append), protocol=_PROTOCOL)
     pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}
     pickler.dump(value)
     return b"".join(frames)

@@ -21,7 +21,7 @@ from rustloader.cleanup import quietly
 from rustloader.config import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
-from rustloader.workers import main
+from rustloader.workers import by_name, main
 from rustloader.workers.bootstrap import Job
 
 # The fields of a job that are pickled together with the dataset, because they may share objects with it.
@@ -116,6 +116,8 @@ class _Starting:
         self.worker_id, self.token = worker_id, handshake.new_token()
         self.listener = handshake.listen(address)
         self.connection: socket.socket | None = None
+        # Whether the worker has connected.
+        self.is_proved = False
         # Connections that have to prove themselves, and their threads.
         self.pending: dict[socket.socket, threading.Thread] = {}
         self.pid = 0
@@ -144,6 +146,7 @@ class _Starting:
         try:
             found = handshake.is_expected(connection, self.token, self.worker_id, deadline)
             if found is not None:
+                self.is_proved = True
                 handshake.send_answer(connection, True, job, deadline)
                 handshake.receive_answer(connection, deadline)
         except Exception as error:
@@ -258,18 +261,19 @@ def _check(waiting: list[_Starting], deadline: float) -> None:
         if reason is not None:
             raise StartError(_refusal(it, reason))
         if late:
-            reason = (
-                f"it has not connected within the limit of its start; {it.started.waits_for()}. A slow start needs a "
-                "larger RUSTLOADER_REMOTE_START_SECONDS"
-            )
+            if it.is_proved:
+                reason = "it has connected, and has not read the dataset within the limit of its start"
+            else:
+                reason = f"it has not connected within the limit of its start; {it.started.waits_for()}"
+            reason += ". A slow start needs a larger RUSTLOADER_REMOTE_START_SECONDS"
             raise RuntimeError(_refusal(it, reason))
 
 
-def serve(blob: bytes, call: Call, seconds: float) -> None:
+def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
     """Runs a worker in this process, until the main process ends it or is gone.
 
     Args:
-        blob: What ``Blob`` has pickled.
+        read: Returns what ``Blob`` has pickled. Nothing keeps it: it may be as large as the dataset.
         call: How to connect.
         seconds: Seconds that the handshake may take.
     """
@@ -280,7 +284,7 @@ def serve(blob: bytes, call: Call, seconds: float) -> None:
         framed = handshake.receive_answer(connection, deadline)
         try:
             job: Job = pickle.loads(framed[_SIZES.size :])
-            dataset, shared = pickle.loads(blob)
+            dataset, shared = pickle.loads(read())
         except Exception:
             text = f"it cannot read the dataset or its functions:\n{traceback.format_exc()}"
             handshake.send_answer(connection, False, text.encode(), deadline)
@@ -290,6 +294,8 @@ def serve(blob: bytes, call: Call, seconds: float) -> None:
         connection.settimeout(None)
         stack.pop_all()
     ring_slots, region_len = _SIZES.unpack_from(framed)
+    del framed
+    by_name.use()
     port = Port.remote(connection.detach(), ring_slots, region_len, pickle.loads)
     try:
         main.serve(port, dataset, job, call.worker_id)

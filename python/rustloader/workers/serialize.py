@@ -25,6 +25,7 @@ from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 from rustloader.sharing.pickling import reduce_array as reduce_shared_array
+from rustloader.workers import by_name
 
 # The first protocol with out-of-band buffers.
 _PROTOCOL = 5
@@ -255,7 +256,7 @@ def _table(reducers: _Reducers) -> _Reducers:
 
 def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=_PROTOCOL, buffer_callback=callback)
+    pickler = by_name.pickler(out, protocol=_PROTOCOL, buffer_callback=callback)
     pickler.dispatch_table = table
     pickler.dump(value)
     return out.getvalue()
