@@ -149,7 +149,7 @@ stress-gpu: build ## Delay streams and drop batches on a CUDA device, for 10 min
 SANITIZER ?= compute-sanitizer
 sanitize-gpu: build ## Run an epoch with small batches under compute-sanitizer, on a CUDA device
 	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
-	cd tests/python && $(SANITIZER) --target-processes application-only --error-exitcode 1 $(abspath $(BIN))/python -m faults.device_stress --small --epochs 1 $(ARGS)
+	cd tests/python && $(SANITIZER) --target-processes application-only --report-api-errors no --error-exitcode 1 $(abspath $(BIN))/python -m faults.device_stress --small --epochs 1 $(ARGS)
 
 lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check

@@ -33,7 +33,10 @@ from rows import ROWS, Row, Samples
 
 import rustloader
 
-WITHOUT_TENSORS = {"images_numpy", "ready_numpy", "texts"}
+# default_collate makes tensors of images_numpy.
+WITHOUT_TENSORS = {"fresh_numpy", "ready_numpy", "texts"}
+OF_STARTS = {"epoch_start", "start_spawn", "start_forkserver"}
+WITH_TENSORS = [row for row in ROWS if row.name not in WITHOUT_TENSORS | OF_STARTS]
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
@@ -149,7 +152,7 @@ def measure(row: Row, options: argparse.Namespace, device: Device) -> None:
 
 
 def main() -> int:
-    rows = [row for row in ROWS if row.name not in WITHOUT_TENSORS]
+    rows = WITH_TENSORS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", metavar="NAME,...", default=",".join(row.name for row in rows))
     parser.add_argument("--rounds", type=int, default=3, help="rounds a row (default: %(default)s)")

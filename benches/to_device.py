@@ -28,13 +28,11 @@ import torch
 import torch.utils.data
 from card import Device, Kernel, memcpy_rate, to_device_rate
 from epochs import Failure
-from gpu import WITHOUT_TENSORS, tensors
-from rows import ROWS, Row, Samples
+from gpu import WITH_TENSORS, tensors
+from rows import Row, Samples
 
 import rustloader
 
-OF_STARTS = {"epoch_start", "start_spawn", "start_forkserver"}
-WITH_TENSORS = [row for row in ROWS if row.name not in WITHOUT_TENSORS | OF_STARTS]
 DEFAULT = ("images_u8", "images_f32", "images_f32_256", "ready_tensor", "tokens")
 
 

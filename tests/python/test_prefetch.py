@@ -187,7 +187,11 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
     stream.wait_event.assert_called_once_with(event)
     assert streams.current() is module.current_stream.return_value
     module.current_stream.assert_called_with(torch.device("cuda", 1))
-    assert streams.using(stream) is module.stream.return_value
+    module.device, module.stream = mock.MagicMock(), mock.MagicMock()
+    with streams.using(stream):
+        module.device.return_value.__enter__.assert_called_once_with()
+        module.stream.return_value.__enter__.assert_called_once_with()
+    module.device.assert_called_once_with(torch.device("cuda", 1))
     streams.restore(("of the device", "of the thread"))
     # The last one's device is the thread's current one.
     assert module.set_stream.mock_calls == [mock.call("of the device"), mock.call("of the thread")]

@@ -1,5 +1,6 @@
 """`prefetch_to_device` on a device that fails, and closed or interrupted at bad moments (`standin.py`)."""
 
+import collections.abc
 import contextlib
 import gc
 import sys
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader.prefetch.lane import Lane
-    from rustloader.prefetch.streams import NoStreams
+    from rustloader.prefetch.streams import NoStreams, streams_of
 
 
 @pytest.fixture(autouse=True)
@@ -324,3 +325,118 @@ def test_a_forked_child_frees_nothing_of_the_device():
         assert device.live == 0
     """)
     assert (status, err) == (0, ""), err
+
+
+class InPlace:
+    """Moves its parts one after the other, and keeps what it has moved, as PyG's Data does."""
+
+    def __init__(self, number, device):
+        self.parts, self.device = [torch.full((4,), number), torch.full((4,), number)], device
+        self.fails = number == 2
+
+    def to(self, device, non_blocking=False):
+        for place, part in enumerate(self.parts):
+            if part.device.type == "cpu" and not hasattr(part, "moved"):
+                self.parts[place] = self.device.copy(part)
+                self.parts[place].moved = True
+            if self.fails:
+                self.fails = False
+                raise KeyboardInterrupt
+        return self
+
+
+def test_what_an_interrupted_object_has_moved_is_watched(device):
+    batches = prefetch([InPlace(number, device) for number in range(12)], depth=1)
+    iterator, seen = iter(batches), 0
+    while True:
+        try:
+            batch = next(iterator, None)
+        except KeyboardInterrupt:
+            continue
+        if batch is None:
+            break
+        for part in batch.parts:
+            device.read(part, lambda values, number=seen: None)
+        seen += 1
+        del batch, part
+    device.run_all()
+    assert seen == 12 and not device.faults
+
+
+class Anew(collections.abc.Mapping):
+    """Makes its items at each access."""
+
+    def __getitem__(self, key):
+        return torch.full((4,), 7)
+
+    def __iter__(self):
+        return iter("ab")
+
+    def __len__(self):
+        return 2
+
+
+def test_items_that_a_container_makes_anew_live_until_they_are_copied(device):
+    batch = next(iter(prefetch([Anew()])))
+    gc.collect()
+    device.run_all()
+    assert set(batch) == {"a", "b"} and not device.faults
+
+
+def test_loops_on_the_cpu_do_not_wait_for_one_another():
+    asked, go = threading.Event(), threading.Event()
+
+    def slow():
+        asked.set()
+        assert go.wait(60)
+        yield 1
+
+    class Source:
+        def __init__(self):
+            self.loops = [slow(), iter([2])]
+
+        def __iter__(self):
+            return self.loops.pop(0)
+
+    batches, found = prefetch(Source(), device="cpu"), []
+    first = iter(batches)
+    thread = threading.Thread(target=lambda: found.append(next(first)))
+    thread.start()
+    assert asked.wait(60)
+    assert next(iter(batches)) == 2
+    go.set()
+    thread.join()
+    assert found == [1]
+
+
+def test_on_the_cpu_a_forked_child_goes_on_although_a_thread_was_in_next():
+    status, out, err = run_script("""
+        import threading
+        import rustloader
+        asked, go = threading.Event(), threading.Event()
+        class Source:
+            number = 0
+            def __iter__(self):
+                return self
+            def __next__(self):
+                self.number += 1
+                if self.number == 1:
+                    asked.set()
+                    go.wait()
+                return self.number
+        iterator = iter(rustloader.prefetch_to_device(Source(), "cpu"))
+        threading.Thread(target=lambda: next(iterator), daemon=True).start()
+        asked.wait()
+        pid = os.fork()
+        if pid == 0:
+            print(next(iterator), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        go.set()
+    """)
+    assert (status, out) == (0, "2\n"), err
+
+
+def test_apples_device_has_no_streams_of_its_own():
+    """torch.mps has the names, and takes other arguments."""
+    assert type(streams_of("mps")) is NoStreams

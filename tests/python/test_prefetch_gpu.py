@@ -22,8 +22,9 @@ SHAPE = (3, 64, 64)
 @pytest.fixture(scope="module", autouse=True)
 def cuda():
     """CUDA's threads and descriptors come with its first use, and stay."""
-    torch.empty(1, pin_memory=True).to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
+    for index in range(torch.cuda.device_count()):
+        torch.empty(1, pin_memory=True).to(f"cuda:{index}", non_blocking=True)
+        torch.cuda.synchronize(index)
 
 
 def loader_of(count, cls=DataLoader, **kw):

@@ -161,6 +161,9 @@ class Lane:
             self._sources.append(_Source(None, (host, move.read)))
             # What a signal handler raises may have come between the change of the stream and the body of `with`.
             streams.restore(place)
+            # An object that changes itself keeps what it has moved, and the next call finds it on the device.
+            current = streams.current()
+            self._lent += [_Loan(address, alias, self.delivered, current) for address, alias in move.made.items()]
             raise
 
     def lend(self, copied: Copied) -> None:
@@ -332,9 +335,16 @@ class Lane:
 
 
 class HostLane(Lane):
-    """The lane of the CPU: it hands on each batch as it is when the program asks for it."""
+    """The lane of one loop on the CPU: it hands on each batch as it is when the program asks for it."""
 
     is_forked = False
+
+    @property
+    def is_usable(self) -> bool:
+        if os.getpid() != self._pid:
+            # A forked child: the thread that has the lock, or is in a call, may not be there.
+            self.lock, self.is_busy, self._pid = threading.RLock(), False, os.getpid()
+        return super().is_usable
 
     def __init__(self) -> None:
         super().__init__(NoStreams(torch.device("cpu")), 0)

@@ -110,7 +110,9 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[Any]:
         position = Position()
         tell = functools.partial(_tell_once, self._lane.transfers)
-        iterator = DeviceIterator(self.loader, self._lane, position, tell)
+        # Loops on the CPU have nothing in common, and need not wait for one another.
+        lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
+        iterator = DeviceIterator(self.loader, lane, position, tell)
         self._iterators.add(iterator)
         self._position = position
         return iterator

@@ -27,7 +27,7 @@ class Move:
 
     Attributes:
         made: The memory on the device that was made: an alias of a tensor by the address of its storage.
-        read: The tensors of the host that other objects have copied themselves. The device may still read them.
+        read: The tensors of the host that were copied. The device may still read them.
         nbytes: Bytes of ``made``.
         unpinned: The types of what lies in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
     """
@@ -71,22 +71,32 @@ class Move:
         return found[1]
 
     def _copied(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.layout is torch.strided:
-            moved, made, read = self._streams.copy(value), [], [value]
-            if moved is not value:
-                made.append(moved)
-        else:
-            moved, made, read = self._streams.traced(lambda: _to(value, self._streams))
-            self.read += read
+        made: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+        try:
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                # Some containers make their items anew, and do not keep them.
+                read.append(value)
+                moved = self._streams.copy(value)
+                if moved is not value:
+                    made.append(moved)
+            else:
+                moved = self._streams.traced(lambda: _to(value, self._streams), made, read)
+        finally:
+            # Also of a call that fails: some objects change themselves, and keep what they have moved.
+            self._note(made, read)
         if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
+        # Some types change themselves and return nothing.
+        return value if moved is None else moved
+
+    def _note(self, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+        self.read += read
         for part in itertools.chain.from_iterable(map(parts, made)):
             storage = part.untyped_storage()
             if storage._cdata not in self.made:
                 self.made[storage._cdata] = part.detach()
                 self.nbytes += storage.nbytes()
-        # Some types change themselves and return nothing.
-        return value if moved is None else moved
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
         # Some make their items anew at each access.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,8 +35,10 @@ class Streams:
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Makes a stream the calling thread's for the body of a ``with`` statement."""
-        context: contextlib.AbstractContextManager[object] = self._module.stream(stream)
-        return context
+        guard = getattr(self._module, "device", None)
+        # A backend's module may have imported torch's class, which is no guard.
+        device = contextlib.nullcontext() if guard in (None, torch.device) else guard(self.device)
+        return _within(device, self._module.stream(stream))
 
     def place(self) -> Any:
         """The calling thread's streams, of this device and of its current one, for `restore`."""
@@ -84,11 +86,11 @@ class Streams:
         """A copy on the device, queued in the calling thread's stream; the tensor itself if it is there."""
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
-    def traced(self, call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
-        """What a call returns, the tensors on the device that it made, and the tensors of the host that it read."""
-        with _Trace(self.device) as trace:
-            made = call()
-        return made, trace.made, trace.read
+    def traced(self, call: Callable[[], Any], made: list[torch.Tensor], read: list[torch.Tensor]) -> Any:
+        """What a call returns. Adds the tensors on the device that it made, and those of the host that it read, also if
+        it fails."""
+        with _Trace(self.device, made, read):
+            return call()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.is_pinned()
@@ -142,17 +144,23 @@ class NoStreams(Streams):
 class _Trace(TorchDispatchMode):
     """Notes what torch's operators read on the host and make on a device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device = device
-        self.made: list[torch.Tensor] = []
-        self.read: list[torch.Tensor] = []
+        self._device, self._made, self._read = device, made, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
-        self.made += [it for it in tree_leaves(made) if _is_on(it, self._device.type)]
+        self._read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
+        self._made += [it for it in tree_leaves(made) if _is_on(it, self._device.type)]
         return made
+
+
+@contextlib.contextmanager
+def _within(device: Any, stream: Any) -> Iterator[None]:
+    """Enters the device before its stream: leaving a stream of another device makes torch set the thread's previous
+    stream, which creates a context on the current device."""
+    with device, stream:
+        yield
 
 
 def _is_on(value: object, kind: str) -> bool:
@@ -202,5 +210,7 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
     if index is None:
         current = getattr(module, "current_device", None)
         device = torch.device(device.type, 0 if current is None else current())
-    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "set_stream", "stream"))
+    names = ("Stream", "Event", "current_stream", "set_stream", "stream")
+    # torch.mps has these names and takes other arguments.
+    has_streams = device.type != "mps" and all(hasattr(module, name) for name in names)
     return Streams(device) if has_streams else NoStreams(device)
