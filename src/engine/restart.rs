@@ -27,6 +27,11 @@ pub(super) struct Remains {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// Whether workers that die may be replaced.
+    pub fn restarts(&self) -> bool {
+        self.restarts
+    }
+
     /// Reports a worker's death to the scheduler.
     pub(super) fn died(&mut self, worker: u32) -> Result<()> {
         let mut held = Vec::new();

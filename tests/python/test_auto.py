@@ -625,3 +625,19 @@ def test_a_measurement_has_one_number(decisions):
     assert [workers_of(iter(loader)) for _ in range(2)] == [2, 2] and decisions.seen == []
     arguments.fix(loader)
     assert vars(loader).keys() == vars(TorchDataLoader(Numbers(N))).keys()
+
+
+def test_the_number_of_a_state_is_not_cut_to_the_entries_of_worker_affinity(decisions):
+    core = min(os.sched_getaffinity(0))
+    loader = StatefulDataLoader(Stream(N), 2, num_workers=4)
+    iterator = iter(loader)
+    before = [next(iterator).tolist() for _ in range(5)]
+    state = loader.state_dict()
+
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto", worker_affinity=[core] * 2)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="2 of 4 workers"):
+        list(loader)
+    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto", worker_affinity=[core] * 4)
+    loader.load_state_dict(state)
+    assert flat(before + values(loader)) == list(range(N))

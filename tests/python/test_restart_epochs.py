@@ -16,7 +16,8 @@ from restart_support import (
     kill,
     loader_of,
 )
-from support import TORCH_MODE, same, state_of, wait_until, worker_pids
+from sample_data import as_list
+from support import TORCH_MODE, DataLoader, same, state_of, wait_until, worker_pids
 
 if not TORCH_MODE:
     import rustloader
@@ -221,3 +222,33 @@ def test_deaths_while_iter_runs(tmp_path):
     found += [list(loader), list(loader)]
     assert found == epochs(loader_of(MortalStream([6, 6]), persistent_workers=True), 3)
     assert loader.dataset.deaths.count() == 2
+
+
+class Reusing:
+    """A sampler of batches that uses its list again for each."""
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        batch = []
+        for index in range(40):
+            batch.append(index)
+            if len(batch) == 4:
+                yield batch
+                batch.clear()
+
+
+@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
+def test_a_sampler_may_use_its_list_again(dispatch, tmp_path):
+    loader = DataLoader(
+        Mortal(40, Deaths(tmp_path, {9: 1})),
+        batch_sampler=Reusing(),
+        collate_fn=as_list,
+        num_workers=1,
+        prefetch_factor=4,
+        max_restarts=1,
+        dispatch=dispatch,
+    )
+    assert [sample[0] for batch in loader for sample in batch] == list(range(40))
+    assert len(os.listdir(tmp_path)) == 1

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import itertools
 import logging
 import pickle
@@ -653,3 +654,34 @@ def test_seeds_fit_into_tensors():
     seeds = torch.cat(list(DataLoader(Seeds(300), batch_size=10, num_workers=1, seed_by="sample")))
     assert seeds.dtype == torch.int64 and len(set(seeds.tolist())) == 300 and seeds.min() >= 0
     assert seeds.max() > 2**62
+
+
+def test_an_epoch_whose_worker_init_fn_fails_gives_its_number_to_the_next(tmp_path):
+    """A loader that resumes has the error in `iter`."""
+
+    def init(worker_id):
+        with contextlib.suppress(FileNotFoundError):
+            (tmp_path / "fail").unlink()
+            raise OSError("once")
+
+    def loader():
+        torch.manual_seed(BASE)
+        return make(1, "sample", cls=rustloader.StatefulDataLoader, worker_init_fn=init)
+
+    expected = epochs(loader(), 1)
+    (tmp_path / "fail").touch()
+    failing = loader()
+    with pytest.raises(OSError, match="once"):
+        iter(failing)
+    torch.manual_seed(BASE)
+    assert epochs(failing, 1) == expected
+    assert failing.state_dict()["_rustloader"]["seeds"]["epoch"] == 0
+
+
+def test_the_state_of_a_copy_has_the_epochs_of_its_loader():
+    loader = make(1, "sample", cls=rustloader.StatefulDataLoader)
+    epochs(loader, 3)
+    copied = copy.copy(loader)
+    other = make(1, "sample", base=BASE + 1, cls=rustloader.StatefulDataLoader)
+    other.load_state_dict(copied.state_dict())
+    assert epochs(other, 1) == epochs(copied, 1)

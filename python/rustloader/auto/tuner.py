@@ -19,6 +19,7 @@ from rustloader.metrics import ledger
 from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.ledger import Ledger
 from rustloader.metrics.memory import Allowance, own
+from rustloader.remote.context import is_remote
 from rustloader.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
@@ -45,18 +46,21 @@ class Tuner:
         self._history = History()
         # The epoch that runs, or has ended.
         self._watch: _Watch | None = None
+        # Whether the next epoch has its number from `pin`.
+        self._is_pinned = False
         self._memory: Limit | None = None
         self._allowance = Allowance()
 
     def pin(self, count: int) -> None:
         """Sets the number of workers of the next epoch."""
-        self.count = count
-        # Without figures it stays.
-        self._watch = None
+        self.count, self._is_pinned = count, True
 
     def reconsider(self, loader: Any) -> None:
         """Decides how many workers the epoch that begins has, and logs a change."""
         watch, self._watch = self._watch, None
+        is_pinned, self._is_pinned = self._is_pinned, False
+        if is_pinned:
+            return
         limits = _limits_of_affinity(loader)
         self.count = min([self.count, *(int(limit.most) for limit in limits)])
         if watch is None:
@@ -170,7 +174,7 @@ def _seeded_by_worker(loader: Any) -> bool:
 
 def _limits_of_affinity(loader: Any) -> list[Limit]:
     cores = options.of_loader(loader, "worker_affinity") or options.current().get("worker_affinity")
-    if cores is None or isinstance(cores, str):
+    if cores is None or isinstance(cores, str) or is_remote(loader.multiprocessing_context):
         return []
     return [Limit(len(cores), f"worker_affinity has {count_of(len(cores), 'entry')}")]
 

@@ -151,7 +151,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         self._workers = []
         self._own(core)
         auto = None if self._tuner is None else self._tuner.count
-        ledger.of(self).serve(settings.scheduling(loader, auto))
+        ledger.of(self).serve(settings.scheduling(loader, self, auto))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         seeding = self._first_seeding(loader)
@@ -252,9 +252,11 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
-            cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
-            if cores is not None:
-                self._cores = cores
+            # Workers elsewhere have other cores.
+            if not is_remote(self._context):
+                cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
+                if cores is not None:
+                    self._cores = cores
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             if not is_remote(self._context):
                 ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
@@ -299,7 +301,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if self._passthrough:
             super()._reset(loader, first_iter)
             return
-        core = self._engine()
+        core, is_first = self._engine(), first_iter
         if not first_iter:
             self._retune(loader)
         _Streams._reset(self, loader, first_iter)
@@ -329,6 +331,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         code, value = answer
         if code != END:
             self._died_or_late(code, value)
+        self._epoch_begun(is_first)
         if self._seeding is not None:
             fetching.note_begun(loader, self._seeding)
         if self._failures is not None:
@@ -336,6 +339,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         self._workers_status = [True] * self._num_workers
         if self._tuner is not None:
             self._tuner.watch(self)
+
+    def _epoch_begun(self, is_first: bool) -> None:
+        """Called when the engine has begun an epoch, which counts unless this raises."""
 
     def _retune(self, loader: Any) -> None:
         """Takes the number of workers that a persistent loader with num_workers="auto" is to have. If it has changed,
@@ -506,12 +512,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         group = self._group
         if group is None or self._shutdown or not group.engine.is_ours or exiting():
             return
-        self._before_end()
-        self._note_memory()
-        self._shutdown = True
-        self._workers_status = [False] * self._num_workers
-        ledger.end_workers(self)
-        group.end(_utils.MP_STATUS_CHECK_INTERVAL)
+        try:
+            self._before_end()
+            self._note_memory()
+        finally:
+            self._shutdown = True
+            self._workers_status = [False] * self._num_workers
+            ledger.end_workers(self)
+            group.end(_utils.MP_STATUS_CHECK_INTERVAL)
 
     def _before_end(self) -> None:
         """Called before the workers are told to leave."""

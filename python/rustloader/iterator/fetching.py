@@ -84,6 +84,12 @@ def set_next(loader: Any, base_seed: int, epoch: int) -> None:
     object.__setattr__(settings.original(loader), _EPOCHS, (base_seed, epoch))
 
 
+def next_seeds(loader: Any) -> dict[str, int] | None:
+    """The seeds of the epoch that a loader begins next, for a state; None before its first epoch with ``seed_by``."""
+    found = vars(settings.original(loader)).get(_EPOCHS)
+    return None if found is None else {"base_seed": found[0], "epoch": found[1]}
+
+
 def forget_epochs(loader: Any) -> None:
     """Makes the next epoch of a loader its first one: it takes a new base seed."""
     vars(settings.original(loader)).pop(_EPOCHS, None)

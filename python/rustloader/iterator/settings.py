@@ -48,13 +48,14 @@ class EngineSettings:
         )
 
 
-def scheduling(loader: Any, auto_workers: int | None = None) -> SchedulingStats:
-    """The settings that statistics show, of a loader as ``applied`` returns it."""
+def scheduling(loader: Any, iterator: Any, auto_workers: int | None = None) -> SchedulingStats:
+    """The settings that statistics show, of a loader as ``applied`` returns it, and of its iterator. What torch's
+    constructor has read of the loader may be a property of the program, and comes from the iterator."""
     map_style = loader._dataset_kind == _DatasetKind.Map
-    sampler = loader._index_sampler
+    sampler = iterator._index_sampler
     batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
     return SchedulingStats(
-        prefetch_factor=loader.prefetch_factor,
+        prefetch_factor=int(loader.prefetch_factor),
         in_order=bool(loader.in_order),
         # An iterable dataset keeps round robin, and one thread.
         dispatch=options.in_force(loader, "dispatch") if map_style else "round_robin",
@@ -63,7 +64,7 @@ def scheduling(loader: Any, auto_workers: int | None = None) -> SchedulingStats:
         map_style=map_style,
         batch_size=batch_size if isinstance(batch_size, int) else None,
         # Of the class: an attribute of the dataset itself may be code of the program.
-        per_sample=map_style and loader._auto_collation and not hasattr(type(loader.dataset), "__getitems__"),
+        per_sample=map_style and bool(iterator._auto_collation) and not hasattr(type(loader.dataset), "__getitems__"),
         auto_workers=auto_workers,
         remote=is_remote(loader.multiprocessing_context),
     )

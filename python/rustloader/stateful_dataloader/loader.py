@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from rustloader import options
 from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
-from rustloader.iterator import fetching
+from rustloader.iterator import fetching, settings
 from rustloader.stateful_dataloader import sampling, state
 from rustloader.stateful_dataloader.draws import KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
-from rustloader.stateful_dataloader.set_epoch import recorder_of
+from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.torch_side import in_torch
@@ -116,6 +117,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
             super().__init__(*args, **kwargs)
             self.snapshot_every_n_steps = every
             self.forward_set_epoch = forward_set_epoch
+            # The dataset's class notes calls from now on.
+            self._recorder()
 
     def state_dict(self, back: int = 0) -> dict[str, Any]:
         """Returns what ``next`` has delivered so far, for ``load_state_dict`` of a loader over the same dataset.
@@ -237,10 +240,22 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = state.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        told = recorder_of(self.dataset) if self.forward_set_epoch and self.persistent_workers else None
+        told = self._recorder()
         if not arguments.is_own(self):
             in_torch(self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, told)
+
+    def _recorder(self) -> EpochRecorder | None:
+        """A recorder of the epochs that the program tells its dataset, if workers have to be told: those that stay for
+        later epochs, and those that are started again."""
+        seen = settings.applied(self)
+        if not self.forward_set_epoch or not (seen.persistent_workers or options.in_force(seen, "max_restarts")):
+            return None
+        return recorder_of(self.dataset)
+
+    def _keeps_workers(self) -> bool:
+        """Whether the workers of an epoch stay for the next one."""
+        return self.num_workers > 0 and bool(settings.applied(self).persistent_workers)
 
     def _begin(self, plan: Plan) -> None:
         last = self._iterator
@@ -272,7 +287,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if of_torch.was_seeded():
             draws.pop("sampler", None)
         base_seed = draws.get("base_seed")
-        if base_seed is None and ("base_seed" in draws or (self.persistent_workers and self.num_workers > 0)):
+        if base_seed is None and ("base_seed" in draws or self._keeps_workers()):
             # Persistent workers keep theirs.
             base_seed = plan.base_seed
         begun = Plan(
@@ -288,7 +303,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         elif self.num_workers == 0:
             # Without a draw: the state of the dataset may be that of a generator.
             self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
-        elif self.persistent_workers:
+        elif self._keeps_workers():
             self._begin(plan)
             self._iterator.plan(begun)
             self._iterator._reset(self)
@@ -314,8 +329,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     def _draws_of_next(self) -> dict[str, Any]:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
         if self._draws is None or self._draws.was_seeded_since():
-            keeps_workers = self.persistent_workers and self.num_workers > 0
-            self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not keeps_workers)
+            self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
         return copy.deepcopy(self._draws.draws)
 
     def _state_before_iter(self) -> dict[str, Any]:

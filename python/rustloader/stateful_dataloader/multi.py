@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader._core import BACK_BATCHES, Death
+from rustloader._core import BACK_BATCHES, TIMED_OUT, Death
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import fallback, settings
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-from rustloader.stateful_dataloader.positioned import Positioned, ordinals
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots, worker_start
@@ -82,6 +82,12 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             job.starts = self._starts(plan)
         return job
 
+    def _next_job(self, death: Death) -> Job:
+        job = super()._next_job(death)
+        # The program may have told its dataset another epoch since this one began.
+        job.told = None if self._told_epoch is None else self._told_epoch.in_force
+        return job
+
     def _start_after(self, death: Death) -> WorkerStart | None:
         if not self._has_states:
             return super()._start_after(death)
@@ -107,7 +113,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         wanted = [_last_ordinals(plan, worker) for worker in range(self._num_workers)]
         oldest = min((found[0] for found in wanted if found), default=plan.low)
         begun = self._sample_from(plan, iter(self._index_sampler), oldest)
-        again = dict(zip(range(oldest, plan.low), begun.iterator, strict=False))
+        drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
+        again = {ordinal: own_copy(batch) for ordinal, batch in drawn}
         if not begun.is_repeatable:
             self._begun = begun
         return [
@@ -140,11 +147,19 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         if self._passthrough:
             # torch begins with the first batches in between.
             self._num_yielded = plan.yielded
-        elif first_iter and self._worker_init_fn is not None:
+
+    def _epoch_begun(self, is_first: bool) -> None:
+        if is_first and self._worker_init_fn is not None:
             self._raise_failed_start()
-        elif not first_iter and self._has_states:
+        elif not is_first and self._has_states:
             # What persistent workers carry over from the last epoch is in their first snapshots alone.
-            self._engine().wait_started()
+            self._await_started()
+        if self._told_epoch is not None:
+            self._told_epoch.note_begun()
+
+    def _await_started(self) -> None:
+        if self._engine().wait_started(self._timeout) is None:
+            self._died_or_late(TIMED_OUT, None)
 
     def _index_batches(self, torchs: Any) -> Any:
         # From here on states are of the new epoch. No code of the program has run since the counters were reset.
@@ -164,7 +179,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     def _raise_failed_start(self) -> None:
         """Raises an error of worker_init_fn or iter(dataset)."""
         core = self._engine()
-        core.wait_started()
+        self._await_started()
         for worker in range(self._num_workers):
             found = core.snapshot(worker, 0)
             error = pickle.loads(found[2]) if found is not None and found[1] else None
@@ -236,7 +251,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     def _worker_states(self, counts: list[int]) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The newest snapshots that are no younger than the position, and what was delivered after them."""
         if not self._started and self._frozen is None and self._has_begun:
-            self._started = self._engine().wait_started()
+            # The state of a worker that does not start in time is the one that it starts from.
+            self._started = bool(self._engine().wait_started(self._timeout))
         starts = self.origin.workers
         states, records = {}, []
         for worker, answers in enumerate(counts):

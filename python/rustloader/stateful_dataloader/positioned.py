@@ -131,6 +131,11 @@ class Positioned(_BaseDataLoaderIter):
         }
 
 
+def own_copy(batch: Any) -> Any:
+    """An index batch to keep: a sampler may use its list again for the next one."""
+    return [*batch] if type(batch) is list else batch
+
+
 def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
     """The low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the epoch's
     tasks."""

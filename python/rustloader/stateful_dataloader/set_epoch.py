@@ -8,23 +8,35 @@ from typing import Any
 # Attribute of a dataset: number of calls of ``set_epoch``, and the arguments of the last one.
 _TOLD = "_rustloader_told"
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class EpochRecorder:
     """What a program has told a dataset since the workers were last told.
 
     Args:
-        dataset: A dataset whose class notes the calls, see ``recorder_of``.
+        dataset: A dataset whose class notes the calls, see ``recorder_of``. The workers start with it as it is now.
+
+    Attributes:
+        in_force: The arguments of the ``set_epoch`` that the present epoch goes by; None: there was none.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._seen = self._told()[0]
+        self.in_force: _Arguments | None = None
+        self._latest = self._seen = 0
+        self.since_last_epoch()
+        self.note_begun()
 
-    def since_last_epoch(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of the last ``set_epoch`` since the last call; None: there was none."""
-        calls, args, kwargs = self._told()
-        seen, self._seen = self._seen, calls
-        return None if calls == seen else (args, kwargs)
+    def since_last_epoch(self) -> _Arguments | None:
+        """The arguments of the last ``set_epoch`` since the last epoch began; None: there was none."""
+        self._latest, args, kwargs = self._told()
+        self.in_force = (args, kwargs) if self._latest else None
+        return None if self._latest == self._seen else self.in_force
+
+    def note_begun(self) -> None:
+        """Notes that an epoch has begun: all workers have been told."""
+        self._seen = self._latest
 
     def _told(self) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         found: Any = getattr(self._dataset, "__dict__", {}).get(_TOLD)

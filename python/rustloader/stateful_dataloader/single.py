@@ -18,7 +18,7 @@ from rustloader.interrupts import is_interrupt
 from rustloader.iterator import fetching, settings
 from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.single import guarded, prepare_fetcher
-from rustloader.stateful_dataloader.positioned import Positioned, ordinals
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.workers import resuming
@@ -70,7 +70,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         self.sampling = self._sample_from(self.origin, torchs, low - count if is_map else low)
         if count:
             if is_map:
-                batches: Any = list(itertools.islice(self.sampling.iterator, count))
+                batches: Any = [own_copy(batch) for batch in itertools.islice(self.sampling.iterator, count)]
             else:
                 # The index batches of an iterable dataset are all alike.
                 batches = itertools.repeat(next(iter(self._index_sampler)), count)

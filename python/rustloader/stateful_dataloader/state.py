@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
+from rustloader.iterator import fetching
 from rustloader.stateful_dataloader import sampling
 from rustloader.stateful_dataloader.kinds import length_of
 from rustloader.stateful_dataloader.recording import copied
@@ -146,7 +147,8 @@ def fresh(loader: Any) -> dict[str, Any]:
         "ahead": [],
         "sampler": sampled.own,
         "dataset": dataset_of(loader),
-        "seeds": None,
+        # Of a copy of a loader that has run.
+        "seeds": fetching.next_seeds(loader),
         "workers": None,
     }
     parts = {

@@ -22,6 +22,7 @@ use crate::metrics::SlowTask;
 use crate::python::code;
 use crate::python::gate::closed;
 use crate::scheduler::Death;
+use crate::sys;
 
 /// A call with exclusive access. Python finds its answer, a code and a value, in the list `answer`.
 pub(super) struct Call<'a, 'py> {
@@ -99,16 +100,19 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits until each worker has sent its first snapshot, or will not.
-    pub(super) fn wait_started(&mut self) -> PyResult<()> {
+    /// Waits until each worker has sent its first snapshot, or will not. False: the deadline has passed before.
+    pub(super) fn wait_started(&mut self, deadline: Option<Duration>) -> PyResult<bool> {
         loop {
             while let Some((incoming, ready)) = self.state.engine.take_news()? {
                 self.open(&incoming, ready)?;
             }
             if !self.state.engine.is_starting() {
-                return Ok(());
+                return Ok(true);
             }
-            self.wait(None)?;
+            if deadline.is_some_and(|deadline| sys::clock::monotonic() >= deadline) {
+                return Ok(false);
+            }
+            self.wait(deadline)?;
         }
     }
 

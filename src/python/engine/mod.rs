@@ -297,11 +297,14 @@ impl PyEngine {
         Ok(snapshot.map(|(count, is_error, payload)| (count, is_error, PyBytes::new(py, &payload))))
     }
 
-    fn wait_started(&self, py: Python<'_>) -> PyResult<bool> {
-        let Some(mut access) = self.try_enter()? else { return Ok(false) };
+    #[pyo3(signature = (timeout = 0.0))]
+    fn wait_started(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<bool>> {
+        let Some(mut access) = self.try_enter()? else { return Ok(Some(false)) };
+        let limit = Duration::try_from_secs_f64(timeout).ok().filter(|limit| !limit.is_zero());
+        let deadline = limit.and_then(|limit| crate::sys::clock::monotonic().checked_add(limit));
         let (answer, next_index) = (&PyList::empty(py), py.None().into_bound(py));
-        Call { py, engine: self, state: access.state(), answer, next_index: &next_index }.wait_started()?;
-        Ok(true)
+        let mut call = Call { py, engine: self, state: access.state(), answer, next_index: &next_index };
+        Ok(call.wait_started(deadline)?.then_some(true))
     }
 
     #[getter]

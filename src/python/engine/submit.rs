@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 use super::call::Call;
 use super::state::State;
@@ -80,6 +80,11 @@ impl<'py> Call<'_, 'py> {
                 return Err(error);
             }
             pickle => pickle?,
+        };
+        // A sampler may use its list again, and this one may have to be sent twice.
+        let index = match index.cast_exact::<PyList>() {
+            Ok(list) if self.state.engine.restarts() => list.get_slice(0, list.len()).into_any(),
+            _ => index,
         };
         let State { engine, payload, .. } = &mut *self.state;
         let (kind, bytes) = encoded(&pickle, payload);

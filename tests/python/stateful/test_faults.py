@@ -4,12 +4,15 @@ import os
 import pickle
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from sample_data import Failing, Held, Numbers, runtime_error
 from support import in_thread, run_script, wait_until, while_next_waits
+from torch.utils.data import IterableDataset, get_worker_info
 
+from rustloader import LoaderTimeoutError
 from rustloader.stateful_dataloader import StatefulDataLoader
 from stateful import datasets
 from stateful.datasets import unchanged
@@ -451,3 +454,46 @@ def test_a_forked_child_has_no_state_and_harms_none():
     other = make("map", batch_size=2)
     other.load_state_dict(state)
     assert list(other) == rest
+
+
+class Stuck(IterableDataset):
+    """In an epoch of its own, the `iter` of worker 1 takes for ever."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        info = get_worker_info()
+        while info.id == 1 and (self.folder / "stuck").exists():
+            time.sleep(0.01)
+        return iter(range(info.id, 100, info.num_workers))
+
+
+def test_a_worker_that_does_not_start_holds_up_neither_states_nor_a_new_epoch(tmp_path):
+    (tmp_path / "stuck").touch()
+    loader = StatefulDataLoader(Stuck(tmp_path), batch_size=2, num_workers=2, timeout=6, persistent_workers=True)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 2]
+    state = loader.state_dict()
+    (tmp_path / "stuck").unlink()
+    expected = [batch.tolist() for batch in iterator]
+    resumed = StatefulDataLoader(Stuck(tmp_path), batch_size=2, num_workers=2)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == expected
+    (tmp_path / "stuck").touch()
+    for _ in range(2):
+        with pytest.raises(LoaderTimeoutError):
+            iter(loader)
+    (tmp_path / "stuck").unlink()
+    assert [batch.tolist() for batch in loader] == [[0, 2], *expected]
+    assert loader.state_dict()["_rustloader"]["epoch"] == 1
+
+
+def test_a_worker_init_fn_that_hangs_is_a_timeout(tmp_path):
+    def init(worker_id):
+        while worker_id:
+            time.sleep(0.01)
+
+    loader = StatefulDataLoader(Stuck(tmp_path), num_workers=2, timeout=6, worker_init_fn=init)
+    with pytest.raises(LoaderTimeoutError):
+        iter(loader)

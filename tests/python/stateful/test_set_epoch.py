@@ -1,11 +1,17 @@
 """`set_epoch` of a dataset reaches the copies in persistent workers."""
 
+import contextlib
+import os
 import pickle
+import random
+import signal
 import time
 
 import pytest
+from remote_support import LoopbackContext
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+import rustloader
 from rustloader import LoaderTimeoutError
 from rustloader.stateful_dataloader import StatefulDataLoader
 
@@ -79,7 +85,8 @@ class Held(Epochs, IterableDataset):
             yield epoch, self.calls
 
 
-def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(tmp_path):
+@pytest.mark.parametrize("again", [True, False])
+def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(again, tmp_path):
     """The program gives up the epoch before that worker has begun it."""
     loader = make(Held(tmp_path / "go"), timeout=4)
     iterator = iter(loader)
@@ -89,9 +96,12 @@ def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(tmp_path):
         with pytest.raises(LoaderTimeoutError):
             iter(loader)
     (tmp_path / "go").touch()
-    loader.dataset.set_epoch(6)
-    assert list(loader) == [(6, 3)] * 8
-    assert list(loader) == [(6, 3)] * 8
+    if again:
+        loader.dataset.set_epoch(6)
+    # A worker may hear of an epoch twice.
+    epoch = 6 if again else 5
+    assert epochs_of(loader) == {epoch}
+    assert epochs_of(loader) == {epoch}
 
 
 @KINDS
@@ -214,3 +224,56 @@ def test_an_error_of_set_epoch_stands_in_place_of_the_batches():
     assert next(iterator, None) is None
     loader.dataset.set_epoch(3)
     assert epochs_of(loader) == {3}
+
+
+@KINDS
+def test_it_reaches_workers_that_only_an_option_makes_persistent(kind):
+    loader = make(kind(), persistent_workers=False)
+    with rustloader.installed(persistent_workers=True):
+        for epoch in (0, 3, 4):
+            loader.dataset.set_epoch(epoch)
+            assert epochs_of(loader) == {epoch}
+
+
+class Order(Epochs, IterableDataset):
+    """16 numbers in an order of the epoch. The worker dies once, in `deadly`."""
+
+    def __init__(self, folder, deadly):
+        self.folder, self.deadly = folder, deadly
+
+    def __iter__(self):
+        for place, number in enumerate(random.Random(self.epoch).sample(range(16), 16)):
+            if place == 10 and self.epoch == self.deadly:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(f"{self.folder}/died", os.O_CREAT | os.O_EXCL))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield number
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("deadly", [2, 3])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_worker_that_is_started_again_keeps_to_the_epoch_that_runs(persistent, deadly, tmp_path):
+    options = {"num_workers": 1, "persistent_workers": persistent, "max_restarts": 1}
+    loader = make(Order(tmp_path, deadly), **options)
+    for epoch in (2, 3):
+        loader.dataset.set_epoch(epoch)
+        iterator = iter(loader)
+        got = [next(iterator)]
+        # For the next epoch.
+        loader.dataset.set_epoch(epoch + 1)
+        got += iterator
+        assert got == random.Random(epoch).sample(range(16), 16)
+    assert os.listdir(tmp_path) == ["died"]
+
+
+@pytest.mark.warns
+def test_a_worker_elsewhere_that_is_started_again_keeps_to_the_epoch_that_runs(tmp_path):
+    """What it reads is the dataset as it was when the first workers started."""
+    (deaths := tmp_path / "deaths").mkdir()
+    context = LoopbackContext(tmp_path)
+    loader = make(Order(deaths, 3), num_workers=1, max_restarts=1, multiprocessing_context=context)
+    for epoch in (2, 3, 4):
+        loader.dataset.set_epoch(epoch)
+        assert list(loader) == random.Random(epoch).sample(range(16), 16)
+    assert os.listdir(deaths) == ["died"]
