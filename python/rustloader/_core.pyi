@@ -226,10 +226,10 @@ class Engine:
         None if there is none yet, and after ``finish``. Snapshots that no position needs any more are not kept.
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
-    def wait_started(self) -> bool:
+    def wait_started(self, timeout: float = 0.0) -> bool | None:
         """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine
-        is closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``. An engine
-        without ``snapshots`` waits for none."""
+        is closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``, and None
+        after ``timeout`` seconds (0: no limit). An engine without ``snapshots`` waits for none."""
 
     def start_pinning(
         self,
@@ -394,6 +394,7 @@ class Observed:
     in_order: Final[bool]
     persistent: Final[bool]
     pinning: Final[bool]
+    remote: Final[bool]
     epoch_batches: Final[int]
     counts: Final[Counts]
     workers: Final[list[ObservedWorker]]

@@ -225,6 +225,10 @@ def _check_affinity(name: str, value: Any) -> None:
         raise ValueError(text)
 
 
+# More than any machine has cores.
+_MOST_CORES = 8192
+
+
 def _parse_affinity(text: str) -> str | list[list[int]]:
     """ "spread", or the cores of each worker, as in "0/1/2-3+6"."""
     if text.lower() == "spread":
@@ -234,6 +238,8 @@ def _parse_affinity(text: str) -> str | list[list[int]]:
         ends = [
             (int(first), int(last or first)) for first, _, last in (part.partition("-") for part in worker.split("+"))
         ]
+        if any(last >= _MOST_CORES for _, last in ends):
+            raise ValueError(text)
         workers.append([core for first, last in ends for core in range(first, last + 1)])
     if not all(workers):
         raise ValueError(text)

@@ -72,6 +72,8 @@ LOADERS = """
         def fail(self):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
+    def suicidal():
+        os.kill(os.getpid(), 40)  # a signal without a name
     def deadly():
         dataset = Deadly()
         dataset.fails_at = 0
@@ -298,7 +300,8 @@ def test_a_plot(folder):
             "loaders.py:failing",
             "with torch's iterator: KeyError: 'on purpose' (loaders.py:{fail} in fail, worker 0)\n",
         ),
-        ("loaders.py:deadly", "the process with torch's iterator ended: SIGKILL"),
+        ("loaders.py:deadly", "the process with torch's iterator was killed by SIGKILL"),
+        ("loaders.py:suicidal", "the process with torch's iterator was killed by signal 40"),
     ],
 )
 def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):

@@ -245,3 +245,15 @@ def test_the_users_frame_is_the_innermost_one_that_is_no_librarys(monkeypatch):
 
 def test_a_long_text_is_cut():
     assert len(str(failure(ValueError("x" * 100_000)))) < 1200
+
+
+def test_a_file_beside_a_package_of_its_name_is_not_taken_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "twin_of_a_package").mkdir()
+    (tmp_path / "twin_of_a_package" / "__init__.py").touch()
+    (tmp_path / "twin_of_a_package.py").write_text("def make(): pass\n")
+    with pytest.raises(factory.Unusable, match="rename one"):
+        factory.find(f"{tmp_path}/twin_of_a_package.py:make")
+    (tmp_path / "bare_script").write_text("def make(): pass\n")
+    with pytest.raises(factory.Unusable, match=r"must end in \.py"):
+        factory.find(f"{tmp_path}/bare_script:make")

@@ -235,3 +235,15 @@ def test_a_switch_that_is_neither_is_an_error(monkeypatch):
     monkeypatch.setenv(FORKSERVER_PRELOAD.name, "perhaps")
     with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; set it"):
         FORKSERVER_PRELOAD.get()
+
+
+def test_a_working_directory_that_was_deleted_shadows_nothing(tmp_path):
+    """A server that runs already serves such a program."""
+    (gone := tmp_path / "gone").mkdir()
+    before = os.getcwd()
+    try:
+        os.chdir(gone)
+        gone.rmdir()
+        assert not fork_server._is_shadowed()
+    finally:
+        os.chdir(before)

@@ -303,3 +303,8 @@ def test_neither_options_nor_the_environment_need_torch():
     """
     status, out, err = run_script(source, head="")
     assert (status, out) == (0, "False\n"), err
+
+
+def test_cores_beyond_any_machine_are_refused_at_once():
+    with pytest.raises(ValueError, match="0-9999999999"):
+        options.option_of("worker_affinity").parse("0-9999999999")

@@ -720,3 +720,13 @@ def test_a_limit_of_file_sizes_is_no_signal():
     report = in_child(lambda: {"value": body()})
     kind, text = report["value"]
     assert kind == "OSError" and "ulimit -f" in text, text
+
+
+def test_bounds_of_index_beyond_a_machine_word():
+    values, shared = [3, 1, 3], share([3, 1, 3])
+    for bounds in [(0, 10**30), (-(10**30), 10**30), (1, 10**30)]:
+        assert shared.index(3, *bounds) == values.index(3, *bounds)
+    with pytest.raises(ValueError, match="not in list"):
+        shared.index(3, 10**30)
+    with pytest.raises(TypeError):
+        shared.index(3, "0")

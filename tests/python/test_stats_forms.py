@@ -1,6 +1,7 @@
 """The forms of statistics: one line, a text, a table in a notebook, pickles; and what they leave out."""
 
 import html.parser
+import json
 import pickle
 import re
 import threading
@@ -8,8 +9,9 @@ import types
 import typing
 import warnings
 
+import numpy as np
 import pytest
-from support import TORCH_MODE
+from support import TORCH_MODE, DataLoader
 
 pytestmark = pytest.mark.ours
 
@@ -380,3 +382,11 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
     done.set()
     thread.join()
     assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 1, status
+
+
+def test_numbers_of_numpy_in_a_loader_are_plain_in_the_statistics():
+    loader = DataLoader(range(8), num_workers=np.int64(1), prefetch_factor=np.int64(3))
+    list(loader)
+    found = rustloader.stats(loader).as_dict()
+    json.dumps(found)
+    assert (found["num_workers"], found["scheduling"]["prefetch_factor"]) == (1, 3)

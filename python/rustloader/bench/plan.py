@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -87,6 +88,7 @@ def check_plot(path: str) -> None:
     """Raises ``Unusable`` if a plot cannot be drawn or written, before the measurements."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "matplotlib":
             raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
@@ -96,6 +98,12 @@ def check_plot(path: str) -> None:
     if suffix not in supported:
         known = listed([f".{name}" for name in supported], "or")
         raise Unusable(f"--plot {path}: the name of the file must end in {known}")
+    try:
+        # Some formats need other programs, as .pgf needs LaTeX.
+        Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=suffix)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise Unusable(f"--plot {path}: matplotlib cannot write .{suffix} files here: {reason}") from None
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise Unusable(f"--plot {path}: there is no folder {folder}")

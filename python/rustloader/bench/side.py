@@ -56,8 +56,8 @@ class BenchSide(Side):
         method = getattr(context, "get_start_method", None)
         return {
             "machine": machine(),
-            "num_workers": loader.num_workers,
-            "prefetch_factor": loader.prefetch_factor,
+            "num_workers": int(loader.num_workers),
+            "prefetch_factor": None if loader.prefetch_factor is None else int(loader.prefetch_factor),
             "batch_size": loader.batch_size,
             "persistent_workers": bool(loader.persistent_workers),
             "pin_memory": bool(loader.pin_memory),

@@ -62,6 +62,8 @@ def stats(source: Any) -> Stats:
     else:
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
+    if hasattr(workers, "__index__"):
+        workers = int(workers)  # NumPy's integers count for torch, and are not plain values
     if ledger is not None and ledger.scheduling is not None and ledger.scheduling.auto_workers:
         workers = ledger.scheduling.auto_workers
     fallbacks: tuple[Fallback, ...] = ()

@@ -179,7 +179,14 @@ def _file(path: str) -> Any:
         raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
     # By name, so that spawned workers can import it as well.
     sys.path.insert(0, folder)
-    return _import(name, path)
+    try:
+        module = _import(name, path)
+    except ModuleNotFoundError:
+        raise Unusable(f"{path} cannot be imported: the name of the file must end in .py") from None
+    found = getattr(module, "__file__", None)
+    if found is None or os.path.realpath(found) != os.path.realpath(os.path.join(folder, file)):
+        raise Unusable(f"{path} cannot be imported by the name {name!r}, which is {found or 'a package'}: rename one")
+    return module
 
 
 def _import(name: str, shown: str) -> Any:

@@ -188,10 +188,10 @@ class Probe:
     def _gone(self) -> Unusable:
         ended = self._ended()
         if ended is None:
-            how = "it closed the connection"
+            found = "closed the connection"
         elif ended.si_code == os.CLD_EXITED:
-            how = f"exit status {ended.si_status}"
+            found = how(ended.si_status)
         else:
-            how = signal.Signals(ended.si_status).name
-            how += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
-        return Unusable(f"the process with {self.engine}'s iterator ended: {how}")
+            found = how(-ended.si_status)
+            found += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
+        return Unusable(f"the process with {self.engine}'s iterator {found}")

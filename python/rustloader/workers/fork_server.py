@@ -70,7 +70,11 @@ def _is_shadowed() -> bool:
     """Whether the server may find another package of our name in the working directory, where it looks first."""
     if sys.flags.safe_path:
         return False
-    spec = importlib.machinery.PathFinder.find_spec("rustloader", [os.getcwd()])
+    try:
+        here = os.getcwd()
+    except OSError:
+        return False  # the directory has been deleted
+    spec = importlib.machinery.PathFinder.find_spec("rustloader", [here])
     return spec is not None and spec.origin not in (None, sys.modules["rustloader"].__file__)
 
 

@@ -84,6 +84,22 @@ fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     }
 }
 
+/// A bound of `index`. As in Python's sequences, a number beyond those of a machine word is the nearest of them.
+struct Bounded(isize);
+
+impl FromPyObject<'_, '_> for Bounded {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        // SAFETY: the object lives; the call sets an exception where it answers -1 with one, and none for large numbers.
+        let bound = unsafe { ffi::PyNumber_AsSsize_t(object.as_ptr(), std::ptr::null_mut()) };
+        match if bound == -1 { PyErr::take(object.py()) } else { None } {
+            Some(error) => Err(error),
+            None => Ok(Self(bound)),
+        }
+    }
+}
+
 #[pymethods]
 impl SharedItems {
     #[new]
@@ -119,9 +135,10 @@ impl SharedItems {
         Ok(self.find(0..self.len(), value)?.is_some())
     }
 
-    #[pyo3(signature = (value, start = 0, stop = isize::MAX, /))]
-    fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<u64> {
-        let len = self.len() as isize;
+    #[pyo3(signature = (value, start = Bounded(0), stop = Bounded(isize::MAX), /))]
+    #[pyo3(text_signature = "($self, value, start=0, stop=9223372036854775807, /)")]
+    fn index(&self, value: &Bound<'_, PyAny>, start: Bounded, stop: Bounded) -> PyResult<u64> {
+        let (len, Bounded(start), Bounded(stop)) = (self.len() as isize, start, stop);
         let bound = |at: isize| (if at < 0 { at.saturating_add(len).max(0) } else { at.min(len) }) as u64;
         let missing = || match self.is_tuple {
             true => PyValueError::new_err("tuple.index(x): x not in tuple"),
