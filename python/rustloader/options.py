@@ -226,7 +226,7 @@ def _check_affinity(name: str, value: Any) -> None:
 
 
 # More than any machine has cores.
-_MOST_CORES = 8192
+MOST_CORES = 8192
 
 
 def _parse_affinity(text: str) -> str | list[list[int]]:
@@ -238,7 +238,7 @@ def _parse_affinity(text: str) -> str | list[list[int]]:
         ends = [
             (int(first), int(last or first)) for first, _, last in (part.partition("-") for part in worker.split("+"))
         ]
-        if any(last >= _MOST_CORES for _, last in ends):
+        if any(last >= MOST_CORES for _, last in ends):
             raise ValueError(text)
         workers.append([core for first, last in ends for core in range(first, last + 1)])
     if not all(workers):

@@ -55,7 +55,7 @@ pub fn shrink(buffer: &mut Vec<u8>) {
 /// Who may change the bytes of a leaf once it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Nobody: nothing but the batch has the array that they belong to, and nothing will change them when the batch is dropped.
+    /// Nobody: only the batch refers to the array, and dropping the batch does not write to it.
     Sole,
     /// The worker, as in torch: a tensor that it keeps shares memory with the one that arrives.
     Shared,

@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from pinning_support import pinning
@@ -875,7 +876,11 @@ def test_an_interval_may_be_longer_than_the_time_that_looks_are_kept(monkeypatch
 
 def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
     look = model.Look((1, 2), figures(2), (None,) * 2, (model.NOTHING,) * 2)
-    assert not verdict._is_remote(model.Loader(os.getpid(), None, look).total)
+    loader = model.Loader(os.getpid(), None, look)
+    assert not verdict._is_remote(model.judged(loader.total, look.figures))
     look.figures.remote = True
-    found = model.Loader(os.getpid(), None, look).total.scheduling
+    found = model.judged(loader.total, look.figures).scheduling
     assert found.remote and found.prefetch_factor == 2 and not found.in_order
+    with mock.patch.object(model.Stats, "verdict", lambda stats: SimpleNamespace(kind=stats.scheduling.remote)):
+        assert loader.verdict[0].kind is True
+    assert model.Loader(os.getpid(), None, look).as_dict()["stats"]["scheduling"] is None

@@ -10,9 +10,9 @@ from collections.abc import Set
 
 import rustloader.local_ranks as local_ranks
 import rustloader.procfs as procfs
+from rustloader.options import MOST_CORES
 
-# More numbers than any machine has cores.
-_ANY_CORE = range(8192)
+_ANY_CORE = range(MOST_CORES)
 
 
 def ranks() -> list[tuple[int, Set[int]]]:

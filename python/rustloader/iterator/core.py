@@ -252,11 +252,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
-            # Workers elsewhere have other cores.
-            if not is_remote(self._context):
-                cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
-                if cores is not None:
-                    self._cores = cores
+            cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
+            if cores is not None:
+                self._cores = cores
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             if not is_remote(self._context):
                 ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)

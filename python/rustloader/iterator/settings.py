@@ -34,6 +34,8 @@ class EngineSettings:
     @classmethod
     def of(cls, loader: Any) -> EngineSettings:
         """The settings of a loader as ``applied`` returns it."""
+        # Workers elsewhere have other cores.
+        has_cores = not is_remote(loader.multiprocessing_context)
         return cls(
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
@@ -44,7 +46,7 @@ class EngineSettings:
             reorder_window=options.in_force(loader, "reorder_window"),
             max_restarts=options.in_force(loader, "max_restarts"),
             stall_timeout=options.in_force(loader, "stall_timeout"),
-            worker_affinity=options.in_force(loader, "worker_affinity"),
+            worker_affinity=options.in_force(loader, "worker_affinity") if has_cores else None,
         )
 
 

@@ -162,8 +162,7 @@ class Lane:
             # What a signal handler raises may have come between the change of the stream and the body of `with`.
             streams.restore(place)
             # An object that changes itself keeps what it has moved, and the next call finds it on the device.
-            current = streams.current()
-            self._lent += [_Loan(address, alias, self.delivered, current) for address, alias in move.made.items()]
+            self._lent += self._loans(move.made, streams.current())
             raise
 
     def lend(self, copied: Copied) -> None:
@@ -173,7 +172,7 @@ class Lane:
         reached = streams.record(stream, timed=True)
         streams.wait(stream, copied.done)
         if copied.loans is None:
-            loans = [_Loan(address, alias, self.delivered, stream) for address, alias in copied.made.items()]
+            loans = self._loans(copied.made, stream)
             source = _Source(copied.done, copied.host, (copied.begun, reached, copied.nbytes))
             # Straight on, so that a signal handler finds all of this done or nothing.
             self._lent += loans
@@ -183,6 +182,10 @@ class Lane:
             return
         for loan in copied.loans:
             _add(loan.streams, stream)
+
+    def _loans(self, made: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
+        """The loans of memory that the stream may use, as parts of the next batch to be delivered."""
+        return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
 
     def sweep(self) -> None:
         """Lets go what the device is done with."""

@@ -153,10 +153,10 @@ class Loader:
         """The verdict, and the number of seconds that it covers; None: since the start."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED:
-            verdict = stats_of(self.pid, self.workers, self._now, self._earlier).verdict()
+            verdict = judged(stats_of(self.pid, self.workers, self._now, self._earlier), self.figures).verdict()
             if verdict.kind not in ("too_few", "unknown"):
                 return verdict, seconds
-        return self.total.verdict(), None
+        return judged(self.total, self.figures).verdict(), None
 
     @property
     def batches_per_second(self) -> float:
@@ -247,8 +247,7 @@ class Loader:
             "batches_per_second_since_start": self.total.batches / self.age_seconds,
             "epoch_batches": figures.epoch_batches,
             "workers": [worker.as_dict() for worker in self.workers],
-            # The settings of a loader are known to its own process alone.
-            "stats": replace(self.total, scheduling=None).as_dict(),
+            "stats": self.total.as_dict(),
             "verdict": asdict(verdict) | {"seconds": seconds},
         }
 
@@ -265,14 +264,17 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
-        scheduling=_elsewhere(figures) if figures.remote else None,
     )
 
 
-def _elsewhere(figures: Observed) -> SchedulingStats:
-    """What a verdict on workers of other machines needs. The rest is unknown, and no advice goes by it."""
+def judged(stats: Stats, figures: Observed) -> Stats:
+    """The statistics that a verdict goes by: it must know that workers run on other machines. Their other settings are
+    unknown, and no advice goes by what stands for them."""
+    if not figures.remote:
+        return stats
     prefetch_factor, in_order = figures.prefetch_factor, figures.in_order
-    return SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
+    elsewhere = SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
+    return replace(stats, scheduling=elsewhere)
 
 
 def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:

@@ -6,8 +6,8 @@ their names, and must get its own back: with a copy, ``except`` and ``isinstance
 
 from __future__ import annotations
 
-import functools
 import importlib
+import operator
 import pickle
 import sys
 from types import FunctionType
@@ -40,7 +40,7 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 def find(module: str, name: str) -> Any:
     """What a module of this process has under a qualified name."""
     try:
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ImportError) as error:
         error.add_note(f"A worker on another machine has sent an object that needs {name!r} of {module!r}.")
         raise
@@ -52,6 +52,6 @@ def _is_by_value(obj: Any) -> bool:
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):
         return False
     try:
-        return functools.reduce(getattr, obj.__qualname__.split("."), sys.modules[module]) is not obj
+        return operator.attrgetter(obj.__qualname__)(sys.modules[module]) is not obj
     except (AttributeError, KeyError):
         return True

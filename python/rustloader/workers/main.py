@@ -248,7 +248,7 @@ class _Worker:
                     self.end_replay(index)
                 data = self.fetcher.fetch(self.indices(task, index))
                 if type(data) is ExceptionWrapper:
-                    # Made by the dataset. torch raises any.
+                    # The dataset has caught and wrapped an error itself. torch raises that, too.
                     self.send_error(task, data)
                     del data, index
                     continue

@@ -300,8 +300,7 @@ impl PyEngine {
     #[pyo3(signature = (timeout = 0.0))]
     fn wait_started(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<bool>> {
         let Some(mut access) = self.try_enter()? else { return Ok(Some(false)) };
-        let limit = Duration::try_from_secs_f64(timeout).ok().filter(|limit| !limit.is_zero());
-        let deadline = limit.and_then(|limit| crate::sys::clock::monotonic().checked_add(limit));
+        let deadline = seconds(timeout).map(|limit| clock::monotonic() + limit);
         let (answer, next_index) = (&PyList::empty(py), py.None().into_bound(py));
         let mut call = Call { py, engine: self, state: access.state(), answer, next_index: &next_index };
         Ok(call.wait_started(deadline)?.then_some(true))
