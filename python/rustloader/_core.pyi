@@ -64,6 +64,7 @@ __all__ = [
     "inspect_arena",
     "is_plain_leaf",
     "memory_limits",
+    "move_storage",
     "observed",
     "seed_words",
     "set_reporting",
@@ -683,6 +684,13 @@ def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage of ordinary memory that cannot be resized."""
+
+def move_storage(function: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function(storage, *args, **kwargs)``, which may give the storage other memory.
+
+    If its memory was this package's, the storage keeps it as long as it lives, for arrays and DLPack views of its
+    tensors.
+    """
 
 @final
 class ShareBuilder:

@@ -12,6 +12,7 @@ use super::seen::Object;
 use crate::config::{ARRAY_MIN, DETACH_FROM, INLINE_LIMIT, ONCE_FROM};
 use crate::interop::array_tensor::ArrayTensor;
 use crate::interop::tensor::Bridge;
+use crate::interop::tensor::moved::reading;
 use crate::interop::view::{LeafView, TensorView};
 use crate::tree::layout::numel;
 use crate::tree::{Group, Kind, Writer};
@@ -60,6 +61,8 @@ pub fn encode<S: Sink>(
     sink: &mut S,
 ) -> PyResult<bool> {
     let before = out.len();
+    // From the first address that is noted to the last copy.
+    let _reading = reading(batch.py());
     let Ok(copies) = plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
         return Ok(false);

@@ -4,6 +4,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use super::memory::{Heap, Memory};
+use super::tensor::moved::reading;
 use super::tensor::{Bridge, items};
 use super::view::{Form, StackPlan, TensorView};
 use crate::config::{INLINE_LIMIT, STREAM_FROM};
@@ -27,6 +28,7 @@ pub fn stack<M: Memory>(
     }
     let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
     let StackPlan { each, total, .. } = plan;
+    let _reading = reading(py);
     // For a small batch torch is faster than reading every item.
     let sources = (total >= STREAM_FROM).then(|| sources(bridge, &items, &first));
     if matches!(sources, Some(None)) {

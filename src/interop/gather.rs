@@ -6,6 +6,7 @@ use pyo3::types::{PyList, PyTuple};
 
 use super::collate::exact_int;
 use super::tensor::Bridge;
+use super::tensor::moved::reading;
 use super::view::{StackPlan, TensorView};
 use crate::config::DETACH_FROM;
 use crate::tree::layout::is_contiguous;
@@ -53,6 +54,7 @@ pub fn gather<'py>(
             DETACH_FROM.. => Some(tensor.call_method0(intern!(py, "untyped_storage"))?),
             _ => None,
         };
+        let _reading = reading(tensor.py());
         // Python code that ran since may have done so already.
         if planned(&tensor) != Some((plan, from, step)) {
             return Ok(None);

@@ -3,6 +3,7 @@
 
 pub mod dlpack;
 pub mod memory;
+pub mod moving;
 pub mod view;
 
 #[cfg(feature = "python")]

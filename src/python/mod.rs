@@ -40,7 +40,7 @@ mod _core {
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
         gather::gather_in_torch,
         index_stream::IndexStream,
-        tensor::is_plain_leaf,
+        tensor::{is_plain_leaf, moved::move_storage},
     };
 
     use pyo3::prelude::*;

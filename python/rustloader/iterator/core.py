@@ -16,7 +16,7 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import hooks
+from rustloader import hooks, moved_storages
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
 from rustloader.auto import tuner
 from rustloader.cleanup import clean_up_after, quietly
@@ -245,6 +245,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         group = self._group
         assert group is not None
         core = group.engine
+        moved_storages.watch()
         ledger.of(self).add(core.meter)
         core.belongs_to(ledger.of(self).pages)
         limit = self._engine_settings.max_restarts

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from rustloader import moved_storages
 from rustloader._core import gather
 from rustloader.fetch import tables
 from rustloader.fetch.guard import Guard
@@ -41,6 +42,7 @@ def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None
         fetching.note_begun(loader, seeding)
     # In a worker of another loader default_collate makes shared tensors.
     elif _utils.worker.get_worker_info() is None:
+        moved_storages.watch()
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
 
 

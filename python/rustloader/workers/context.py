@@ -6,6 +6,7 @@ import contextlib
 
 from torch.utils.data import _utils
 
+from rustloader import moved_storages
 from rustloader._core import Port
 from rustloader.workers.collate import use_arena
 
@@ -20,6 +21,7 @@ class WorkerContext:
         self._undo.callback(setattr, _utils.worker, "_worker_info", _utils.worker._worker_info)
         _utils.worker._worker_info = info
         self._undo.callback(use_arena(port))
+        moved_storages.watch()
 
     def restore(self) -> None:
         """Undoes ``install``. Does nothing without one, and the second time."""

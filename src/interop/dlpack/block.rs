@@ -9,6 +9,7 @@ use super::abi::{
     CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
 };
 use crate::interop::memory::Memory;
+use crate::interop::moving;
 use crate::interop::view::Form;
 
 /// A block without a tensor. Freed on drop; [`Self::hand_over`] passes it to a tensor.
@@ -173,9 +174,22 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     // SAFETY: a deleter is called once, and the header lives until then; only an owned block is freed here.
     unsafe {
         // SYNC: handed-over (pairs with the Release in `hand_over`).
-        if (*header.as_ptr()).state.swap(DELETED, Ordering::Acquire) == OWNED {
+        if (*header.as_ptr()).state.swap(DELETED, Ordering::Acquire) != OWNED {
+            return;
+        }
+        let data = (*header.as_ptr()).legacy.dl_tensor.data.cast::<u8>();
+        if !moving::caught(data, context, free_caught::<M>) {
             free(header);
         }
+    }
+}
+
+/// # Safety
+/// As for [`free`], with the header's address.
+unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
+    if let Some(header) = NonNull::new(header.cast::<Header<M>>()) {
+        // SAFETY: by the contract.
+        unsafe { free(header) }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Reading torch tensors and NumPy arrays, and creating them over memory.
 
 pub mod array;
+pub mod moved;
 mod storage;
 
 use pyo3::exceptions::{PyMemoryError, PyValueError};

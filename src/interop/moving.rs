@@ -1,0 +1,250 @@
+//! Storages whose memory is exchanged while tensors on them live: `share_memory_()` and torch's queues.
+//!
+//! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view of the tensor
+//! keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read freed memory.
+//!
+//! So a move runs within [`Move`]. The deleter that it runs into, on the same thread, hands the memory over instead of freeing it
+//! ([`caught`]), and the storage keeps it until its own end. Moves and [`Reading`]s exclude each other. Both begin and end with the
+//! GIL, so plain counters are enough.
+//!
+//! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
+
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::sys::fork;
+
+/// A count that is 0 in a forked child: the threads that it counts are not there.
+#[derive(Debug)]
+struct Count(AtomicU64);
+
+/// The part of [`Count`] that counts; the fork generation lies above.
+const COUNT_BITS: u32 = 32;
+
+impl Count {
+    const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    fn stamp() -> u64 {
+        fork::generation() << COUNT_BITS
+    }
+
+    fn update(&self, change: impl Fn(u64) -> u64) {
+        let stamp = Self::stamp();
+        let next = |value: u64| {
+            let count =
+                if value >> COUNT_BITS == stamp >> COUNT_BITS { value & u64::from(u32::MAX) } else { 0 };
+            Some(stamp | change(count))
+        };
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
+    }
+
+    fn is_zero(&self) -> bool {
+        let value = self.0.load(Ordering::Acquire);
+        value == 0 || value >> COUNT_BITS != Self::stamp() >> COUNT_BITS || value as u32 == 0
+    }
+}
+
+static MOVES: Count = Count::new();
+static READINGS: Count = Count::new();
+
+thread_local! {
+    /// The innermost move of this thread.
+    static INNERMOST: Cell<*mut Watch> = const { Cell::new(std::ptr::null_mut()) };
+    /// The readings of this thread.
+    static OWN_READINGS: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Time between two looks at a count.
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// The end of a block: [`Self::free`] or a drop frees it.
+#[derive(Debug)]
+pub struct Freed {
+    block: *mut c_void,
+    free: unsafe fn(*mut c_void),
+}
+
+// SAFETY: a block may be freed on any thread (`Memory: Send`).
+unsafe impl Send for Freed {}
+// SAFETY: a shared reference gives access to nothing.
+unsafe impl Sync for Freed {}
+
+impl Drop for Freed {
+    fn drop(&mut self) {
+        // SAFETY: `caught` took the block over from its only deleter.
+        unsafe { (self.free)(self.block) }
+    }
+}
+
+struct Watch {
+    address: *const u8,
+    caught: Option<Freed>,
+    outer: *mut Watch,
+}
+
+/// A move of the storage at an address, by this thread. No encoder reads without the GIL meanwhile.
+pub struct Move {
+    watch: Box<Watch>,
+    /// It belongs to its thread.
+    _thread: PhantomData<*mut ()>,
+}
+
+impl Move {
+    /// Waits for the readings of other threads. `pause` sleeps without the GIL.
+    pub fn begin(address: *const u8, pause: impl Fn(Duration)) -> Self {
+        MOVES.update(|count| count + 1);
+        // A finalizer may move a storage while its thread encodes; it must not wait for itself.
+        while OWN_READINGS.get() == 0 && !READINGS.is_zero() {
+            pause(PAUSE);
+        }
+        let mut watch = Box::new(Watch { address, caught: None, outer: INNERMOST.get() });
+        INNERMOST.set(&raw mut *watch);
+        Self { watch, _thread: PhantomData }
+    }
+
+    /// The memory that the storage had before, if it was this crate's.
+    pub fn end(mut self) -> Option<Freed> {
+        self.watch.caught.take()
+    }
+}
+
+impl Drop for Move {
+    fn drop(&mut self) {
+        INNERMOST.set(self.watch.outer);
+        MOVES.update(|count| count.saturating_sub(1));
+    }
+}
+
+/// Whether a move of this thread takes over the block over `data`, which its deleter would free.
+///
+/// # Safety
+/// If this is true, the caller no longer uses `block`, which `free` may free on any thread.
+#[inline]
+pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
+    if MOVES.is_zero() {
+        return false;
+    }
+    let mut at = INNERMOST.get();
+    // SAFETY: the moves of this thread, which live until they leave the list; no other thread has them.
+    while let Some(watch) = unsafe { at.as_mut() } {
+        if watch.address == data && watch.caught.is_none() {
+            watch.caught = Some(Freed { block, free });
+            return true;
+        }
+        at = watch.outer;
+    }
+    false
+}
+
+/// Addresses of tensors that this thread reads without the GIL. No storage is moved meanwhile.
+#[derive(Debug)]
+pub struct Reading {
+    /// It belongs to its thread.
+    _thread: PhantomData<*mut ()>,
+}
+
+impl Reading {
+    /// Waits for the moves of other threads. `pause` sleeps without the GIL.
+    pub fn begin(pause: impl Fn(Duration)) -> Self {
+        while INNERMOST.get().is_null() && OWN_READINGS.get() == 0 && !MOVES.is_zero() {
+            pause(PAUSE);
+        }
+        READINGS.update(|count| count + 1);
+        OWN_READINGS.set(OWN_READINGS.get() + 1);
+        Self { _thread: PhantomData }
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        OWN_READINGS.set(OWN_READINGS.get() - 1);
+        READINGS.update(|count| count.saturating_sub(1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// The counts are the process's.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    unsafe fn set(flag: *mut c_void) {
+        // SAFETY: the flag of a test, which outlives the block.
+        unsafe { &*flag.cast::<AtomicBool>() }.store(true, Ordering::Relaxed);
+    }
+
+    fn is_caught(data: *const u8, flag: &AtomicBool) -> bool {
+        // SAFETY: `set` takes the flag.
+        unsafe { caught(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
+    }
+
+    #[test]
+    fn a_move_catches_the_memory_of_its_storage_alone() {
+        let _alone = ALONE.lock().unwrap_or_else(|it| it.into_inner());
+        let (freed, byte, other) = (AtomicBool::new(false), 1u8, 2u8);
+        assert!(!is_caught(&byte, &freed));
+        let outer = Move::begin(&byte, |_| panic!("nothing reads"));
+        let inner = Move::begin(&other, |_| panic!("nothing reads"));
+        assert!(!is_caught(std::ptr::null(), &freed));
+        assert!(is_caught(&byte, &freed));
+        assert!(!is_caught(&byte, &freed));
+        assert!(std::thread::scope(|scope| scope.spawn(|| !is_caught(&2u8, &freed)).join().unwrap()));
+        assert!(inner.end().is_none());
+        let memory = outer.end();
+        assert!(!is_caught(&byte, &freed));
+        assert!(!freed.load(Ordering::Relaxed));
+        drop(memory);
+        assert!(freed.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn moves_and_readings_wait_for_one_another() {
+        let _alone = ALONE.lock().unwrap_or_else(|it| it.into_inner());
+        let waited = AtomicBool::new(false);
+        let note = |time| {
+            waited.store(true, Ordering::Relaxed);
+            std::thread::sleep(time);
+        };
+        std::thread::scope(|scope| {
+            let reading = Reading::begin(|_| panic!("nothing moves"));
+            let mover = scope.spawn(|| drop(Move::begin(&1, note)));
+            while !waited.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            assert!(!mover.is_finished());
+            drop(reading);
+        });
+        waited.store(false, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            let moving = Move::begin(&1, |_| panic!("nothing reads"));
+            let reader = scope.spawn(|| drop(Reading::begin(note)));
+            while !waited.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            assert!(!reader.is_finished());
+            drop(moving);
+        });
+        assert!(MOVES.is_zero() && READINGS.is_zero());
+    }
+
+    #[test]
+    fn a_thread_does_not_wait_for_itself() {
+        let _alone = ALONE.lock().unwrap_or_else(|it| it.into_inner());
+        let never = |_| panic!("it waits for itself");
+        let reading = Reading::begin(never);
+        drop(Move::begin(&1, never));
+        drop(reading);
+        let moving = Move::begin(&1, never);
+        drop(Reading::begin(never));
+        drop(moving);
+    }
+}

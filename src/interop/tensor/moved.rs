@@ -1,0 +1,50 @@
+//! Calls of torch that give a storage other memory, and the memory that it had before.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::interop::moving::{Freed, Move, Reading};
+
+/// What a storage had as its memory before a move. Python frees it with the storage.
+#[pyclass(frozen, module = "rustloader._core")]
+struct MovedMemory {
+    _memory: Freed,
+    /// What the storage kept before.
+    _older: Option<Py<PyAny>>,
+}
+
+/// Keeps other threads from moving storages. They wait while the value lives.
+pub fn reading(py: Python<'_>) -> Reading {
+    Reading::begin(|time| py.detach(|| std::thread::sleep(time)))
+}
+
+#[pyfunction]
+#[pyo3(signature = (function, storage, *args, **kwargs))]
+pub fn move_storage<'py>(
+    function: &Bound<'py, PyAny>,
+    storage: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = storage.py();
+    let address: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let moving = Move::begin(address as *const u8, |time| py.detach(|| std::thread::sleep(time)));
+    let mut call = vec![storage.clone()];
+    call.extend(args.iter());
+    let answer = PyTuple::new(py, call).and_then(|call| function.call(call, kwargs));
+    // Also if a signal handler has raised after the move.
+    if let Some(memory) = moving.end() {
+        keep(storage, memory)?;
+    }
+    answer
+}
+
+fn keep(storage: &Bound<'_, PyAny>, memory: Freed) -> PyResult<()> {
+    let py = storage.py();
+    let name = intern!(py, "_rustloader_memory");
+    let older = storage.getattr_opt(name)?.map(Bound::unbind);
+    // What cannot be kept leaks rather than being freed under a view.
+    let kept = Bound::new(py, MovedMemory { _memory: memory, _older: older })?;
+    storage.setattr(name, &kept).inspect_err(|_| std::mem::forget(kept))
+}
