@@ -57,8 +57,10 @@ pub enum Error {
         wanted: u64,
         /// Bytes of the region.
         size: u64,
-        /// Bytes of it never used.
-        headroom: u64,
+        /// Bytes of it that nothing holds.
+        idle: u64,
+        /// Bytes of the longest part of it that nothing holds.
+        longest: u64,
     },
     /// The machine, or the memory cgroup, has no memory for a shared object.
     ShareMemory {
@@ -147,15 +149,21 @@ impl fmt::Display for Error {
                  rustloader of that process's environment",
                 env!("CARGO_PKG_VERSION")
             ),
-            Self::NoMemory { wanted, limit, headroom, .. } => no_memory(f, *wanted, limit, *headroom),
+            Self::NoMemory { wanted, limit, headroom, .. } => {
+                no_memory(f, *wanted, format_args!("{limit}, {headroom} bytes are left"))
+            }
             Self::TooMany { workers, prefetch_factor, limit } => write!(
                 f,
                 "num_workers={workers} with prefetch_factor={prefetch_factor} is too much: {limit}; use a smaller \
                  num_workers or prefetch_factor"
             ),
-            Self::RegionFull { wanted, size, headroom } => {
-                let limit = format!("each worker's region of the shared memory has {size} bytes");
-                no_memory(f, *wanted, &limit, *headroom)
+            Self::RegionFull { wanted, size, idle, longest } => {
+                let used = size.saturating_sub(*idle);
+                let limit = format_args!(
+                    "each worker's region of the shared memory has {size} bytes, in this one {used} bytes are in use and \
+                     {idle} bytes are idle, at most {longest} of them in one piece"
+                );
+                no_memory(f, *wanted, limit)
             }
             Self::ShareMemory { wanted, written, limit, headroom } => write!(
                 f,
@@ -177,11 +185,11 @@ impl fmt::Display for Error {
     }
 }
 
-fn no_memory(f: &mut fmt::Formatter<'_>, wanted: u64, limit: &str, headroom: u64) -> fmt::Result {
+fn no_memory(f: &mut fmt::Formatter<'_>, wanted: u64, limit: fmt::Arguments<'_>) -> fmt::Result {
     write!(
         f,
-        "cannot get {wanted} bytes of shared memory for a batch: {limit}, {headroom} bytes are left; \
-         use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
+        "cannot get {wanted} bytes of shared memory for a batch: {limit}; use a smaller batch_size, num_workers or \
+         prefetch_factor, or keep fewer batches"
     )
 }
 

@@ -295,7 +295,6 @@ impl File<'_> {
     fn add_region(&self, geometry: &Geometry, region: u32, usage: &mut Usage) -> Result<()> {
         let head: RegionHead = self.read(geometry.region_head(region))?;
         let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
-        usage.blocks += u64::from(blocks);
         usage.high_water = usage.high_water.saturating_add(head.high_water.load(Ordering::Relaxed));
         for first in (0..blocks).step_by(TABLE_READ as usize) {
             let count = TABLE_READ.min(blocks - first) as usize;

@@ -8,8 +8,13 @@
 //! [`TRIM_PATIENCE`] windows of [`TRIM_WINDOW`] allocations punches the surplus. With varying sizes, idle pages beyond
 //! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly larger
 //! class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead of the loop.
+//!
+//! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger one, or
+//! from idle neighbours that are joined: see `join.rs`.
 
-use std::collections::HashSet;
+mod join;
+
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,6 +40,13 @@ fn class_of(pages: u64) -> usize {
     let last = pages - 1;
     let shift = 63 - last.leading_zeros() - 2;
     8 + (shift as usize - 1) * 4 + ((last >> shift) as usize - 4)
+}
+
+/// The largest class whose blocks a block of `capacity` bytes can stand in for. Blocks that were joined or cut may be larger.
+fn class_within(capacity: u64) -> usize {
+    let pages = capacity / PAGE;
+    let class = class_of(pages);
+    (if class_pages(class) > pages { class.saturating_sub(1) } else { class }).min(CLASSES - 1)
 }
 
 /// The pages of a block of a class.
@@ -86,6 +98,10 @@ pub struct Allocator {
     free: Vec<FreeList>,
     /// Offset of the next new block.
     fresh: u64,
+    /// Blocks by their offsets.
+    places: BTreeMap<u64, u32>,
+    /// Entries of the block table without a block.
+    spare: Vec<u32>,
     /// Offset up to which pages are reserved ahead for small blocks.
     slab_end: u64,
     /// Bytes of each block in this process's page tables.
@@ -113,15 +129,21 @@ impl Allocator {
     /// the return stack.
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
+        let table = &arena.table(region)[..count as usize];
+        let places = join::places(table);
         let mut free: Vec<FreeList> = (0..CLASSES).map(|_| FreeList::default()).collect();
-        let (mut fresh, mut warm, mut idle) = (0, 0, 0);
-        for (id, entry) in arena.table(region)[..count as usize].iter().enumerate() {
+        let (mut fresh, mut warm, mut idle, mut spare) = (0, 0, 0, Vec::new());
+        for (id, entry) in (0..).zip(table) {
             let capacity = entry.capacity.load(Ordering::Relaxed);
+            if capacity == 0 {
+                spare.push(id);
+                continue;
+            }
             fresh = fresh.max(entry.offset.load(Ordering::Relaxed) + capacity);
             warm += entry.warm.load(Ordering::Relaxed);
             // SYNC: block-released (pairs with the Release in `block::release`).
             if entry.state.load(Ordering::Acquire) == 0 {
-                free[class_of(capacity / PAGE).min(CLASSES - 1)].blocks.push(id as u32);
+                free[class_within(capacity)].blocks.push(id);
                 idle = u64::saturating_add(idle, entry.warm.load(Ordering::Relaxed));
             }
         }
@@ -131,6 +153,8 @@ impl Allocator {
             region,
             free,
             fresh,
+            places,
+            spare,
             slab_end: fresh,
             mapped: vec![0; count as usize],
             sent: HashSet::new(),
@@ -177,7 +201,7 @@ impl Allocator {
         }
         let id = match self.take(self.warm_class(class)) {
             Some(id) => id,
-            None => self.make(class, len)?,
+            None => self.make(class, pages * PAGE)?,
         };
         if let Err(error) = self.reserve(id, pages * PAGE) {
             self.put(id);
@@ -249,46 +273,72 @@ impl Allocator {
             |id| &table[id as usize],
             |id| {
                 let entry = &table[id as usize];
-                let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
-                free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+                free[class_within(entry.capacity.load(Ordering::Relaxed))].blocks.push(id);
                 *idle = idle.saturating_add(entry.warm.load(Ordering::Relaxed));
                 idle_since[id as usize] = *clock;
             },
         )
     }
 
-    /// Creates a block, or takes a larger idle one when the region or its table is used up.
-    fn make(&mut self, class: usize, len: u64) -> Result<u32> {
+    /// Creates a block behind the last one. Once the region or its table is used up, cuts it from a larger idle block, or joins
+    /// idle neighbours.
+    fn make(&mut self, class: usize, least: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
+        if capacity <= self.tail() && self.has_entry()? {
+            return self.make_fresh(capacity);
+        }
+        let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
+        match larger.and_then(|class| self.take(class)) {
+            Some(id) => {
+                self.split(id, capacity);
+                Ok(id)
+            }
+            None => self.join(capacity, least),
+        }
+    }
+
+    /// Whether the table has an entry for another block.
+    fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
-        let offset = self.fresh;
-        let region_len = self.arena.geometry().region_len;
-        if id == self.arena.geometry().table_len || offset + capacity > region_len {
-            let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
-            return larger.and_then(|class| self.take(class)).ok_or_else(|| self.full(len));
+        if !self.spare.is_empty() || id == self.arena.geometry().table_len {
+            return Ok(!self.spare.is_empty());
         }
         self.arena.populate_table(self.region, id)?;
+        let entry = &self.arena.table(self.region)[id as usize];
+        entry.state.store(0, Ordering::Relaxed);
+        entry.capacity.store(0, Ordering::Relaxed);
+        entry.warm.store(0, Ordering::Relaxed);
+        self.mapped.push(0);
+        self.idle_since.push(0);
+        self.spare.push(id);
+        // SYNC: block-made (pairs with the Acquire in `Arena::block_count`).
+        self.arena.region_head(self.region).blocks.store(id + 1, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Creates a block of `capacity` bytes behind the last one, with an entry that [`Allocator::has_entry`] has found.
+    fn make_fresh(&mut self, capacity: u64) -> Result<u32> {
+        let offset = self.fresh;
         let mut reserved = 0;
         if capacity < SLAB {
             reserved = capacity;
             self.look(capacity)?;
             if offset + capacity > self.slab_end {
-                let end = (offset + SLAB).min(region_len);
+                let end = (offset + SLAB).min(self.arena.geometry().region_len);
                 self.populate(offset, end)?;
                 self.slab_end = end;
             }
         }
+        let Some(id) = self.spare.pop() else { return Err(self.full(capacity)) };
         let entry = &self.arena.table(self.region)[id as usize];
-        entry.state.store(0, Ordering::Relaxed);
-        entry.offset.store(offset, Ordering::Relaxed);
-        entry.capacity.store(capacity, Ordering::Relaxed);
         entry.warm.store(reserved, Ordering::Relaxed);
+        entry.offset.store(offset, Ordering::Relaxed);
+        // Last: an owner that is killed before leaves no block.
+        entry.capacity.store(capacity, Ordering::Release);
         self.add_warm(reserved);
         self.fresh += capacity;
-        self.mapped.push(reserved);
-        self.idle_since.push(0);
-        // SYNC: block-made (pairs with the Acquire in `Arena::block_count`).
-        self.arena.region_head(self.region).blocks.store(id + 1, Ordering::Release);
+        self.places.insert(offset, id);
+        self.mapped[id as usize] = reserved;
         Ok(id)
     }
 
@@ -404,8 +454,7 @@ impl Allocator {
     /// Adds a block whose last holder was the owner to its free list.
     pub fn put(&mut self, id: u32) {
         let entry = &self.arena.table(self.region)[id as usize];
-        let pages = entry.capacity.load(Ordering::Relaxed) / PAGE;
-        self.free[class_of(pages).min(CLASSES - 1)].blocks.push(id);
+        self.free[class_within(entry.capacity.load(Ordering::Relaxed))].blocks.push(id);
         self.idle = self.idle.saturating_add(entry.warm.load(Ordering::Relaxed));
         self.idle_since[id as usize] = self.clock;
     }
@@ -425,9 +474,7 @@ impl Allocator {
         if offset >= self.fresh {
             return None;
         }
-        let table = &self.arena.table(self.region)[..self.mapped.len()];
-        let id = table.partition_point(|block| block.offset.load(Ordering::Relaxed) <= offset) - 1;
-        Some((id as u32, offset - table[id].offset.load(Ordering::Relaxed)))
+        self.places.range(..=offset).next_back().map(|(start, id)| (*id, offset - start))
     }
 
     fn end_window(&mut self) -> Result<()> {
@@ -493,11 +540,6 @@ impl Allocator {
             }
         }
         Ok(())
-    }
-
-    fn full(&self, len: u64) -> Error {
-        let size = self.arena.geometry().region_len;
-        Error::RegionFull { wanted: len, size, headroom: size - self.fresh.min(size) }
     }
 }
 

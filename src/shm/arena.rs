@@ -241,7 +241,7 @@ impl Arena {
 
     /// Number of blocks created in a region, at most the length of its table.
     pub fn block_count(&self, region: u32) -> u32 {
-        // SYNC: block-made (pairs with the Release in `Allocator::make`).
+        // SYNC: block-made (pairs with the Release in `Allocator::has_entry`).
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
     }
 
@@ -525,7 +525,6 @@ impl Arena {
         let mut usage = Usage::default();
         for region in 0..self.geometry.regions() {
             let count = self.block_count(region);
-            usage.blocks += u64::from(count);
             let peak = self.region_head(region).high_water.load(Ordering::Relaxed);
             usage.high_water = usage.high_water.saturating_add(peak);
             self.table(region)[..count as usize].iter().for_each(|entry| usage.add_block(entry));

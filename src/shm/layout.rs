@@ -414,7 +414,7 @@ pub struct BlockEntry {
     pub next: AtomicU32,
     /// Offset of the block in its region's data, a multiple of [`PAGE`].
     pub offset: AtomicU64,
-    /// Bytes up to the next block, with or without pages.
+    /// Bytes up to the next block, with or without pages; 0 for an entry without a block.
     pub capacity: AtomicU64,
     /// Bytes from the block's begin that have pages.
     pub warm: AtomicU64,

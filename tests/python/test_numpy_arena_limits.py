@@ -21,7 +21,8 @@ MB = 1 << 20
 WORKERS = 8
 REGION_FULL = re.compile(
     r"MemoryError: MemoryError: cannot get (\d+) bytes of shared memory for a batch: "
-    r"each worker's region of the shared memory has (\d+) bytes, (\d+) bytes are left; .*"
+    r"each worker's region of the shared memory has (\d+) bytes, in this one (\d+) bytes are in use "
+    r"and (\d+) bytes are idle, at most (\d+) of them in one piece; .*"
 )
 
 
@@ -88,8 +89,8 @@ def full_region():
 def test_a_full_region_leaves_arrays_to_ordinary_memory_until_blocks_are_free():
     errors, before, after = limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, full_region)["value"]
     for error in errors:
-        wanted, size, left = map(int, REGION_FULL.fullmatch(error).groups())
-        assert wanted == 8 * MB and left < wanted < size
+        wanted, size, used, idle, longest = map(int, REGION_FULL.fullmatch(error).groups())
+        assert wanted == 8 * MB and longest < wanted < size and longest <= idle and used + idle == size
     # What was under way when the loop released its arrays may fail as well.
     assert before[0] is True and before[-1] is False and 4 <= len(errors) <= 8
     assert after.count(False) <= 4 and after[-10:] == ["array", True] * 5
@@ -107,7 +108,7 @@ def test_arrays_beyond_the_region_and_the_address_space():
         "value"
     ]
     assert [first, second, *others] == [1, 2, 3] + [16] * (3 * WORKERS)
-    wanted, size, _ = map(int, REGION_FULL.fullmatch(region).groups())
+    wanted, size, *_ = map(int, REGION_FULL.fullmatch(region).groups())
     assert wanted == 300 * MB > size > 100 * MB
     assert re.fullmatch(
         r"RuntimeError: .*ArrayMemoryError: Unable to allocate 4.88 GiB for an array with shape .*", everything

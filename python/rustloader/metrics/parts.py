@@ -143,7 +143,7 @@ class ArenaStats:
         leased_bytes: Bytes of blocks that tensors of the main process use.
         warm_bytes: Bytes of all blocks with resident pages.
         high_water_bytes: Peak bytes of one iterator's arena (the sum over its regions).
-        blocks: Number of blocks created.
+        blocks: Number of blocks, idle ones included.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
