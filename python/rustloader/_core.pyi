@@ -411,7 +411,8 @@ class Death:
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
     ``index`` is the index batch that the worker was at, else its first unanswered one, or None. ``task`` is its number
     in this epoch, from 0. ``answers`` counts the results of this epoch, errors included, that the processes of this
-    worker have published. ``place`` is the place in its index batch of the sample that the worker was at
+    worker have published. ``has_begun``: it had begun that task; its start, and batches that it makes again before the
+    task, do not count. ``place`` is the place in its index batch of the sample that the worker was at
     (`Port.at_sample`), or None. ``generation`` counts the processes before it. ``stalled``: it was killed for
     ``stall_seconds``. ``first_task`` is the number of the epoch's first task, as in ``RESUME``.
     """
@@ -423,6 +424,7 @@ class Death:
     index: Final[Any]
     task: Final[int | None]
     answers: Final[int]
+    has_begun: Final[bool]
     place: Final[int | None]
     generation: Final[int]
     stalled: Final[bool]
@@ -548,8 +550,9 @@ class Port:
     def resumed(self) -> None:
         """Acknowledges a new epoch."""
 
-    def progress(self) -> None:
-        """Notes that a batch of a replay begins, or that the replay has ended: ``stall_seconds`` counts from now."""
+    def progress(self, *, ends: bool = False) -> None:
+        """Notes that a batch of a replay begins, or that the replay ends: ``stall_seconds`` counts from now. In a replay
+        the worker has not begun its task (``Death.has_begun``)."""
 
     def leave(self) -> None:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""

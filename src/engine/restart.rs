@@ -19,8 +19,9 @@ use crate::wire::{TaskEntry, TaskKind};
 pub(super) struct Remains {
     pid: i32,
     status: Option<ExitStatus>,
-    /// The task that it had taken last, and the place of the sample in it.
+    /// The task that it had taken last, whether it had begun it, and the place of the sample in it.
     task: u64,
+    has_begun: bool,
     place: Option<u64>,
     generation: u32,
     stalled: bool,
@@ -58,8 +59,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             pid: process.as_ref().map_or(0, |process| process.pid),
             status,
             task: page.task.load(Ordering::Relaxed),
+            has_begun: page.has_begun(),
             // Once the samples are made, none of them is to blame.
-            place: (page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
+            place: (page.has_begun() && page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
                 .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
                 .flatten(),
             generation: self.handle.generation(worker).saturating_sub(1),
@@ -82,6 +84,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             index: task.map(|(_, index)| index),
             task: task.and_then(|(task, _)| task.0.checked_sub(first_task)),
             answers: self.answered[worker as usize],
+            has_begun: at.is_some() && remains.has_begun,
             place: at.and(remains.place),
             generation: remains.generation,
             stalled: remains.stalled,

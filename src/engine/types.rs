@@ -65,6 +65,8 @@ pub struct DeathReport<'a, T> {
     pub task: Option<u64>,
     /// Results of this epoch, errors included, that processes of this worker have published.
     pub answers: u64,
+    /// Whether it had begun that task. Its start, and batches that it makes again before the task, do not count.
+    pub has_begun: bool,
     /// The place in its index batch of the sample that it was at, if known.
     pub place: Option<u64>,
     /// Number of processes before it in the worker's slot.

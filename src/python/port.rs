@@ -296,8 +296,9 @@ impl PyPort {
         Ok(self.port.answer(0, ResultKind::Resumed)?)
     }
 
-    fn progress(&self, py: Python<'_>) {
-        py.detach(|| self.port.progress());
+    #[pyo3(signature = (*, ends = false))]
+    fn progress(&self, py: Python<'_>, ends: bool) {
+        py.detach(|| self.port.progress(ends));
     }
 
     /// Ignores Ctrl-C from here on: in multiprocessing's exit code it would only print a traceback.

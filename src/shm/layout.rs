@@ -252,11 +252,22 @@ pub struct StatusPage {
     pub(crate) fetch_cpu_ns: AtomicU64,
     /// Nanoseconds of wall time of these fetches. Stored first.
     pub(crate) fetch_measured_ns: AtomicU64,
-    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown.
+    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; [`NOT_BEGUN`].
     pub(crate) place: AtomicU64,
 }
 
+/// `StatusPage::place` of a worker that has not begun `task`: it begins an epoch, or makes earlier batches again.
+pub(crate) const NOT_BEGUN: u64 = u64::MAX;
+
 impl StatusPage {
+    /// Whether the worker has begun `task`, and not finished it: the task may be to blame for its death.
+    pub(crate) fn has_begun(&self) -> bool {
+        let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
+        !is_waiting
+            && self.task_since_ns.load(Ordering::Relaxed) != 0
+            && self.place.load(Ordering::Relaxed) != NOT_BEGUN
+    }
+
     /// How long an idle worker waits usually: as long as its last batch took, or [`AHEAD`] if that is longer. On a busy machine both
     /// become longer.
     pub fn long_idle(&self) -> Duration {

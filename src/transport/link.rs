@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::block::CONSUMER;
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::{NOT_BEGUN, StatusPage, WorkerState};
 use crate::shm::ring::Producer;
 use crate::shm::{doorbell, lease};
 use crate::sync::{Ordering, fence, lock, try_lock};
@@ -378,7 +378,10 @@ impl Link {
                 lock(&self.outflow).at_sample(frame::words(&body));
             }
             // Its time counts from now.
-            Kind::Again => self.page().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed),
+            Kind::Again => {
+                self.page().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed);
+                self.page().place.store(NOT_BEGUN, Ordering::Relaxed);
+            }
             Kind::Left => {
                 intake.has_left = true;
                 counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());

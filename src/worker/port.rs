@@ -19,7 +19,7 @@ use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaQueue, ArenaRing};
 use crate::shm::block::{CONSUMER, WORKER};
 use crate::shm::forks;
-use crate::shm::layout::{Sleeper, StatusPage, WorkerState};
+use crate::shm::layout::{NOT_BEGUN, Sleeper, StatusPage, WorkerState};
 use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Entry, Producer};
 use crate::sync::{Ordering, lock};
@@ -198,16 +198,21 @@ impl Port {
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// Notes that a batch of a replay begins: its time counts from now.
-    pub fn progress(&self) {
+    /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then the worker
+    /// has not begun its task.
+    pub fn progress(&self, ends: bool) {
         if !self.arena.is_ours() {
             return;
         }
         let now = sys::clock::monotonic_ns();
-        self.status().task_since_ns.store(now, Ordering::Relaxed);
-        if let Some(remote) = &self.remote
-            && now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS
-        {
+        let page = self.status();
+        page.task_since_ns.store(now, Ordering::Relaxed);
+        page.place.store(if ends { 0 } else { NOT_BEGUN }, Ordering::Relaxed);
+        let Some(remote) = &self.remote else { return };
+        if ends {
+            self.told_ns.store(0, Ordering::Relaxed);
+            remote.at_sample(page.task.load(Ordering::Relaxed), 0);
+        } else if now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS {
             self.told_ns.store(now, Ordering::Relaxed);
             remote.again();
         }
@@ -221,8 +226,9 @@ impl Port {
         if !self.arena.is_ours() {
             return;
         }
-        self.status().at_sample(place);
-        if let Some(remote) = &self.remote {
+        if self.status().at_sample(place)
+            && let Some(remote) = &self.remote
+        {
             self.at_sample.store(true, Ordering::Relaxed);
             remote.at_sample(self.status().task.load(Ordering::Relaxed), place.saturating_add(1));
         }
@@ -346,7 +352,7 @@ impl Port {
         sys::moment::task_taken();
         let entry = TaskEntry::from_words(&words)?;
         let (status, now) = (self.status(), sys::clock::monotonic_ns());
-        status.begin(entry.task, now);
+        status.begin(entry.task, entry.kind, now);
         self.stack.check_handler(status, now);
         if let Some(block) = entry.block {
             let region = self.arena.geometry().main_region();

@@ -1,25 +1,30 @@
 //! The worker's writes to its status page.
 
 use crate::config::{FETCH_MEASURED_FROM_NS, FETCH_SAMPLE};
-use crate::shm::layout::{INDEX_BYTES, StatusPage, WorkerState};
+use crate::shm::layout::{INDEX_BYTES, NOT_BEGUN, StatusPage, WorkerState};
 use crate::sync::{AtomicU64, Ordering};
 use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
 impl StatusPage {
     /// Begins a task.
-    pub(super) fn begin(&self, task: u64, now: u64) {
+    pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) {
         // Before the state: a stall check must not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
-        self.place.store(0, Ordering::Relaxed);
+        // The message that begins an epoch has the number of the first task.
+        self.place.store(if kind == TaskKind::Resume { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now);
     }
 
-    /// Shows the place of the current sample in its index batch.
+    /// Shows the place of the current sample in its index batch. Returns false, and shows nothing, in a replay.
     #[inline]
-    pub(super) fn at_sample(&self, place: u64) {
-        self.place.store(place.saturating_add(1), Ordering::Relaxed);
+    pub(super) fn at_sample(&self, place: u64) -> bool {
+        let is_begun = self.place.load(Ordering::Relaxed) != NOT_BEGUN;
+        if is_begun {
+            self.place.store(place.saturating_add(1), Ordering::Relaxed);
+        }
+        is_begun
     }
 
     /// Enters a state. Returns the nanoseconds spent in the previous one.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -28,6 +29,8 @@ class Deaths:
             if isinstance(self.how, signal.Signals):
                 os.kill(os.getpid(), self.how)
                 time.sleep(60)
+            if self.how == "SystemExit":
+                sys.exit(3)
             os._exit(self.how)
 
     def count(self):
@@ -70,6 +73,19 @@ class MortalStream(IterableDataset):
         for i in range(self.lengths[w]):
             self.deaths.pass_by((w, i))
             yield w, i, *drawn()
+
+
+class DiesAgain(MortalStream):
+    """Worker 0 dies at its sample 5, and then four times before it is there again."""
+
+    def __init__(self, lengths, folder):
+        super().__init__(lengths, Deaths(folder, {(0, 5): 1, "again": 4}))
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            if sample[:2] == (0, 2) and os.path.exists(f"{self.deaths.folder}/(0, 5)-0"):
+                self.deaths.pass_by("again")
+            yield sample
 
 
 class ShuffledStream(MortalStream):

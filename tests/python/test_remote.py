@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 from remote_support import LoopbackContext, serve_file
+from restart_support import DiesAgain, MortalStream, loader_of
+from restart_support import epochs as batches_of
 from support import open_files, run_script
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -303,6 +305,15 @@ def test_restarts_make_the_same_batches(tmp_path, dispatch):
     # A worker whose tasks another one has taken is not replaced in this epoch.
     assert 3 <= len(context.calls) <= 4
     assert len({call.token for call in context.calls}) == len(context.calls)
+
+
+@pytest.mark.warns
+def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    loader = loader_of(DiesAgain([10, 10], deaths), multiprocessing_context=LoopbackContext(tmp_path))
+    assert batches_of(loader) == batches_of(loader_of(MortalStream([10, 10])))
+    assert len(os.listdir(deaths)) == 5
 
 
 class Fatal(Noisy):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from restart_support import Deaths, Mortal, epochs, kill, loader_of
+from restart_support import Deaths, DiesAgain, Mortal, MortalStream, epochs, kill, loader_of
 from sample_data import Slow
 from support import (
     TORCH_MODE,
@@ -78,6 +78,25 @@ def test_a_batch_that_kills_each_worker_ends_the_epoch(tmp_path):
         next(iterator)
     assert len(os.listdir(tmp_path)) == 3 and caught.value.restarts == 2
     assert caught.value.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+
+
+def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
+    dataset = DiesAgain([10, 10], tmp_path)
+    assert epochs(loader_of(dataset)) == epochs(loader_of(MortalStream([10, 10])))
+    assert dataset.deaths.count() == 5
+
+
+def test_deaths_in_a_replay_count_for_the_limit(tmp_path):
+    with pytest.raises(WorkerDiedError) as caught:
+        epochs(loader_of(DiesAgain([10, 10], tmp_path), max_restarts=4))
+    assert caught.value.restarts == 4
+    assert not any("tried again" in note for note in caught.value.__notes__)
+
+
+def test_a_start_that_the_program_ends_does_not_count_against_the_first_batch(tmp_path):
+    deaths = Deaths(tmp_path, {0: 4}, how="SystemExit")
+    assert epochs(loader_of(Mortal(N), worker_init_fn=deaths.pass_by)) == epochs(loader_of(Mortal(N)))
+    assert deaths.count() == 4
 
 
 def test_without_the_option_a_death_is_final_at_once(tmp_path):

@@ -41,7 +41,7 @@ def fill(iterator: Any, death: Death, make_job: Callable[[Death], Job]) -> None:
         if restarts.is_settled(death):
             return
         engine: Engine = iterator._engine()
-        seconds = _decide(iterator, restarts, engine, death)
+        seconds = _decide(iterator, restarts, death)
         if seconds == 0.0:
             try:
                 _replace(iterator, restarts, death, make_job(death), unblock)
@@ -83,16 +83,13 @@ def _was_out_of_memory(iterator: Any, death: Death, worker: Any) -> bool:
     return found
 
 
-def _decide(iterator: Any, restarts: Restarts, engine: Engine, death: Death) -> float | None:
+def _decide(iterator: Any, restarts: Restarts, death: Death) -> float | None:
     """Seconds until a worker is to be started again; None: not at all."""
     if restarts.is_counted(death):
         return restarts.on_death(death)
-    status = engine.worker_status(death.worker_id)
-    begun = None if status["state"] == "starting" else status["task"]
-    under_way = death.task is not None and begun == death.first_task + death.task
     worker = _process_of(iterator, death)
     out_of_memory = _was_out_of_memory(iterator, death, worker)
-    return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), under_way, out_of_memory)
+    return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), death.has_begun, out_of_memory)
 
 
 def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job, unblock: list[int]) -> None:

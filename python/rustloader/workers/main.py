@@ -327,7 +327,7 @@ class _Worker:
             return self.fetcher.fetch(self.indices(*batch))
 
         resuming.replay(self.fetcher, batches, self.job.dataset_kind, fetch)
-        self.port.progress()
+        self.port.progress(ends=True)
 
     def indices(self, task: int, index: Any) -> Any:
         """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch

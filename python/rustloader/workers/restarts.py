@@ -79,7 +79,8 @@ class Restarts:
         Args:
             death: The death.
             cause: How the process ended, as in "was killed by signal: Killed".
-            under_way: Whether the worker had begun the task that the death names.
+            under_way: Whether the worker had begun the task that the death names. Deaths in a start, and in the replay of
+                earlier batches, say nothing about the batch.
             out_of_memory: Whether its memory cgroup was out of memory.
 
         Returns:
@@ -87,7 +88,7 @@ class Restarts:
         """
         if self.is_counted(death):
             return None if self._counted[death.worker_id][1] else 0.0
-        self._lines[death.worker_id] = line = described(death, cause)
+        self._lines[death.worker_id] = line = described(death, cause, under_way)
         self.history.append(line)
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
@@ -162,11 +163,11 @@ class Restarts:
         return True
 
 
-def described(death: Death, cause: str) -> str:
-    """A death in one line."""
+def described(death: Death, cause: str, under_way: bool = True) -> str:
+    """A death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
-        text += f", at batch {death.task} of index {stalls.index_text(death.index)}"
+        text += f", {'at' if under_way else 'before'} batch {death.task} of index {stalls.index_text(death.index)}"
     return text
 
 

@@ -17,6 +17,7 @@ pub struct PyDeath {
     index: Option<Py<PyAny>>,
     task: Option<u64>,
     answers: u64,
+    has_begun: bool,
     place: Option<u64>,
     generation: u32,
     stalled: bool,
@@ -31,7 +32,7 @@ impl PyDeath {
             Some(ExitStatus::Signal(signal)) => (Some(-signal), Some(signal_name(signal))),
         };
         let DeathReport {
-            worker: worker_id, pid, task, answers, place, generation, stalled, first_task, ..
+            worker: worker_id, pid, task, answers, has_begun, place, generation, stalled, first_task, ..
         } = *death;
         let index = death.index.map(|index| index.clone_ref(py));
         Self {
@@ -42,6 +43,7 @@ impl PyDeath {
             index,
             task,
             answers,
+            has_begun,
             place,
             generation,
             stalled,

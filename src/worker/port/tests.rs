@@ -215,8 +215,35 @@ fn a_batch_of_a_replay_renews_the_time_of_the_task() {
     let since = || port.status().task_since_ns.load(Ordering::Relaxed);
     assert_eq!(since(), 0);
     let before = sys::clock::monotonic_ns();
-    port.progress();
+    port.progress(false);
     assert!((before..=sys::clock::monotonic_ns()).contains(&since()));
+}
+
+#[test]
+fn a_task_is_begun_after_the_replay_before_it() {
+    let port = port(64 << 20);
+    let page = port.status();
+    page.begin(0, TaskKind::Resume, 1);
+    assert!(!page.has_begun(), "the message that begins an epoch");
+    page.begin(0, TaskKind::Plain, 2);
+    assert!(page.has_begun());
+    port.progress(false);
+    port.at_sample(3);
+    assert!(!page.has_begun());
+    // It leaves by an exception of the dataset.
+    port.enter(WorkerState::Left);
+    assert!(!page.has_begun());
+    port.enter(WorkerState::Fetch);
+    port.progress(true);
+    port.at_sample(3);
+    assert!(page.has_begun());
+    assert_eq!(page.place.load(Ordering::Relaxed), 4);
+    port.enter(WorkerState::Idle);
+    assert!(!page.has_begun());
+    page.reset();
+    assert!(!page.has_begun());
+    port.enter(WorkerState::Left);
+    assert!(!page.has_begun(), "the start has failed");
 }
 
 #[test]
@@ -331,12 +358,22 @@ fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
 
 #[test]
 fn a_main_process_elsewhere_learns_of_the_batches_of_a_replay() {
-    let (arena, _link, port) = connected();
-    let since = || arena.control(0).status.task_since_ns.load(Ordering::Relaxed);
+    let (arena, link, port) = connected();
+    let page = &arena.control(0).status;
+    let since = || page.task_since_ns.load(Ordering::Relaxed);
+    port.remote().unwrap().ready();
+    let mut tasks = Producer::new(arena.task_ring(0));
+    tasks.push(&TaskEntry::inline(0, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
+    link.pump();
+    wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
+    wait_until(|| page.has_begun());
     for _ in 0..2 {
         let before = since();
-        port.progress();
+        port.progress(false);
         wait_until(|| since() > before);
+        assert!(!page.has_begun());
         port.told_ns.store(0, Ordering::Relaxed);
     }
+    port.progress(true);
+    wait_until(|| page.has_begun());
 }
