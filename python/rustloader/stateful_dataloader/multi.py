@@ -14,6 +14,7 @@ from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import fallback, settings
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
+from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots, worker_start
@@ -98,10 +99,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         while found is not None and found[1]:
             # The error in place of a state. An earlier one serves as well.
             found = self._engine().snapshot(worker, found[0] - 1) if found[0] else None
-        is_iterable = self._dataset_kind == _DatasetKind.Iterable
-        count, made = (0, start.as_snapshot(worker, is_iterable)) if found is None else (found[0], read(found[2]))
+        count, made = (0, None) if found is None else (found[0], read(found[2]))
+        made = self._snapshot_or_start(start, worker, count, made)
         record = self._record(start, answers, count, made)
-        if not is_iterable:
+        if self._dataset_kind == _DatasetKind.Map:
             # The index batches of its earlier answers are gone.
             record["replay"] = 0
         return worker_start(made, record)
@@ -260,9 +261,8 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             count, made = self._snapshot(worker, answers)
             if made is not None:
                 self._warn_if_frozen(made)
-            else:
-                made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
-            state = {name: made[name] for name in ("worker_id", "dataset_state", "fetcher_state")}
+            made = self._snapshot_or_start(start, worker, count, made)
+            state = {name: copied(made[name]) for name in ("worker_id", "dataset_state", "fetcher_state")}
             states[f"worker_{worker}"] = state
             record = self._record(start, answers, count, made)
             if self._dataset_kind == _DatasetKind.Map and (not self._in_order or self.origin.ahead):

@@ -100,18 +100,26 @@ class Positioned(_BaseDataLoaderIter):
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
             warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
 
+    def _snapshot_or_start(
+        self, start: WorkerStart, worker: int, count: int, made: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The snapshot that a worker made after ``count`` of its answers, or what it started from.
+
+        Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded, and
+        a dataset that takes note of it at its first step shows another one until then.
+        """
+        if made is None or (count == 0 and start.has_state):
+            made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
+        return made
+
     def _record(self, start: WorkerStart, answers: int, count: int, made: dict[str, Any]) -> dict[str, Any]:
         """What a state says about a worker besides its snapshot, which was made after ``count`` of its answers."""
-        record = {
-            "delivered": answers,
+        return {
+            "delivered": start.delivered + answers,
             "replay": answers - count + (start.replayed if count == 0 else 0),
             "batches": made["batches"],
             "samples": made["samples"],
         }
-        if count == 0 and start.has_state:
-            # A dataset that takes note of a loaded state at its first step shows another one until then.
-            record["start"] = start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)
-        return record
 
     def _own_part(
         self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, Any]] | None

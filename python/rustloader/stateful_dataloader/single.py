@@ -218,24 +218,26 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
     def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of dataset and fetcher, and how many batches were made after it."""
         maker, start, made = self._maker, self._start, None
-        if is_last and maker.has_state and (finished or self._drawn_at != answers):
+        is_at_start = answers == 0 and start.has_state and not finished
+        if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
             made = copied(maker.state(self._dataset_fetcher, self._dataset))
             if not finished and self._drawn_at == answers:
                 # Another thread has begun the next batch.
                 made = None
         if made is not None:
             # The batches that were made again are in it.
-            record = self._record(WorkerStart() if start.replayed else start, answers, answers, made)
+            record = self._record(start, answers, answers, made) | {"replay": 0}
         else:
             count, made = self._newest_snapshot(answers)
+            made = copied(self._snapshot_or_start(start, 0, count, made))
             record = self._record(start, answers, count, made)
         self._warn_if_frozen(made)
         if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
             record["replay"] = 0
         return made, record
 
-    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any]]:
+    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any] | None]:
         for after, payload in reversed(self._snapshots):
             if after <= answers:
                 return after, read(payload)
-        return 0, self._start.as_snapshot(0, self._dataset_kind == _DatasetKind.Iterable)
+        return 0, None

@@ -303,7 +303,7 @@ def _sampler(own: Any, parts: Any) -> dict[str, Any]:
 
 def worker_start(snapshot: Any, record: Any) -> WorkerStart:
     """What a worker starts from, of its snapshot and what a state says about it besides."""
-    # The state that the worker itself started from, if it has delivered nothing since.
+    # Early states have it beside the snapshot of a worker that has delivered nothing since its start.
     snapshot = record.get("start") or snapshot
     _of(snapshot, "dataset_state", object)
     fetcher = _of(snapshot, "fetcher_state", dict, type(None)) or {}
@@ -317,6 +317,7 @@ def worker_start(snapshot: Any, record: Any) -> WorkerStart:
         replay=replay,
         batches=_count(record, "batches", 0),
         samples=_count(record, "samples", 0),
+        delivered=_count(record, "delivered", 0),
     )
 
 

@@ -51,6 +51,7 @@ class WorkerStart:
         replay: Batches to fetch and drop: their number for an iterable dataset, or their index batches.
         batches: The counter of ``Seeds`` at the snapshot.
         samples: The same for samples.
+        delivered: Number of the worker's answers before the position.
     """
 
     dataset_state: Any = None
@@ -59,6 +60,7 @@ class WorkerStart:
     replay: int | list[Any] = 0
     batches: int = 0
     samples: int = 0
+    delivered: int = 0
 
     @property
     def has_state(self) -> bool:
