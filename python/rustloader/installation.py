@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -149,6 +150,8 @@ _entered: list[_Entered] = []
 
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
+    # A `with` statement that the interpreter's exit ends restores nothing: the names of this module may be None.
+    is_finalizing = sys.is_finalizing
     with _lock:
         own = _Entered()
         install(**values)
@@ -156,8 +159,9 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
-            _leave(own)
+        if not is_finalizing():
+            with _lock:
+                _leave(own)
 
 
 def _leave(own: _Entered) -> None:

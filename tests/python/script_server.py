@@ -72,7 +72,8 @@ class Script:
 class Server:
     """The process that forks the scripts of this one. It starts with the first script and ends with this process."""
 
-    def __init__(self):
+    def __init__(self, python=sys.executable):
+        self.python = python
         self.process = self.channel = None
 
     def start(self, source, environment, file=None, folder=None):
@@ -80,7 +81,7 @@ class Server:
         if self.process is None:
             self.channel, theirs = socket.socketpair()
             self.process = subprocess.Popen(
-                [sys.executable, "-c", SERVER.format(descriptor=theirs.fileno())],
+                [self.python, "-c", SERVER.format(descriptor=theirs.fileno())],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -31,7 +31,7 @@ from rustloader.remote.context import is_remote
 from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.group import WorkerGroup, exiting, interrupt_again
+from rustloader.workers.group import WorkerGroup, interrupt_again
 from rustloader.workers.restarts import Restarts
 from rustloader.workers.snapshots import WorkerStart
 
@@ -509,7 +509,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             super()._shutdown_workers()
             return
         group = self._group
-        if group is None or self._shutdown or not group.engine.is_ours or exiting():
+        if group is None or self._shutdown or not group.engine.is_ours or group.exiting():
             return
         try:
             self._before_end()

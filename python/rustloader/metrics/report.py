@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,11 +63,15 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
         if time.monotonic() >= due:
             call()
 
+    # As in `installed`: the interpreter's exit may end the `with` statement when the names of this module are None.
+    is_finalizing = sys.is_finalizing
     hooks.before_next.append(call_if_due)
     set_reporting(True)
     try:
         yield
     except BaseException as error:
+        if is_finalizing():
+            raise
         _stop(call_if_due)
         clean_up_after(error, call)
         raise

@@ -16,7 +16,7 @@ from typing import Any
 
 from rustloader.cleanup import forget_frames
 from rustloader.interrupts import is_interrupt
-from rustloader.prefetch.lane import Copied, Lane, leak
+from rustloader.prefetch.lane import Copied, Lane
 
 
 class _Failed:
@@ -284,7 +284,7 @@ class DeviceIterator:
         if self._position is None:
             return
         if self._lane.is_forked:
-            leak(self._ahead, self._rescued)
+            self._lane.leak(self._ahead, self._rescued)
         elif self._lane.is_usable:
             # A device that has failed fails again.
             with contextlib.suppress(Exception):

@@ -134,15 +134,24 @@ class Lane:
         # Last: `__del__` uses all of the others even if this fails.
         self.stream = streams.make()
 
+    # What `__del__` calls while the interpreter exits: by then the names of this module may be None.
+    _getpid = staticmethod(os.getpid)
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
+    @staticmethod
+    def leak(*things: Any, keep: Any = ctypes.pythonapi.Py_IncRef, pointer: Any = ctypes.py_object) -> None:
+        """Keeps objects for the rest of the process, past the end of all modules."""
+        keep(pointer(things))
+
     @property
     def is_forked(self) -> bool:
         """Whether this is a forked child, which must neither use nor free what belongs to the device."""
-        return os.getpid() != self._pid
+        return self._getpid() != self._pid
 
     @property
     def is_usable(self) -> bool:
         """False in a forked child and while the interpreter exits: the device must be left alone."""
-        return not self.is_forked and not sys.is_finalizing()
+        return not self.is_forked and not self._is_finalizing()
 
     def copy(self, host: Any, asks_pinned: bool = False) -> tuple[Copied, Move]:
         """Queues the copy of a batch."""
@@ -320,7 +329,7 @@ class Lane:
 
     def __del__(self) -> None:
         if self.is_forked:
-            leak(self._lent, self._retired, self._sources, self._dropped)
+            self.leak(self._lent, self._retired, self._sources, self._dropped)
         if not self.is_usable:
             return
         with contextlib.suppress(Exception):
@@ -344,10 +353,12 @@ class HostLane(Lane):
 
     @property
     def is_usable(self) -> bool:
-        if os.getpid() != self._pid:
+        if self._is_finalizing():
+            return False
+        if self._getpid() != self._pid:
             # A forked child: the thread that has the lock, or is in a call, may not be there.
             self.lock, self.is_busy, self._pid = threading.RLock(), False, os.getpid()
-        return super().is_usable
+        return True
 
     def __init__(self) -> None:
         super().__init__(NoStreams(torch.device("cpu")), 0)
@@ -368,8 +379,3 @@ class HostLane(Lane):
 def _add(streams: list[Any], stream: Any) -> None:
     if stream not in streams:
         streams.append(stream)
-
-
-def leak(*things: Any) -> None:
-    """Keeps objects for the rest of the process, past the end of all modules."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))

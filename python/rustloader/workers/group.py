@@ -192,6 +192,12 @@ class WorkerGroup:
         else:
             _end([self], min(grace, REMOTE_GRACE), REMOTE_KILL_AFTER)
 
+    @staticmethod
+    def exiting() -> bool:
+        """Whether the interpreter exits. torch then sets the flag; names of modules that are already gone are None, so
+        this is a method."""
+        return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
+
     def exit(self) -> None:
         on_exit = self._on_exit()
         if on_exit is not None:
@@ -212,11 +218,6 @@ def interrupt_again() -> None:
 
     # `threading` has locks that this thread may hold.
     _thread.start_new_thread(interrupt, ())
-
-
-def exiting() -> bool:
-    """Whether the interpreter exits. torch then sets the flag; names of modules that are already gone are None."""
-    return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
 
 def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
