@@ -19,7 +19,7 @@ if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
     from rustloader.metrics import ledger
-    from rustloader.torch_side import TorchIter, in_torch, is_torchs
+    from rustloader.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
 else:
     from rustloader import unsupported
 
@@ -172,7 +172,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             fallback.fall_back(self, other)
             return super()._get_iterator()
         if not arguments.is_own(self):  # more workers than cores have their reason
-            in_torch(self.check_worker_number_rationality)
+            in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 

@@ -6,16 +6,13 @@ It does not import torch itself: programs may set variables for that import, or 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import logging
 import os
 import sys
-import types
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from multiprocessing import spawn
 from typing import Any
 
+from rustloader.after_import import AfterImport
 from rustloader.config import INSTALL, parse_install
 
 logger = logging.getLogger("rustloader")
@@ -38,10 +35,10 @@ def follow(setting: str) -> None:
         _following = _AfterTorch(options)
         _children_follow()
         if "torch" not in sys.modules:
-            sys.meta_path.insert(0, _following)
+            _following.wait()
     # The command `run` adds options to those of the variable.
     _following.options |= options
-    if _following not in sys.meta_path:
+    if not _following.is_waiting:
         _install(options)
 
 
@@ -52,37 +49,12 @@ def _install(options: dict[str, Any]) -> None:
         logger.warning("%s has no effect: %s", INSTALL, error)
 
 
-class _AfterTorch(MetaPathFinder):
-    """Finds torch with the other finders, and installs after its import."""
+class _AfterTorch(AfterImport):
+    """Installs after the import of torch."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__("torch", lambda: _install(self.options))
         self.options = options
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                break
-        else:
-            return None
-        if spec.loader is not None:
-            self._follow_up(spec.loader)
-        return spec
-
-    def _follow_up(self, loader: Any) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            del loader.exec_module
-            run(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            _install(self.options)
-
-        loader.exec_module = exec_module
 
 
 class _Here:

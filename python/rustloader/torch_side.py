@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import types
 from abc import ABCMeta
 from collections.abc import Callable
@@ -9,7 +11,13 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
+from rustloader import dynamo
+
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
+# Functions of torch's that call others, before a program could replace them.
+TORCHS_INIT: Any = TorchIter.__init__
+TORCHS_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
+TORCHS_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 
 
 class IterType(ABCMeta):
@@ -55,11 +63,31 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-# Calls a function from a frame in torch's file and module. Warnings with `stacklevel=2` name the caller's file, and
-# programs filter by it.
-in_torch: Callable[..., Any] = types.FunctionType(
-    _call.__code__.replace(co_filename=torch_dataloader.__file__), vars(torch_dataloader)
-)
+@functools.cache
+def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
+    """``_call`` from a frame in torch's file and module, at the line where ``caller`` uses ``name``."""
+    lines = (it.positions.lineno for it in dis.get_instructions(caller) if it.argval == name and it.positions)
+    line = next(filter(None, lines), caller.co_firstlineno)
+    code = _call.__code__.replace(
+        co_filename=torch_dataloader.__file__,
+        co_firstlineno=line - 1,  # the body is one line below
+        co_name=caller.co_name,
+        co_qualname=caller.co_qualname,
+    )
+    return types.FunctionType(code, vars(torch_dataloader))
+
+
+def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function as if a function of torch's did. Warnings with `stacklevel=2` name the file and the line of
+    their caller, and programs filter by it.
+
+    Args:
+        caller: Function in torch's `dataloader` that makes this call.
+        name: What it calls there; the first use of the name is the line.
+        function: Called in place of that.
+        args: Its arguments.
+    """
+    return _caller(getattr(caller, "__code__", _call.__code__), name)(function, *args)
 
 
 def forget_locals(error: BaseException) -> None:
@@ -71,3 +99,6 @@ def forget_locals(error: BaseException) -> None:
     called = error.__traceback__ and error.__traceback__.tb_next
     if called is not None:
         called.tb_frame.clear()
+
+
+dynamo.pass_over()

@@ -14,25 +14,37 @@ import torch
 from sample_data import Numbers, Shards
 from support import BOTH, DataLoader
 
+import rustloader
+from rustloader import StatefulDataLoader
+
 TorchIter = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 SAYS_NO_ACCELERATOR = "no accelerator is found" in inspect.getsource(torch.utils.data.dataloader)
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
-def warnings_of(fn, cls):
-    """(category, text, file) of all warnings that fn(cls) gives."""
+def records_of(fn, cls):
+    """(category, text, file, line, source) of all warnings that fn(cls) gives."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fn(cls)
-    return [(w.category, str(w.message), w.filename) for w in caught if w.category is UserWarning]
+    return [(w.category, str(w.message), w.filename, w.lineno, w.source) for w in caught if w.category is UserWarning]
+
+
+def warnings_of(fn, cls):
+    """(category, text, file) of all warnings that fn(cls) gives."""
+    return [record[:3] for record in records_of(fn, cls)]
 
 
 def check(fn, count=None):
     """Both loaders emit the same warnings; `count` of them, if given."""
-    theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
+    theirs, ours, stateful = (records_of(fn, cls) for cls in (*BOTH, StatefulDataLoader))
+    with rustloader.installed():
+        installed = records_of(fn, torch.utils.data.DataLoader)
     assert count is None or len(ours) == count
     assert ours == theirs
-    return ours
+    assert installed == theirs
+    assert stateful == theirs
+    return [record[:3] for record in ours]
 
 
 @pytest.fixture
@@ -140,7 +152,7 @@ def test_p9_a_worker_that_cannot_be_pickled():
         del loader
         gc.collect()
 
-    theirs, ours = (warnings_of(fn, cls) for cls in BOTH)
+    theirs, ours = (records_of(fn, cls) for cls in BOTH)
     # rustloader warns with every version of torch.
     assert len(ours) == 1 and theirs in ([], ours)
     assert ours[0][1].startswith("Got pickle error when attempting to start a worker Process.")
@@ -158,3 +170,35 @@ def test_t28_users_filter_by_torchs_module(one_core):
         warnings.filterwarnings("error", module=r"torch\.utils\.data")
         with pytest.raises(UserWarning, match="This DataLoader will create"):
             DataLoader(Numbers(2), num_workers=2)
+
+
+def shown(action, fn, cls):
+    """(line, number of times) of the warnings that a filter lets through."""
+    module = torch.utils.data.dataloader
+    vars(module).pop("__warningregistry__", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        fn(cls)
+    keys = {key[-1] for key in vars(module).pop("__warningregistry__", {}) if key != "version"}
+    return [w.lineno for w in caught if w.category is UserWarning], keys
+
+
+@pytest.mark.parametrize("action", ["default", "module", "once"])
+def test_t28_each_line_counts_in_the_registry_of_torchs_module(action, one_core):
+    def fn(cls):
+        for _ in range(2):
+            list(cls(Numbers(2), num_workers=2))
+
+    theirs, ours = (shown(action, fn, cls) for cls in BOTH)
+    assert ours == theirs and ours[0]
+
+
+def test_t28_users_filter_by_torchs_line(one_core):
+    line = max(record[3] for record in records_of(lambda cls: list(cls(Numbers(2), num_workers=2)), BOTH[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module=r"torch\.utils\.data", lineno=line)
+        loader = DataLoader(Numbers(2), num_workers=2)
+        with pytest.raises(UserWarning, match="This DataLoader will create") as caught:
+            iter(loader)
+    assert caught.traceback[-2].frame.code.raw.co_name == "_get_iterator"

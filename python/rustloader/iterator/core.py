@@ -28,7 +28,7 @@ from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
-from rustloader.torch_side import IterType, TorchIter, forget_locals, in_torch, is_torchs
+from rustloader.torch_side import TORCHS_INIT, TORCHS_NEXT, IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, interrupt_again
@@ -59,7 +59,7 @@ def warn_of_length(iterator: Any, text: str = _TOO_LONG, frames: int = 3) -> Non
     if _LENGTH_WARNING_POINTS_TO_THE_CALLER:
         warnings.warn(text, stacklevel=frames)
     else:
-        in_torch(warnings.warn, text, None, 1)
+        in_torch(TORCHS_NEXT, "warn", warnings.warn, text, None, 1)
 
 
 class _Streams(_BaseDataLoaderIter):
@@ -174,7 +174,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
 
     def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
         """Calls torch's constructor, which draws the base seed."""
-        in_torch(init, loader)
+        in_torch(TORCHS_INIT, "__init__", init, loader)
 
     def _first_seeding(self, loader: Any) -> Seeding | None:
         return fetching.seeding(loader, int(self._base_seed))

@@ -21,7 +21,7 @@ from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
 from rustloader.stateful_dataloader.state import OWN, Plan
-from rustloader.torch_side import in_torch
+from rustloader.torch_side import TORCHS_GET_ITERATOR, in_torch
 
 # Draws of samplers without a generator of their own.
 _DRAWN = frozenset({"seed", "global_generator"})
@@ -242,7 +242,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return _StatefulSingleProcessIter(self, plan, about)
         told = self._recorder()
         if not arguments.is_own(self):
-            in_torch(self.check_worker_number_rationality)
+            in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _recorder(self) -> EpochRecorder | None:

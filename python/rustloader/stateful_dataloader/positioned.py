@@ -15,7 +15,7 @@ from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.iterator import fetching, settings
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.state import VERSION, Plan
-from rustloader.torch_side import in_torch
+from rustloader.torch_side import TORCHS_INIT, in_torch
 from rustloader.workers.snapshots import WorkerStart
 
 _EMPTY = (
@@ -61,10 +61,10 @@ class Positioned(_BaseDataLoaderIter):
     def _call_torchs_init(self, init: Callable[[Any], None], loader: Any) -> None:
         base_seed = self.origin.base_seed
         if base_seed is None:
-            in_torch(init, loader)
+            in_torch(TORCHS_INIT, "__init__", init, loader)
             return
         # torch draws a base seed here, too. A private generator leaves those of the program alone.
-        in_torch(init, settings.with_values(loader, generator=torch.Generator()))
+        in_torch(TORCHS_INIT, "__init__", init, settings.with_values(loader, generator=torch.Generator()))
         self._base_seed = base_seed
 
     def _seeds_from_here(self, seeding: Seeding | None) -> Seeding | None:

@@ -1,0 +1,57 @@
+"""Calls a function after a module has been imported."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+
+class AfterImport(MetaPathFinder):
+    """Finds one module with the other finders, and calls a function after its import. Never imports it itself.
+
+    Args:
+        name: Full name of the module.
+        then: Called once, without arguments, at the end of the import.
+    """
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name = name
+        self._then = then
+
+    def wait(self) -> None:
+        """Begins to wait for the import."""
+        sys.meta_path.insert(0, self)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self in sys.meta_path
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                break
+        else:
+            return None
+        if spec.loader is not None:
+            self._follow_up(spec.loader)
+        return spec
+
+    def _follow_up(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            if self.is_waiting:
+                sys.meta_path.remove(self)
+            self._then()
+
+        loader.exec_module = exec_module
