@@ -32,7 +32,16 @@ impl PyDeath {
             Some(ExitStatus::Signal(signal)) => (Some(-signal), Some(signal_name(signal))),
         };
         let DeathReport {
-            worker: worker_id, pid, task, answers, has_begun, place, generation, stalled, first_task, ..
+            worker: worker_id,
+            pid,
+            task,
+            answers,
+            has_begun,
+            place,
+            generation,
+            stalled,
+            first_task,
+            ..
         } = *death;
         let index = death.index.map(|index| index.clone_ref(py));
         Self {
