@@ -160,5 +160,6 @@ def __dir__() -> list[str]:
     return sorted({*__getattr__("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
 
 
+importlib.import_module("rustloader.dynamo").pass_over()
 if "RUSTLOADER_INSTALL" in os.environ:
     importlib.import_module("rustloader.environment").follow(os.environ["RUSTLOADER_INSTALL"])

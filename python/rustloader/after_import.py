@@ -6,11 +6,10 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from typing import Any
 
 
-class AfterImport(MetaPathFinder):
+class AfterImport:
     """Finds one module with the other finders, and calls a function after its import. Never imports it itself.
 
     Args:

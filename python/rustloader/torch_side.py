@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import dynamo
-
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 # Functions of torch's that call others, before a program could replace them.
 TORCHS_INIT: Any = TorchIter.__init__
@@ -99,6 +97,3 @@ def forget_locals(error: BaseException) -> None:
     called = error.__traceback__ and error.__traceback__.tb_next
     if called is not None:
         called.tb_frame.clear()
-
-
-dynamo.pass_over()
