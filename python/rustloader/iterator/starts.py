@@ -23,12 +23,17 @@ class Start:
     * The settings of a DistributedSampler, as ``shard_start`` returns them.
     * None: the sampler has not begun, and draws as torch does.
 
+    Args:
+        saved: The start that an earlier run has saved.
+        is_owed: Whether torch's draw is made all the same. Nothing comes of it.
+
     Attributes:
         given: The start that an earlier run has saved.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, saved: Mapping[str, Any] | None = None, is_owed: bool = False) -> None:
         self.given = None if saved is None else dict(saved)
+        self._is_owed = is_owed
         self._noted: dict[str, Any] | None = None
         # The first one counts. A signal handler that asks for the start while it is drawn may add a second one.
         self._seeds: list[torch.Tensor] = []
@@ -48,11 +53,11 @@ class Start:
 
     def seed(self) -> int:
         """The seed of a RandomSampler without a generator, drawn once as torch draws it."""
-        if self.given is not None:
-            return int(self.given["seed"])
-        if not self._seeds:
+        if not self._seeds and (self.given is None or self._is_owed):
             # A single call of C code draws and stores: no signal handler runs in between.
             self._seeds.extend(map(torch.Tensor.random_, (torch.empty((), dtype=torch.int64),)))
+        if self.given is not None:
+            return int(self.given["seed"])
         return int(self._seeds[0].item())
 
     def generator_of(self, sampler: Any) -> tuple[Any, bool]:

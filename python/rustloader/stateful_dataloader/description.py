@@ -273,4 +273,5 @@ class _Description:
         draws = self._own.get("next")
         if isinstance(draws, Mapping):
             words = f"base seed {short(draws.get('base_seed'))}"
-            yield f"next epoch: {words}{start_words(draws.get('sampler'))}"
+            which = "first" if self._state.get("_iterator_finished") is False else "next"
+            yield f"{which} epoch: {words}{start_words(draws.get('sampler'))}"

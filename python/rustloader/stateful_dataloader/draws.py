@@ -16,6 +16,10 @@ from rustloader.stateful_dataloader.sampler import RandomSampler
 from rustloader.stateful_dataloader.sources import Source, start_of
 
 
+# Samplers that draw random numbers.
+_DRAWING = ("random", "subset", "weighted")
+
+
 def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, Any]:
     """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
 
@@ -38,6 +42,57 @@ def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, An
     return {"base_seed": base_seed, "sampler": _draw(kind_of(index_sampler))}
 
 
+def foreseen(loader: Any, index_sampler: Any) -> dict[str, Any]:
+    """What ``draws`` would return, with a base seed. Draws from copies of the generators, which costs little."""
+    copies: dict[int, torch.Generator] = {}
+
+    def copy_of(generator: torch.Generator | None) -> torch.Generator:
+        own = _of(generator)
+        if id(own) not in copies:
+            copies[id(own)] = torch.Generator(own.device)
+            copies[id(own)].set_state(own.get_state())
+        return copies[id(own)]
+
+    if isinstance(loader.dataset, IterDataPipe):
+        return {"base_seed": None, "sampler": None}
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=copy_of(loader.generator)).item())
+    kind = kind_of(index_sampler)
+    start: dict[str, Any] | None = None
+    if kind.name in _DRAWING:
+        generator = copy_of(kind.inner.generator)
+        if kind.inner.generator is not None:
+            start = {"generator": generator.get_state()}
+        elif kind.name == "random":
+            start = {"seed": int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())}
+        else:
+            start = {"global_generator": generator.get_state()}
+    return {"base_seed": base_seed, "sampler": start}
+
+
+class ForeseenDraws:
+    """The draws of the first epoch, as a state before it says them. The epoch makes them all the same, when torch does,
+    and has these in their place: so the program's other draws are those of a run without the state.
+
+    Args:
+        loader: As for ``draws``.
+        index_sampler: As for ``draws``.
+
+    Attributes:
+        draws: What ``foreseen`` has returned.
+    """
+
+    are_made = False
+
+    def __init__(self, loader: Any, index_sampler: Any) -> None:
+        self.draws = foreseen(loader, index_sampler)
+        own = loader.generator
+        self._watches = [SeedWatch(generator) for generator in ([None] if own is None else [None, own])]
+
+    def was_seeded_since(self) -> bool:
+        """As ``KeptDraws.was_seeded_since``."""
+        return any(watch.was_seeded() for watch in self._watches)
+
+
 class KeptDraws:
     """The draws of the next epoch, until it begins.
 
@@ -48,7 +103,10 @@ class KeptDraws:
 
     Attributes:
         draws: What ``draws`` has returned.
+        are_made: Whether the generators have made them.
     """
+
+    are_made = True
 
     def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
         own = loader.generator
@@ -99,7 +157,7 @@ def _is_fresh(generator: torch.Generator) -> bool:
 
 
 def _draw(kind: Kind) -> dict[str, Any] | None:
-    if kind.name not in ("random", "subset", "weighted"):
+    if kind.name not in _DRAWING:
         return None
     if kind.inner.generator is not None:
         return {"generator": kind.inner.generator.get_state()}

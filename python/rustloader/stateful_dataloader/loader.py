@@ -16,7 +16,7 @@ from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
 from rustloader.iterator import fetching, settings
 from rustloader.stateful_dataloader import sampling, state
-from rustloader.stateful_dataloader.draws import KeptDraws, SeedWatch
+from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
@@ -76,8 +76,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _resumed_from: tuple[dict[str, Any], Plan] | None = None
     # The state while `iter()` makes an iterator in place of one that was left.
     _interim: dict[str, Any] | None = None
-    # Draws of the next epoch that a state at the end of one has made.
-    _draws: KeptDraws | None = None
+    # Draws of the next epoch that a state at the end of one has made, or that one before the first one has foreseen.
+    _draws: KeptDraws | ForeseenDraws | None = None
     # Of the generators of the base seed and of torch's samplers, since a finished state was loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
@@ -125,7 +125,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
         Callable at any time, also before ``iter()``, from any thread and from a signal handler. It starts no worker. A
         batch that ``next`` has not returned yet does not count. At the end of an epoch it makes the random draws that
-        the next ``iter()`` would make, and keeps them for it.
+        the next ``iter()`` would make, and keeps them for it. Before the first ``iter()`` it foresees them.
 
         Args:
             back: Number of batches to go back from the last one that was delivered, up to 9 (default: 0). For wrappers
@@ -194,7 +194,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             # One copy for the dataset, which may change it.
             plan = state.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
-            if plan.finished:
+            if plan.finished or plan.next is not None:
                 # Now: a program that seeds its generator for the next epoch has the last word.
                 self._restore_sampler(plan)
                 self._since_load = SeedWatch(self.generator), SeedWatch(None)
@@ -275,10 +275,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _begin_from(self, plan: Plan) -> None:
         """Begins an epoch from a loaded state."""
-        if not plan.finished:
+        if not plan.finished and plan.next is None:
             self._begin(plan)
             return
-        # The epoch of the state has ended, and the next one begins.
+        # The epoch of the state has ended, and the next one begins; or the first one has not begun.
         draws = dict(plan.next or {})
         # If the program has seeded a generator since, its own draws count, as in a run without a state.
         of_loader, of_torch = self._since_load
@@ -287,6 +287,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if of_torch.was_seeded():
             draws.pop("sampler", None)
         base_seed = draws.get("base_seed")
+        if not plan.finished:
+            self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=_random_start(draws)))
+            return
         if base_seed is None and ("base_seed" in draws or self._keeps_workers()):
             # Persistent workers keep theirs.
             base_seed = plan.base_seed
@@ -323,8 +326,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
         kept = self._draws
         if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
-        draws = kept.draws
-        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=_random_start(draws))
+        draws, owes = kept.draws, not kept.are_made
+        start = _random_start(draws)
+        if start is not None:
+            start["is_owed"] = owes
+        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start, owes_draws=owes)
 
     def _draws_of_next(self) -> dict[str, Any]:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
@@ -335,11 +341,18 @@ class StatefulDataLoader(DataLoader[_T_co]):
     def _state_before_iter(self) -> dict[str, Any]:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded[0])
-        return copy.deepcopy(self._interim) or state.fresh(self)
+        return copy.deepcopy(self._interim) or state.fresh(self, self._draws_of_first())
+
+    def _draws_of_first(self) -> dict[str, Any]:
+        """The draws that the first ``iter()`` makes. It keeps to them."""
+        if self._draws is None or self._draws.was_seeded_since():
+            self._draws = ForeseenDraws(self, self._index_sampler)
+        return copy.deepcopy(self._draws.draws)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators cannot be copied.
-        return self.__dict__ | {"_iterator": None}
+        # Iterators cannot be copied. A copy has a first epoch of its own.
+        draws = self._draws if self._draws is not None and self._draws.are_made else None
+        return self.__dict__ | {"_iterator": None, "_draws": draws}
 
 
 def _drop_next(iterator: _Iter) -> bool:

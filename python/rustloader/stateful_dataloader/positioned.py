@@ -60,12 +60,13 @@ class Positioned(_BaseDataLoaderIter):
 
     def _call_torchs_init(self, init: Callable[[Any], None], loader: Any) -> None:
         base_seed = self.origin.base_seed
-        if base_seed is None:
+        if base_seed is None or self.origin.owes_draws:
             in_torch(TORCHS_INIT, "__init__", init, loader)
-            return
-        # torch draws a base seed here, too. A private generator leaves those of the program alone.
-        in_torch(TORCHS_INIT, "__init__", init, settings.with_values(loader, generator=torch.Generator()))
-        self._base_seed = base_seed
+        else:
+            # torch draws a base seed here, too. A private generator leaves those of the program alone.
+            in_torch(TORCHS_INIT, "__init__", init, settings.with_values(loader, generator=torch.Generator()))
+        if base_seed is not None:
+            self._base_seed = base_seed
 
     def _seeds_from_here(self, seeding: Seeding | None) -> Seeding | None:
         if seeding is None or (self.origin.low == 0 and not self.origin.ahead):

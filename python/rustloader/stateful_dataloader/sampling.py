@@ -187,7 +187,7 @@ def sampling(
         index_sampler: What the loader takes its index batches from.
         torchs: ``iter(index_sampler)``, unstarted.
         saved: What ``Sampling.state`` has saved: its own part and, for samplers with a state, torchdata's two. Also a
-            dict with ``"start"`` alone, or torchdata's two alone, which are then of ``"state_position"`` or, without
+            dict with ``"start"`` and ``"is_owed"`` alone, or torchdata's two alone, which are then of ``"state_position"`` or, without
             that, of the position. None for the begin of an epoch as torch draws it.
         position: Number of index batches to leave out.
         ahead: Ordinals from the position on to leave out as well.
@@ -232,14 +232,15 @@ def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: i
         given = {**given, "rank": kind.inner.rank}
         # A program may have set the position back to one of other ranks.
         position = max(position - given["first"], 0)
-    start = Start(given)
+    is_owed = saved is not None and bool(saved.get("is_owed"))
+    start = Start(given, is_owed)
     stream = indices.stream(kind.inner if kind.batches is None else kind.batches, torchs, start)
     if stream is not torchs:
         if position:
             stream.skip(position)
         return _Streamed(kind, stream, start)
     is_begun = kind.name == "distributed" and kind.batches is None
-    source = Source(kind, given, _indices(kind, position), torchs if is_begun else None)
+    source = Source(kind, given, _indices(kind, position), torchs if is_begun else None, is_owed)
     if is_begun:
         # torch has read the sampler's settings just now.
         source.begin()

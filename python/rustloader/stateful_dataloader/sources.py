@@ -23,11 +23,18 @@ class Source:
         start: Where the order starts from, or None for the begin of an epoch as torch draws it.
         skip: Number of indices to leave out.
         iterator: The iterator over a DistributedSampler, if torch has made it already.
+        is_owed: As for ``Start``.
     """
 
     def __init__(
-        self, kind: Kind, start: Mapping[str, Any] | None, skip: int, iterator: Iterator[Any] | None = None
+        self,
+        kind: Kind,
+        start: Mapping[str, Any] | None,
+        skip: int,
+        iterator: Iterator[Any] | None = None,
+        is_owed: bool = False,
     ) -> None:
+        self._is_owed = is_owed
         self._kind = kind
         self._start = start
         self._skip = skip
@@ -70,7 +77,9 @@ class Source:
             # torch draws from the global generator.
             state = torch.get_rng_state()
             return _advanced(iter(inner)), {"global_generator": state}
-        start = Start(self._start)
+        if self._is_owed and self._start is not None and "global_generator" in self._start:
+            _advanced(iter(inner))
+        start = Start(self._start, self._is_owed)
         generator, is_private = start.generator_of(inner)
         if is_private:
             inner = copy.copy(inner)

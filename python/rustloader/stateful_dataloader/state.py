@@ -37,7 +37,8 @@ class Plan:
         first_worker: The worker that gets the next task.
         drop: Number of batches to take and drop before the first one is delivered.
         finished: Whether the epoch has ended.
-        next: The draws of the next epoch, if it has.
+        next: The draws of the next epoch, if it has, or of the first one, if it has not begun.
+        owes_draws: Whether the draws of ``base_seed`` and ``sampler`` are made all the same, see ``ForeseenDraws``.
         resumed: Whether it comes out of a state.
         sampler_has_ended: Whether the state of a sampler is that after the end of its epoch, as in torchdata's states
             of loaders without workers.
@@ -57,6 +58,7 @@ class Plan:
     drop: int = 0
     finished: bool = False
     next: dict[str, Any] | None = None
+    owes_draws: bool = False
     resumed: bool = False
     sampler_has_ended: bool = False
 
@@ -135,8 +137,8 @@ def check_workers(plan: Plan, num_workers: int) -> None:
         )
 
 
-def fresh(loader: Any) -> dict[str, Any]:
-    """The state of a loader before its first epoch."""
+def fresh(loader: Any, draws: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader before its first epoch, and the draws of that."""
     dataset, count = loader.dataset, loader.num_workers
     sampled = sampling.unstarted(loader._index_sampler)
     own = {
@@ -150,6 +152,7 @@ def fresh(loader: Any) -> dict[str, Any]:
         # Of a copy of a loader that has run.
         "seeds": fetching.next_seeds(loader),
         "workers": None,
+        "next": draws,
     }
     parts = {
         "_sampler_iter_state": sampled.sampler_iter_state,

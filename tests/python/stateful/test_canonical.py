@@ -1,0 +1,275 @@
+"""A position has one state, whatever way it was reached, and a state before the first `iter()` says what comes."""
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+from sample_data import as_list, worker_id
+from support import rustloader
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+pytestmark = [pytest.mark.ours, pytest.mark.warns]
+
+N = 44
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return i, torch.randint(1000, ()).item()
+
+
+class Drawing(Plain):
+    """Its state is that of the generator."""
+
+    def state_dict(self):
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["generator"])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(worker_id() or 0, N, 2)
+
+
+class Noting(IterableDataset):
+    """Takes note of a loaded state at the first step."""
+
+    place, loaded = 0, None
+
+    def __iter__(self):
+        first = worker_id() or 0
+        self.place, self.loaded = self.loaded or 0, None
+        for i in range(first + 2 * self.place, N, 2):
+            self.place += 1
+            yield i
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.loaded = state["place"]
+
+
+class OfIterator(IterableDataset):
+    def __iter__(self):
+        return Iterator()
+
+
+class Iterator:
+    def __init__(self):
+        self.place = worker_id() or 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place >= N:
+            raise StopIteration
+        self.place += 2
+        return self.place - 2, torch.randint(1000, ()).item()
+
+    def state_dict(self):
+        return {"place": self.place, "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        torch.set_rng_state(state["generator"])
+
+
+def loader_of(make, workers, **kw):
+    return rustloader.StatefulDataLoader(make(), **dict(batch_size=4, num_workers=workers, collate_fn=as_list) | kw)
+
+
+def plain(value):
+    """A state that `==` compares."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(plain, value)]
+    return bytes(value.numpy()) if isinstance(value, torch.Tensor) else value
+
+
+KINDS = pytest.mark.parametrize("make", [Plain, Drawing, Stream, Noting, OfIterator])
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@KINDS
+@WORKERS
+@pytest.mark.parametrize("every", [1, 3, 0])
+def test_a_state_does_not_tell_how_its_position_was_reached(make, workers, every):
+    torch.manual_seed(5)
+    loader = loader_of(make, workers, snapshot_every_n_steps=every)
+    iterator = iter(loader)
+    states, batches = [plain_and_real(loader)], []
+    for _ in range(5):
+        batches.append(next(iterator))
+        states.append(plain_and_real(loader))
+    for at in (0, 1, 4):
+        resumed = loader
+        # Resumed once, and twice.
+        for _ in range(2):
+            state = states[at][1] if resumed is loader else resumed.state_dict()
+            resumed = loader_of(make, workers, snapshot_every_n_steps=every)
+            resumed.load_state_dict(state)
+            assert plain(resumed.state_dict()) == states[at][0]
+            iterator = iter(resumed)
+            assert plain(resumed.state_dict()) == states[at][0]
+        for place in range(at, 5):
+            assert next(iterator) == batches[place] or make is Plain
+            assert plain(resumed.state_dict()) == states[place + 1][0], place
+
+
+def plain_and_real(loader):
+    state = loader.state_dict()
+    return plain(state), state
+
+
+@KINDS
+def test_nor_that_a_worker_was_started_again(make):
+    def states_of(loader, kills):
+        iterator = iter(loader)
+        found = [plain(loader.state_dict())]
+        for step in range(8):
+            next(iterator)
+            if kills and step in (1, 4):
+                os.kill(loader._iterator._workers[step % 2].pid, signal.SIGKILL)
+            found.append(plain(loader.state_dict()))
+        return found
+
+    torch.manual_seed(5)
+    expected = states_of(loader_of(make, 2, max_restarts=5), False)
+    torch.manual_seed(5)
+    loader = loader_of(make, 2, max_restarts=5)
+    assert states_of(loader, True) == expected
+
+
+def test_a_changed_state_changes_nothing_else():
+    loader = loader_of(OfIterator, 2)
+    state = loader_state_after(loader, 2)
+    resumed = loader_of(OfIterator, 2)
+    resumed.load_state_dict(state)
+    iter(resumed)
+    before = plain(resumed.state_dict())
+    for snapshot in resumed.state_dict()["_snapshot"]["_worker_snapshots"].values():
+        snapshot["fetcher_state"]["dataset_iter_state"].clear()
+    assert plain(resumed.state_dict()) == before
+
+
+def loader_state_after(loader, steps):
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    return loader.state_dict()
+
+
+def test_an_early_form_of_a_state_is_read():
+    """The state that a worker started from stood beside its first snapshot."""
+    loader = loader_of(Noting, 2)
+    state = loader_state_after(loader, 4)
+    for number, record in enumerate(state["_rustloader"]["workers"]):
+        snapshot = state["_snapshot"]["_worker_snapshots"][f"worker_{number}"]
+        record["start"] = {**snapshot, "batches": 0, "samples": 0}
+        state["_snapshot"]["_worker_snapshots"][f"worker_{number}"] = {**snapshot, "dataset_state": {"place": 0}}
+    resumed = loader_of(Noting, 2)
+    resumed.load_state_dict(state)
+    assert [*resumed] == [*loader_of(Noting, 2)][4:]
+
+
+# Before the first `iter()`.
+
+SAMPLERS = {
+    "in order": lambda dataset: {},
+    "shuffled": lambda dataset: {"shuffle": True},
+    "own generator": lambda dataset: {"shuffle": True, "generator": torch.Generator().manual_seed(draw())},
+    "subset": lambda dataset: {"sampler": SubsetRandomSampler(range(30))},
+    "weighted": lambda dataset: {"sampler": WeightedRandomSampler([1.0] * N, 20)},
+    "replacement": lambda dataset: {"sampler": RandomSampler(dataset, replacement=True)},
+}
+
+
+def draw():
+    return int(torch.randint(1000, ()))
+
+
+def program(sampler, workers, persistent, asks, between):
+    """Two epochs, and all else that is drawn."""
+    torch.manual_seed(3)
+    dataset = Plain()
+    loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
+    state = None
+    if asks:
+        state = loader.state_dict()
+        assert plain(loader.state_dict()) == plain(state)
+    torch.rand(between)
+    epochs, drawn = [], []
+    for _ in range(2):
+        epochs.append(list(map(with_draw, loader)))
+        drawn.append(draw())
+    return state, epochs, [*drawn, plain(torch.get_rng_state())]
+
+
+def with_draw(batch):
+    # As a training step does.
+    torch.rand(1)
+    return batch
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("between", [0, 5])
+def test_a_state_before_the_first_iter_says_what_comes(sampler, workers, persistent, between):
+    state, epochs, drawn = program(sampler, workers, persistent, True, between)
+    _, expected, drawn_without = program(sampler, workers, persistent, False, between)
+    if workers:
+        assert drawn == drawn_without
+    if not between and workers:
+        assert epochs == expected
+    torch.manual_seed(99)
+    dataset = Plain()
+    loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
+    loader.load_state_dict(state)
+    assert plain(loader.state_dict()) == plain(state)
+    got = list(loader)
+    # Without workers, samples draw from the program's generator.
+    assert (got if workers else indices(got)) == (epochs[0] if workers else indices(epochs[0]))
+
+
+def indices(batches):
+    return [[index for index, _ in batch] for batch in batches]
+
+
+def test_such_a_state_starts_nothing_and_draws_nothing():
+    loader = loader_of(Drawing, 2, shuffle=True)
+    before = plain(torch.get_rng_state())
+    loader.state_dict()
+    assert loader._iterator is None and plain(torch.get_rng_state()) == before
+
+
+def test_the_program_may_seed_its_generator_after_such_a_state():
+    def order(asks, loads=None):
+        torch.manual_seed(3)
+        loader = loader_of(Plain, 2, shuffle=True)
+        if loads is not None:
+            loader.load_state_dict(loads)
+        state = loader.state_dict() if asks else None
+        torch.manual_seed(4)
+        return list(loader), state
+
+    expected, _ = order(False)
+    found, state = order(True)
+    assert found == expected and order(False, loads=state)[0] == expected
+
+
+def test_a_copy_of_a_loader_has_draws_of_its_own():
+    torch.manual_seed(3)
+    loader = loader_of(Plain, 2, shuffle=True)
+    loader.state_dict()
+    other = copy.copy(loader)
+    assert list(loader) != list(other)
