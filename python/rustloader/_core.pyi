@@ -551,8 +551,8 @@ class Port:
         """Acknowledges a new epoch."""
 
     def progress(self, *, ends: bool = False) -> None:
-        """Notes that a batch of a replay begins, or that the replay ends: ``stall_seconds`` counts from now. In a replay
-        the worker has not begun its task (``Death.has_begun``)."""
+        """Notes that a batch of a replay begins, or that the replay ends: ``stall_seconds`` counts from now. In a
+        replay the worker has not begun its task (``Death.has_begun``)."""
 
     def leave(self) -> None:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""
