@@ -162,4 +162,4 @@ def __dir__() -> list[str]:
 
 importlib.import_module("rustloader.dynamo").pass_over()
 if "RUSTLOADER_INSTALL" in os.environ:
-    importlib.import_module("rustloader.environment").follow(os.environ["RUSTLOADER_INSTALL"])
+    importlib.import_module("rustloader.environment").follow_variable()

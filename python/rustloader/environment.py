@@ -42,6 +42,30 @@ def follow(setting: str) -> None:
         _install(options)
 
 
+def follow_variable() -> None:
+    """Applies the variable. A command of this package that finds a wrong value says so in one line, and ends.
+
+    Raises:
+        ValueError: The value is wrong, and this is no command of the package.
+    """
+    try:
+        follow(os.environ[INSTALL])
+    except ValueError as error:
+        if not _is_command():
+            raise
+        print(f"rustloader: {error}. Change {INSTALL}, or unset it.", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _is_command() -> bool:
+    """Whether this process is ``python -m rustloader`` or the script ``rustloader``. While Python imports the package of
+    the module that it is to run, ``sys.argv`` begins with "-m"."""
+    if sys.argv[:1] != ["-m"]:
+        return os.path.basename((sys.argv or [""])[0]) == "rustloader"
+    given = " ".join(sys.orig_argv[1:])
+    return "-m rustloader" in given or "-mrustloader" in given
+
+
 def _install(options: dict[str, Any]) -> None:
     try:
         importlib.import_module("rustloader").install(**options)

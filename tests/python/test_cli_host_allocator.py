@@ -133,10 +133,12 @@ def test_batches_that_are_not_kept_are_told(tmp_path):
     assert found.endswith("(0% more), made anew for each batch") and "raise pinned_max_cached_size_mb" in advice
 
 
-def test_a_file_of_something_else_is_a_note(capsys, tmp_path):
-    other = tmp_path / "other.json"
+def test_a_file_of_something_else_is_an_error(capsys, tmp_path):
+    other, missing = tmp_path / "other.json", tmp_path / "none"
     other.write_text("[]")
-    found = findings(capsys, "--bench", str(other))[-1]
-    assert found["state"] == "note" and "is not what `rustloader bench --json` prints" in found["found"]
-    missing = findings(capsys, "--bench", os.fspath(tmp_path / "none"))[-1]
-    assert missing["state"] == "note" and "FileNotFoundError" in missing["found"]
+    for path, text in (
+        (other, f"{other} is not what `rustloader bench --json` prints"),
+        (missing, f"cannot read {missing}: No such file or directory"),
+    ):
+        assert cli.main(["doctor", "--bench", os.fspath(path)]) == 2
+        assert capsys.readouterr() == ("", f"rustloader doctor: --bench: {text}\n")

@@ -305,3 +305,13 @@ def test_each_command_works_and_writes_to_stdout_alone(plain, tmp_path):
     # Without the packages of the extra `cli`, top says what it can as plain text.
     status, out, err = called(plain, "rustloader", "top", "--once", folder=tmp_path)
     assert status in (0, 2) and "Traceback" not in err, err
+
+
+def test_a_wrong_variable_is_one_line_of_each_command(plain, tmp_path):
+    for command in (["rustloader", "doctor"], ["python", "-m", "rustloader", "--version"]):
+        status, out, err = called(plain, *command, folder=tmp_path, RUSTLOADER_INSTALL="nonsense")
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("rustloader: RUSTLOADER_INSTALL must be 1, 0, or options"), err
+        assert err.endswith(". Change RUSTLOADER_INSTALL, or unset it.\n"), err
+    status, _, err = called(plain, "python", "-c", "import rustloader", folder=tmp_path, RUSTLOADER_INSTALL="nonsense")
+    assert status == 1 and "\nValueError: RUSTLOADER_INSTALL must be 1, 0, or options" in err

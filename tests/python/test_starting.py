@@ -1,6 +1,7 @@
 """The start itself: scripts, what cannot be sent to a worker, many workers (P9, S8)."""
 
 import os
+import pickle
 import re
 import signal
 import warnings
@@ -79,6 +80,7 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
     assert (status, out) == (1, "")
     assert "An attempt has been made to start a new process before the" in err
     assert DEATH.search(err.replace("\n", " ")), err
+    assert TORCH_MODE or "The worker ended before it could load its arguments; stderr has its own error." in err
     assert wait_until(lambda: not in_session(process.pid))
     # Under fork there is nothing to be guarded.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
@@ -97,10 +99,59 @@ def test_what_python_c_defines_is_there_under_fork_alone():
     """
     )
     status, out, err = finish(process, 300)
-    first, second = out.splitlines()
+    first, second, *_ = out.splitlines()
     assert (status, first) == (0, str(BATCHES)) and DEATH.match(second)
     assert "Can't get attribute 'Mine' on <module '__main__'" in err
     assert wait_until(lambda: not in_session(process.pid))
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("argument", "arguments"),
+    [
+        ("dataset", "Mine([0, 1])"),
+        ("collate_fn", "range(4), collate_fn=f"),
+        ("worker_init_fn", "range(4), worker_init_fn=f"),
+    ],
+)
+def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers, method):
+    source = f"""
+    class Mine(list):
+        pass
+    def f(arg):
+        return arg
+    iterator = iter(DataLoader({arguments}, num_workers={workers}, multiprocessing_context="{method}"))
+    for _ in range(2):
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            print(error, *error.__notes__, sep="\\n")
+    """
+    if argument != "dataset":
+        source = source.replace("class Mine(list)", "class Other(list)")
+    status, out, _ = run_script(source, 300)
+    lost = re.escape(
+        f"exit code 1. It could not load its {argument}. Caught AttributeError in DataLoader worker process"
+    )
+    assert (
+        status == 0
+        and len(re.findall(rf"DataLoader worker \(pid \d+\) exited unexpectedly with {lost} [01]", out)) == 2
+    )
+    assert out.count("AttributeError: Can't get attribute") == 2 and "Details are lost" not in out
+    assert out.count("put it into a module, or use multiprocessing_context='fork'.") == 2
+
+
+@pytest.mark.ours
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("argument", ["dataset", "collate_fn", "worker_init_fn"])
+def test_the_argument_that_cannot_be_pickled_is_in_a_note(argument, method):
+    arguments = {"dataset": range(3), argument: Holds(3, lambda: 0) if argument == "dataset" else lambda arg: arg}
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle") as caught:
+        iter(DataLoader(**arguments, num_workers=2, multiprocessing_context=method))
+    assert any(f"argument {argument} cannot be pickled" in note for note in caught.value.__notes__)
 
 
 def failed_start(loader):

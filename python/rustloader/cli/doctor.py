@@ -57,13 +57,22 @@ def _tried(subject: str, call: Callable[[], object], advice: str, state: str = B
 
 
 def main(options: Any) -> int:
-    """Prints the findings. Returns 0 if the engine works, else 1."""
+    """Prints the findings. Returns 0 if the engine works, 1 if not, 2 if the file of ``--bench`` cannot be used."""
+    sizes: list[tuple[str, str]] = []
+    if options.bench is not None:
+        # First: a wrong name is no finding about the machine.
+        try:
+            sizes = list(host_allocator.batches(options.bench, os.environ))
+        except (OSError, ValueError) as error:
+            reason = f"cannot read {options.bench}: {_reason(error)}" if isinstance(error, OSError) else error
+            print(f"rustloader doctor: --bench: {reason}", file=sys.stderr)
+            return 2
     if not options.json:
         print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
     findings = []
 
     def _pinned_batches() -> Iterator[Finding]:
-        for found, advice in host_allocator.batches(options.bench, os.environ):
+        for found, advice in sizes:
             yield _finding("pinned batches", found, advice)
 
     looks = _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]  # the others need Linux

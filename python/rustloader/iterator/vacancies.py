@@ -66,10 +66,11 @@ def error_of(iterator: Any, death: Death) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a final death."""
     restarts: Restarts | None = iterator._restarts
     worker = _process_of(iterator, death)
+    report, start_notes = iterator._group.notes_of_start(death, deaths.end_of(death, worker)[0])
     if restarts is None:
-        return deaths.error_of(death, worker)
-    count, notes = restarts.restarts_of(death.worker_id), restarts.notes(death.worker_id)
-    return deaths.error_of(death, worker, count, notes, _was_out_of_memory(iterator, death, worker))
+        return deaths.error_of(death, worker, history=start_notes, report=report)
+    count, notes = restarts.restarts_of(death.worker_id), (*start_notes, *restarts.notes(death.worker_id))
+    return deaths.error_of(death, worker, count, notes, _was_out_of_memory(iterator, death, worker), report)
 
 
 def _process_of(iterator: Any, death: Death) -> Any:

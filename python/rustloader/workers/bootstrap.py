@@ -12,7 +12,8 @@ from typing import Any
 
 from rustloader._core import Engine, Port
 from rustloader.fetch.seeds import Seeding
-from rustloader.workers import pickled_once
+from rustloader.workers import arguments, pickled_once
+from rustloader.workers.arguments import Reports
 from rustloader.workers.gates import Gate
 from rustloader.workers.pickled_once import PickledOnce
 from rustloader.workers.preparation import Call
@@ -130,6 +131,7 @@ class Payload:
     Args:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
         gate: What makes a spawned worker wait for its turn to import torch.
+        reports: Where a worker that cannot load the dataset or the job says so.
     """
 
     def __init__(
@@ -140,12 +142,13 @@ class Payload:
         worker_id: int,
         common: PickledOnce | None = None,
         gate: Gate | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
         # Cores that a forked worker moves to. Another one has done so before it has imported anything.
         self.cores = None if job.cores is None else job.cores[worker_id]
-        self._common, self._gate = common, gate
+        self._common, self._gate, self._reports = common, gate, reports
         self._file: Any = None
 
     def __reduce__(self) -> Any:
@@ -153,11 +156,14 @@ class Payload:
         self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
         # The connection comes first, so that it is unpickled before the dataset.
         reduction.dump(self.connection, self._file)
-        contents = None if self._common else (*self._dataset, self.job.of_worker(self.worker_id))
+        job = self.job.of_worker(self.worker_id)
+        contents = None if self._common else arguments.marked(self._dataset[0], job, job)
         reduction.dump(contents, self._file)
         self._file.flush()
         own, common = reduction.DupFd(self._file.fileno()), self._common and self._common.for_child()
-        return _receive, (own, common, self._gate.for_child() if self._gate else [], self.worker_id)
+        held = self._gate.for_child() if self._gate else []
+        reports = self._reports and self._reports.for_child()
+        return _receive, (own, common, held, self.worker_id, reports)
 
     def first_calls(self) -> list[Call]:
         """What a worker that is not forked calls before it imports anything."""
@@ -176,7 +182,7 @@ class Payload:
         return self._dataset.pop()
 
 
-def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int) -> Payload:
+def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int, reports: Any) -> Payload:
     """Reads the payload in a fresh interpreter."""
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
@@ -184,7 +190,9 @@ def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int) -> Pa
         # Everything is imported. The next worker's turn must not depend on what the dataset does.
         for fd in held:
             os.close(fd)
-        dataset, job = pickle.load(file) if common is None else pickled_once.load(common)
+        with arguments.reporting(reports, worker_id):
+            contents = pickle.load(file) if common is None else pickled_once.load(common)
+        dataset, job = arguments.unmarked(contents)
         payload = Payload(connection, dataset, job, worker_id)
         payload.cores = None
         return payload

@@ -14,9 +14,17 @@ from rustloader.errors import WorkerDiedError, WorkerStalledError
 from rustloader.workers import remote, stalls
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
+# What torch says of the cause.
+_LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
+
 
 def error_of(
-    death: Death, process: Any, restarts: int = 0, history: Sequence[str] = (), out_of_memory: bool = False
+    death: Death,
+    process: Any,
+    restarts: int = 0,
+    history: Sequence[str] = (),
+    out_of_memory: bool = False,
+    report: str | None = None,
 ) -> Callable[[], WorkerDiedError]:
     """Returns a function that makes the error of a death; each call that raises it makes a new one.
 
@@ -26,6 +34,7 @@ def error_of(
         restarts: Number of earlier restarts of the worker.
         history: Further notes of the error.
         out_of_memory: Whether the worker's memory cgroup was out of memory.
+        report: What the worker could not load, and why.
     """
     exitcode, name = end_of(death, process)
     if death.index is None:
@@ -34,6 +43,8 @@ def error_of(
         note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
     kind: type[WorkerDiedError] = WorkerDiedError
     text, index = _text(death.pid, exitcode, name), death.index
+    if report is not None:
+        text = f"{text.removesuffix(_LOST)}{report.rstrip()}"
     if out_of_memory:
         text = text.rstrip() + OUT_OF_MEMORY
     if death.stalled:
@@ -101,10 +112,7 @@ def _text(pid: int, exitcode: int | None, signal_name: str | None) -> str:
     if not exitcode:
         return f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
     if exitcode > 0:
-        return (
-            f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exitcode}. "
-            "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
-        )
+        return f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exitcode}. {_LOST}"
     text = f"DataLoader worker (pid {pid}) is killed by signal: {signal_name}. "
     if exitcode == -signal.SIGBUS:
         text += (

@@ -29,7 +29,8 @@ from rustloader.config import (
     SIGTERM,
 )
 from rustloader.remote.context import is_remote
-from rustloader.workers import main, process, remote
+from rustloader.workers import arguments, main, process, remote
+from rustloader.workers.arguments import Reports
 from rustloader.workers.bootstrap import Connection, Job, Payload
 from rustloader.workers.gates import Gates
 from rustloader.workers.memory_events import OomKills
@@ -85,6 +86,8 @@ class WorkerGroup:
         self._on_exit = on_exit
         # The dataset of workers on other machines.
         self._blob: remote.Blob | None = None
+        # What workers that are not forked could not load.
+        self._reports: Reports | None = None
         # Set when the workers start.
         self._oom_kills: OomKills | None = None
         # The last death of each worker, by generation, and whether its memory cgroup was out of memory.
@@ -150,8 +153,12 @@ class WorkerGroup:
         method = process.start_method(context)
         with contextlib.ExitStack() as stack:
             common, gates = None, None
+            if method != "fork" and self._reports is None:
+                # Without it, a worker that cannot load its dataset says so on stderr alone.
+                with contextlib.suppress(OSError):
+                    self._reports = Reports()
             if len(worker_ids) > 1 and method != "fork":
-                if job.starts is None and (common := PickledOnce.of((dataset, job))) is not None:
+                if job.starts is None and (common := PickledOnce.of(arguments.marked(dataset, job, job))) is not None:
                     stack.callback(common.close)
                 if method == "spawn":
                     gates = Gates(len(worker_ids))
@@ -164,14 +171,15 @@ class WorkerGroup:
         self, worker_id: int, context: Any, dataset: Any, job: Job, common: PickledOnce | None, gates: Gates | None
     ) -> int:
         with contextlib.nullcontext() if gates is None else gates.next() as gate:
-            payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id, common, gate)
+            payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id, common, gate, self._reports)
             worker = context.Process(target=main.run, args=(payload,))
             worker.daemon = True
             try:
                 try:
                     is_forked = process.start_method(context) == "fork"
                     has_calls = not is_forked and (gate is not None or payload.cores is not None)
-                    with calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext():
+                    first = calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext()
+                    with arguments.naming(), first:
                         process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
                 finally:
                     payload.close()
@@ -183,6 +191,17 @@ class WorkerGroup:
                 # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
                 clean_up_after(error, lambda: process.kill(worker))
                 raise
+
+    def notes_of_start(self, death: Death, exitcode: int | None) -> tuple[str | None, tuple[str, ...]]:
+        """What a worker that has died could not load, and the notes on its start, if an error of it ended the start."""
+        report = None if self._reports is None else self._reports.of(death.pid)
+        # What Python's own end by an error gives. Errors of `worker_init_fn` come later, and are answers.
+        failed = (
+            exitcode == 1
+            and self._reports is not None
+            and self.engine.worker_status(death.worker_id)["state"] == "starting"
+        )
+        return report, (arguments.way_out(report),) if report is not None or failed else ()
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds
@@ -250,6 +269,8 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
                 else:
                     quietly(process.note_end, worker, all_ended)
             group.engine.finish()
+            if group._reports is not None:
+                group._reports.close()
             _live.discard(group)
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
+from rustloader.workers.arguments import Mark
+
 # Objects of other packages may be tied to one process, or their code may show how often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
 # What pickling calls of an object's class.
@@ -78,7 +80,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
         if issubclass(kind, type):
             # Classes travel by name.
             raise KeyError(kind)
-        if not _is_plain_class(kind):
+        if kind is not Mark and not _is_plain_class(kind):
             raise _NotPlain
         return self.setdefault(kind, _reduce)
 

@@ -21,7 +21,7 @@ from rustloader.cleanup import quietly
 from rustloader.config import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
-from rustloader.workers import by_name, main
+from rustloader.workers import arguments, by_name, main
 from rustloader.workers.bootstrap import Job
 
 # The fields of a job that are pickled together with the dataset, because they may share objects with it.
@@ -99,7 +99,9 @@ class Blob:
     def __init__(self, context: RemoteContext, dataset: Any, job: Job) -> None:
         shared = {name: getattr(job, name) for name in _SHARED}
         self.context = context
-        self.reference = context.put(context.dumps((dataset, shared)))
+        with arguments.naming():
+            pickled = context.dumps(arguments.marked(dataset, job, shared))
+        self.reference = context.put(pickled)
 
     def job_of(self, job: Job, worker_id: int) -> bytes:
         """The job of one worker, without what is in the blob."""
@@ -284,9 +286,10 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
         framed = handshake.receive_answer(connection, deadline)
         try:
             job: Job = pickle.loads(framed[_SIZES.size :])
-            dataset, shared = pickle.loads(read())
+            dataset, shared = arguments.unmarked(pickle.loads(read()))
         except Exception:
-            text = f"it cannot read the dataset or its functions:\n{traceback.format_exc()}"
+            at = f", at its {name}" if (name := arguments.present()) else ""
+            text = f"it cannot read the dataset or its functions{at}:\n{traceback.format_exc()}"
             handshake.send_answer(connection, False, text.encode(), deadline)
             raise
         job = dataclasses.replace(job, **shared)

@@ -1,0 +1,145 @@
+"""Names the argument of a loader that a worker's pickle cannot hold or a worker cannot load.
+
+The pickle has a mark before each argument. Both ends take what they meet in order, so the last mark names the argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any
+
+# The fields of a job that are arguments of the loader, and what the loader calls them.
+_NAMES = {"collate_fn": "collate_fn", "init_fn": "worker_init_fn", "on_error": "on_error"}
+# Characters of a traceback in a report, at most.
+_MOST = 1 << 16
+_UNPICKLABLE = (
+    "The DataLoader's argument {} cannot be pickled. Workers by spawn, by forkserver or on another machine get a "
+    "pickle of it: define its classes and functions at the top of a module and open files in the workers, or use "
+    "multiprocessing_context='fork'."
+)
+_UNLOADABLE = (
+    "Workers by spawn and forkserver import the classes and functions of their arguments. What a notebook, `python -c` "
+    "or the body of `if __name__ == '__main__':` defines is not there: put it into a module, or use "
+    "multiprocessing_context='fork'."
+)
+_UNKNOWN = (
+    "The worker ended before it could load its arguments; stderr has its own error. Workers by spawn and forkserver "
+    "import the main script again: a script that makes them needs `if __name__ == '__main__':` around what it runs."
+)
+_reached = threading.local()
+
+
+def _reach(name: str | None) -> None:
+    _reached.name = name
+
+
+class Mark:
+    """Notes that pickling, or unpickling, has come to an argument. None: to none any more."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __reduce__(self) -> Any:
+        _reach(self._name)
+        return _reach, (self._name,)
+
+
+def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
+    """What a worker gets, with marks: the dataset first, ``last`` at the end. They may share objects with what is in
+    between."""
+    marks: list[Any] = [Mark("dataset"), dataset]
+    for field, name in _NAMES.items():
+        marks += [Mark(name), getattr(job, field)]
+    return (*marks, Mark(None), last)
+
+
+def unmarked(contents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The dataset and ``last``, as they arrived."""
+    return contents[1], contents[-1]
+
+
+def present() -> str | None:
+    """The argument that pickling or unpickling has come to in this thread."""
+    return getattr(_reached, "name", None)
+
+
+@contextlib.contextmanager
+def naming() -> Iterator[None]:
+    """Names the argument in a note of an error that its pickling raises."""
+    _reach(None)
+    try:
+        yield
+    except Exception as error:
+        if (name := present()) is not None:
+            error.add_note(_UNPICKLABLE.format(name))
+        raise
+    finally:
+        _reach(None)
+
+
+class Reports:
+    """A file that all workers of a group share. One that cannot load its arguments writes why, and ends."""
+
+    # `__del__` may come when the names of this module are None.
+    _close = staticmethod(os.close)
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
+        # Workers may write at the same time.
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+
+    def for_child(self) -> Any:
+        """The descriptor, in a form that the pickle of a process takes."""
+        return reduction.DupFd(self._fd)
+
+    def of(self, pid: int) -> str | None:
+        """What a process could not load, and why."""
+        if self._fd < 0:
+            return None
+        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError):
+                report = json.loads(line)
+                if report["pid"] == pid:
+                    return str(report["text"])
+        return None
+
+    def close(self) -> None:
+        """Closes the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._close(fd)
+
+    __del__ = close
+
+
+@contextlib.contextmanager
+def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
+    """Reports an error of the body, in a worker. ``duplicate`` is what ``Reports.for_child`` has given, or None."""
+    fd = None if duplicate is None else duplicate.detach()
+    try:
+        yield
+    except Exception as error:
+        if fd is not None and present() is not None:
+            text = f"It could not load its {present()}. Caught {type(error).__name__} in DataLoader worker process "
+            text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MOST:]}"
+            line = json.dumps({"pid": os.getpid(), "text": text})
+            # The error itself is the one to be raised.
+            with contextlib.suppress(OSError):
+                os.write(fd, f"{line}\n".encode())
+        raise
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def way_out(report: str | None) -> str:
+    """The note of the error of a worker that could not begin, with or without a report."""
+    return _UNKNOWN if report is None else _UNLOADABLE
