@@ -15,7 +15,6 @@ from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_o
 from rustloader.stateful_dataloader.sampler import RandomSampler
 from rustloader.stateful_dataloader.sources import Source, start_of
 
-
 # Samplers that draw random numbers.
 _DRAWING = ("random", "subset", "weighted")
 

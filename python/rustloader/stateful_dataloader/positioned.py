@@ -106,8 +106,8 @@ class Positioned(_BaseDataLoaderIter):
     ) -> dict[str, Any]:
         """The snapshot that a worker made after ``count`` of its answers, or what it started from.
 
-        Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded, and
-        a dataset that takes note of it at its first step shows another one until then.
+        Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded.
+        A dataset that applies it at its first step shows another one until then.
         """
         if made is None or (count == 0 and start.has_state):
             made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)

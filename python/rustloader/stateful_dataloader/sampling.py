@@ -187,8 +187,8 @@ def sampling(
         index_sampler: What the loader takes its index batches from.
         torchs: ``iter(index_sampler)``, unstarted.
         saved: What ``Sampling.state`` has saved: its own part and, for samplers with a state, torchdata's two. Also a
-            dict with ``"start"`` and ``"is_owed"`` alone, or torchdata's two alone, which are then of ``"state_position"`` or, without
-            that, of the position. None for the begin of an epoch as torch draws it.
+            dict with ``"start"`` and ``"is_owed"`` alone, or torchdata's two alone, which are then of
+            ``"state_position"`` or, without that, of the position. None starts the epoch as torch draws it.
         position: Number of index batches to leave out.
         ahead: Ordinals from the position on to leave out as well.
         every: Number of index batches from one state of a sampler to the next; 0 for the first one alone.

@@ -443,7 +443,7 @@ fn batches_of_log_normal_sizes_fit() {
         let len = ((16.0 * KIB as f64 * (1.5 * random.normal()).exp()) as u64).clamp(4 * KIB, LARGEST);
         if under_way.len() >= 4 {
             // Mostly the oldest one.
-            let which = if random.next() % 8 == 0 { random.next() as usize % 4 } else { 0 };
+            let which = if random.next().is_multiple_of(8) { random.next() as usize % 4 } else { 0 };
             let id: u32 = under_way.remove(which).unwrap();
             arena.release(owner.region(), id, CONSUMER);
         }
