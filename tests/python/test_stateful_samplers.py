@@ -246,6 +246,18 @@ def test_states_of_distributed_samplers():
     assert sampler.state_dict() == {"yielded": 5}
 
 
+def test_the_epoch_in_a_state_of_a_newer_torchdata_is_set():
+    keys = StatefulDistributedSampler._YIELDED, StatefulDistributedSampler._EPOCH
+    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
+    sampler.set_epoch(3)
+    rest = list(sampler)[4:]
+    other = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
+    other.load_state_dict(dict(zip(keys, (4, 3), strict=True)))
+    assert (other.epoch, list(other)) == (3, rest)
+    other.load_state_dict({"yielded": 0})
+    assert other.epoch == 3
+
+
 def test_a_loaded_position_waits_for_the_first_index():
     """torch's iterators with workers make an iterator over the sampler that they do not use."""
     sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)

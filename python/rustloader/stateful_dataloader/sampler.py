@@ -226,7 +226,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
     """torch's DistributedSampler with a state: the number of indices that the present epoch has yielded.
 
     A state that is loaded takes effect at the next ``iter()``. The state has no epoch: call ``set_epoch`` as with
-    torch's class.
+    torch's class. The epoch in a state of a newer torchdata is set.
 
     Args:
         dataset: Dataset whose length is the number of indices of all ranks.
@@ -252,6 +252,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
     """
 
     _YIELDED = "yielded"
+    _EPOCH = "epoch"
 
     def __init__(
         self,
@@ -293,4 +294,6 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         yielded = state_dict[self._YIELDED]
         if yielded < 0:
             raise ValueError(f"{self._YIELDED!r} must not be negative, got {yielded}")
+        if self._EPOCH in state_dict:
+            self.set_epoch(state_dict[self._EPOCH])
         self.next_yielded = yielded
