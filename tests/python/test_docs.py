@@ -86,10 +86,8 @@ def test_a_block_that_is_not_run_says_why(block):
 # Python
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
-def test_the_python_of_a_page_runs(page, tmp_path):
-    """As one script whose lines have the numbers that they have in the page."""
+def page_script(page):
+    """The Python of a page as one script whose lines have the numbers that they have in the page."""
     lines = [""] * len(PAGES[page].read_text().splitlines())
     lines[0] = (
         f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
@@ -98,8 +96,14 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):
         body = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(body)] = body
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
+def test_the_python_of_a_page_runs(page, tmp_path):
     script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
-    status, out, err = run_script("\n".join(lines) + "\n", 550, file=script, head="", fresh=False, cwd=tmp_path)
+    status, out, err = run_script(page_script(page), 550, file=script, head="", fresh=False, cwd=tmp_path)
     # Nor does the loader say anything in the log.
     assert (status, err) == (0, ""), f"{page}\n{out}{err}"
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from script_server import Server
 from support import HEAD, HERE, finish, wait_until
-from test_docs import MANY_WORKERS, PAGES, blocks
+from test_docs import PAGES, blocks, page_script
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
@@ -129,16 +129,8 @@ print([int(x) for x in loader], rustloader.engine_batches())
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
 def test_the_python_of_a_page_runs(start, page, tmp_path):
     """As in test_docs.py."""
-    lines = [""] * len(PAGES[page].read_text().splitlines())
-    lines[0] = (
-        f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
-        "from docs_given import *"
-    )
-    for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):
-        body = block.text.splitlines()
-        lines[block.line - 1 : block.line - 1 + len(body)] = body
     script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
-    script.write_text("\n".join(lines) + "\n")
+    script.write_text(page_script(page))
     status, out, err = finish(start(script.read_text(), file=script, folder=tmp_path), 550)
     assert (status, err) == (0, ""), f"{page}\n{out}{err}"
 
