@@ -157,6 +157,18 @@ def test_an_error_or_interrupt_of_the_move_is_raised_and_the_memory_kept(monkeyp
     assert np.all(view == 0)
 
 
+def test_what_cannot_be_moved_has_torchs_error():
+    list(DataLoader(Rows(100, 2), num_workers=1))
+    storage = torch.empty(4, device="meta").untyped_storage()
+    function = torch.UntypedStorage._share_fd_cpu_
+    texts = []
+    for move in function.__wrapped__, function:
+        with pytest.raises(RuntimeError) as caught:
+            move(storage)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
 def test_torchs_methods_are_wrapped_once():
     for _ in range(2):
         list(DataLoader(Rows(100, 2), num_workers=1))
