@@ -1,12 +1,14 @@
 //! What a broken worker writes over shared memory is damage, and called so.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rustloader::engine::completions::{Completions, Incoming, Message};
 use rustloader::engine::{Engine, Step};
 use rustloader::error::Error;
-use rustloader::scheduler::Settings;
+use rustloader::scheduler::{Dispatch, Settings};
 use rustloader::shm::arena::Arena;
+use rustloader::shm::layout::Needs;
 use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
@@ -54,10 +56,36 @@ fn a_block_that_two_leaves_name_is_leased_once() {
     assert!(matches!(leaves.take(1), Err(Error::Corrupt { .. })));
 }
 
+/// The message of a worker that finds damage.
+fn damage<T: std::fmt::Debug>(found: Result<T, Error>) -> String {
+    let error = found.unwrap_err();
+    assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn a_head_of_the_shared_queue_that_hides_a_task_is_no_silent_wait() {
+    for head in [1, 3, u64::MAX] {
+        let needs = Needs { workers: 2, outstanding: 4, shared_queue: true, snapshots: false };
+        let arena = Arena::create_for(1 << 30, needs).unwrap();
+        let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(2, 2, true) };
+        let mut engine = Engine::<u64>::over(arena.clone(), settings).unwrap();
+        let port = |worker| {
+            let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
+            Port::open(arena.clone(), worker, doorbell).unwrap()
+        };
+        let ports = [port(0), port(1)];
+        arena.queue_control().unwrap().head.0.store(head, Relaxed);
+        engine.submit(0, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
+        for port in &ports {
+            assert!(damage(port.receive()).contains("has passed entry 0"));
+        }
+    }
+}
+
 /// Found by `tests/python/test_damage.py`: the error reported an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
-    use std::sync::atomic::Ordering::Relaxed;
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     let mut engine = Engine::<u64, Vec<u8>>::over(arena.clone(), Settings::torch(1, 4, true)).unwrap();
     let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();

@@ -199,19 +199,20 @@ impl<M: QueueMemory> Claimer<M> {
     }
 
     /// Claims the oldest entry; `None` if none waits. The worker holds it until it answers. [`Error::Corrupt`] if a slot
-    /// has the entry of another slot.
+    /// has the entry of another slot, or an entry waits before the head.
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
         // A hint. A late value costs steps: the states decide.
-        let mut position = control.head.0.load(Ordering::Relaxed);
+        // SYNC: head-moved (pairs with the Release below): who sees a head sees that no entry before it waits.
+        let mut position = control.head.0.load(Ordering::Acquire);
         loop {
             let slot = self.memory.slot(position);
             // SYNC: entry-queued (pairs with the Release store in `Submitter::push`).
             let seen = slot.state.load(Ordering::Acquire);
             let count = seen >> HOLDER_BITS;
             if count <= position {
-                return Ok(None);
+                return self.check_passed(position).map(|()| None);
             }
             if count - 1 != position {
                 position = self.overtaken(position, count - 1)?;
@@ -222,12 +223,29 @@ impl<M: QueueMemory> Claimer<M> {
                 let held = state_of(position, self.holder);
                 // SYNC: entry-claimed (pairs with the Acquire load in `Submitter::push`): the entry was read before.
                 if slot.state.compare_exchange(seen, held, Ordering::Release, Ordering::Relaxed).is_ok() {
-                    control.head.0.fetch_max(position + 1, Ordering::Relaxed);
+                    // SYNC: head-moved (pairs with the Acquire above).
+                    control.head.0.fetch_max(position + 1, Ordering::Release);
                     return Ok(Some((position, entry)));
                 }
             }
             position += 1;
         }
+    }
+
+    /// Checks that no entry before `position` waits. A damaged head would hide it from all workers.
+    #[inline]
+    fn check_passed(&self, position: u64) -> Result<()> {
+        for slot in self.memory.slots() {
+            // Those that moved the head saw the claims before they did, and this side sees what they saw.
+            let state = slot.state.load(Ordering::Relaxed);
+            if is_waiting(state) && state >> HOLDER_BITS <= position {
+                let waiting = (state >> HOLDER_BITS) - 1;
+                return Err(Error::corrupt(format!(
+                    "the head of a queue has passed entry {waiting}, which no worker has claimed"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The position to try after a slot whose entry is `found`, not `position`: all that are older by the queue's capacity
@@ -395,6 +413,21 @@ mod tests {
         }
         queue.control().head.0.store(1, Ordering::Relaxed);
         assert_eq!(worker.claim().unwrap(), None);
+    }
+
+    #[test]
+    fn a_head_that_has_passed_an_entry_that_waits_is_an_error() {
+        for head in [1, 2, 3, 4, 6, 1 << 40, u64::MAX] {
+            let queue = HeapQueue::new(4);
+            let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
+            queue.control().head.0.store(head, Ordering::Relaxed);
+            assert_eq!(worker.claim().unwrap(), None, "nothing is hidden yet");
+            (0..2).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
+            if head == 1 {
+                assert_eq!(worker.claim().unwrap(), Some((1, entry(1))));
+            }
+            assert!(matches!(worker.claim(), Err(Error::Corrupt { .. })), "{head}");
+        }
     }
 
     #[test]
