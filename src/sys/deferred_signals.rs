@@ -23,6 +23,8 @@ struct Deferral {
     /// The replaced handler, and whether it takes three arguments.
     old: AtomicUsize,
     old_takes_info: AtomicBool,
+    /// The recording handler is installed, or another handler has replaced it and may call it.
+    placed: AtomicBool,
 }
 
 /// Number of signals that can be deferred.
@@ -106,6 +108,7 @@ impl Deferral {
             came: AtomicBool::new(false),
             old: AtomicUsize::new(0),
             old_takes_info: AtomicBool::new(false),
+            placed: AtomicBool::new(false),
         }
     }
 
@@ -122,8 +125,12 @@ impl Deferral {
         }
         self.came.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
-        // A child of a process that deferred it has the recording handler already.
-        if action.sa_sigaction != handler as *const () as usize {
+        // A child of a process that deferred it has the recording handler already. A handler that has replaced it may call
+        // it. With the recording handler on top each would call the other without end, so that one stays. What it passes
+        // on is deferred.
+        let old = self.old.load(Ordering::Relaxed);
+        let replaced = self.placed.load(Ordering::Relaxed) && action.sa_sigaction != old;
+        if action.sa_sigaction != handler as *const () as usize && !replaced {
             self.old.store(action.sa_sigaction, Ordering::Relaxed);
             self.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
             action.sa_sigaction = handler as *const () as usize;
@@ -131,6 +138,7 @@ impl Deferral {
             if !self.set(&action) {
                 return false;
             }
+            self.placed.store(true, Ordering::Relaxed);
         }
         self.owner.store(pid, Ordering::SeqCst);
         true
@@ -151,7 +159,8 @@ impl Deferral {
             if !self.old_takes_info.load(Ordering::Relaxed) {
                 action.sa_flags &= !libc::SA_SIGINFO;
             }
-            self.set(&action);
+            let removed = self.set(&action);
+            self.placed.store(!removed, Ordering::Relaxed);
         }
         self.came.swap(false, Ordering::SeqCst)
     }
@@ -179,6 +188,79 @@ mod tests {
         SEEN.fetch_add(1, Ordering::SeqCst);
         let term = deferral_of(libc::SIGTERM).unwrap().owner.load(Ordering::SeqCst);
         TOO_SOON.fetch_add(u32::from(signal == libc::SIGINT && term != 0), Ordering::SeqCst);
+    }
+
+    /// Calls of the handler of a library, and the handler that it has replaced.
+    static CHAINED: AtomicU32 = AtomicU32::new(0);
+    static REPLACED: AtomicUsize = AtomicUsize::new(0);
+
+    extern "C" fn chaining(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+        // A limit, so that a failure does not overflow the stack.
+        if CHAINED.fetch_add(1, Ordering::SeqCst) < 100 {
+            // SAFETY: the test stores a handler that was installed with SA_SIGINFO.
+            let replaced: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
+                unsafe { std::mem::transmute(REPLACED.load(Ordering::SeqCst)) };
+            replaced(signal, info, context);
+        }
+    }
+
+    /// Calls of the program's handler.
+    static BELOW: AtomicU32 = AtomicU32::new(0);
+
+    extern "C" fn below(_signal: libc::c_int) {
+        BELOW.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// On a signal that no other test uses: they run at the same time.
+    #[test]
+    fn a_handler_that_calls_ours_is_not_called_by_it() {
+        let signal = libc::SIGVTALRM;
+        let deferral = deferral_of(signal).unwrap();
+        let default = deferral.action().unwrap();
+        let install = |handler: usize, flags| {
+            let mut action = default;
+            (action.sa_sigaction, action.sa_flags) = (handler, flags);
+            assert!(deferral.set(&action));
+        };
+        // The calls of the library's handler and of the program's since the last look.
+        let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
+        install(below as *const () as usize, 0);
+
+        let deferred = defer(&[signal]);
+        REPLACED.store(deferral.action().unwrap().sa_sigaction, Ordering::SeqCst);
+        install(chaining as *const () as usize, libc::SA_SIGINFO);
+        deferred.release();
+        for _ in 0..2 {
+            let deferred = defer(&[signal]);
+            raise(signal);
+            assert_eq!(BELOW.load(Ordering::SeqCst), 0, "what it calls is deferred");
+            deferred.release();
+            assert_eq!(calls(), (2, 1), "the library's handler at once and once more");
+            raise(signal);
+            assert_eq!(calls(), (1, 1));
+        }
+
+        // The library restores what it replaced: all is as it was at the start.
+        install(REPLACED.load(Ordering::SeqCst), libc::SA_SIGINFO);
+        raise(signal);
+        assert_eq!(calls(), (0, 1));
+        let deferred = defer(&[signal]);
+        raise(signal);
+        assert_eq!(calls(), (0, 0));
+        deferred.release();
+        assert_eq!(calls(), (0, 1));
+        assert_eq!(deferral.action().unwrap().sa_sigaction, below as *const () as usize);
+
+        // The program sets its own handler again in the meantime: it calls no other, so it is replaced as usual.
+        let deferred = defer(&[signal]);
+        install(below as *const () as usize, 0);
+        deferred.release();
+        let deferred = defer(&[signal]);
+        raise(signal);
+        assert_eq!(calls(), (0, 0));
+        deferred.release();
+        assert_eq!(calls(), (0, 1));
+        assert!(deferral.set(&default));
     }
 
     fn raise(signal: i32) {
