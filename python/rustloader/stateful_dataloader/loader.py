@@ -15,13 +15,14 @@ from rustloader import options
 from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
 from rustloader.iterator import fetching, settings
-from rustloader.stateful_dataloader import sampling, state
+from rustloader.stateful_dataloader import sampling, shuffle_buffers, state
 from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
 from rustloader.stateful_dataloader.state import OWN, Plan
 from rustloader.torch_side import TORCHS_GET_ITERATOR, in_torch
+from rustloader.workers.snapshots import is_stateful
 
 # Draws of samplers without a generator of their own.
 _DRAWN = frozenset({"seed", "global_generator"})
@@ -82,6 +83,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
     _epochs = 0
+    # Whether a state in the middle of an epoch has looked for a shuffle buffer.
+    _has_looked = False
 
     if TYPE_CHECKING:
 
@@ -159,6 +162,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
         found = iterator.state(back, finished)
         if draws is not None:
             found[OWN]["next"] = draws
+        if not (finished or self._has_looked or iterator.delivered_nothing()):
+            self._has_looked = True
+            if is_stateful(self.dataset):
+                shuffle_buffers.warn(self.dataset)
         return found
 
     def _state_before_end(self) -> dict[str, Any]:

@@ -153,3 +153,87 @@ def test_no_word_about_other_states(kind, workers):
     }[kind]
     saved = saving(StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged))
     assert told(lambda: saved(60)) == told(lambda: saved(70)) == []
+
+
+class Part:
+    """A part of a stream of Hugging Face's datasets: its fields are what a shuffle is known by."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+class Stream(datasets.GeneratorShards):
+    def __init__(self, *parts):
+        super().__init__((20, 20))
+        self._ex_iterable = Part(ex_iterable=Part(ex_iterables=[Part(), *parts]))
+
+
+class Holder(datasets.GeneratorShards):
+    """Has a stream as an attribute, as torchtitan's datasets do."""
+
+    def __init__(self, *parts):
+        super().__init__((20, 20))
+        self.stream, self.itself = Stream(*parts), self
+
+
+class WithoutState(datasets.StatelessShards):
+    def __init__(self, *parts):
+        super().__init__((20, 20))
+        self._ex_iterable = Part(ex_iterables=[*parts])
+
+
+class Raising:
+    def __getattribute__(self, name):
+        raise RuntimeError(f"asked for {name}")
+
+
+class Hostile(datasets.GeneratorShards):
+    """Its parts are strange, and name one another."""
+
+    def __init__(self, *parts):
+        super().__init__((20, 20))
+        self._ex_iterable = Part(ex_iterable=Raising(), ex_iterables=7, buffer_size="100")
+        self._ex_iterable._ex_iterable = self
+
+
+BUFFER = Part(ex_iterable=Part(), buffer_size=100)
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [Stream, Holder])
+@pytest.mark.warns
+def test_a_shuffle_buffer_that_the_state_does_not_hold(kind, workers, caplog):
+    loader = StatefulDataLoader(kind(BUFFER, Part(buffer_size=10)), None, num_workers=workers, collate_fn=unchanged)
+    iterator = iter(loader)
+    loader.state_dict()
+    assert caplog.messages == []
+    next(iterator)
+    loader.state_dict()
+    (text,) = caplog.messages
+    assert text.startswith(f"{kind.__name__} has a shuffle buffer of 100 samples, which its state_dict() does not hold")
+    # Once for each loader.
+    loader.state_dict()
+    list(iterator)
+    next(iter(loader))
+    loader.state_dict()
+    assert caplog.messages == [text]
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    "dataset",
+    [Stream(), Stream(Part(buffer_size=1)), WithoutState(BUFFER), Hostile(), datasets.GeneratorShards((20, 20))],
+)
+def test_no_word_about_streams_that_resume(dataset, workers, caplog):
+    loader = StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged)
+    next(iter(loader))
+    loader.state_dict()
+    assert caplog.messages == []
+
+
+@WORKERS
+def test_no_word_about_a_shuffle_buffer_at_the_end_of_an_epoch(workers, caplog):
+    loader = StatefulDataLoader(Stream(BUFFER), None, num_workers=workers, collate_fn=unchanged)
+    list(loader)
+    loader.state_dict()
+    assert caplog.messages == []

@@ -1,0 +1,53 @@
+"""Finds the shuffle buffers of Hugging Face's streams, ``datasets.IterableDataset``: their states do not hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+logger = logging.getLogger("rustloader")
+
+# The attributes of a stream, and of its parts, that hold further parts.
+_OF_STREAM = "_ex_iterable"
+_PARTS = frozenset({_OF_STREAM, "ex_iterable", "ex_iterables"})
+# Parts of a stream that are looked at, at most.
+_MOST = 10_000
+_TEXT = (
+    "%s has a shuffle buffer of %d samples, which its state_dict() does not hold: a loop that resumes from this state "
+    "misses some samples and gets others twice, or fails. Shuffle before to_iterable_dataset(), shuffle the order of "
+    "the shards alone with shuffle(buffer_size=1, max_buffer_input_shards=1), or resume at the end of an epoch"
+)
+
+
+def warn(dataset: Any) -> None:
+    """Logs a warning if a dataset with a state is a stream with a shuffle buffer, or has one as an attribute."""
+    size = 0
+    with contextlib.suppress(Exception):
+        size = largest(dataset)
+    if size > 1:
+        logger.warning(_TEXT, type(dataset).__qualname__, size)
+
+
+def largest(dataset: Any) -> int:
+    """The number of samples in the largest shuffle buffer, 0 if none is found. Runs no code of the dataset's."""
+    candidates = [dataset, *_attributes(dataset).values()]
+    waiting = [it for it in candidates if _OF_STREAM in _attributes(it)]
+    size = 0
+    for _ in range(_MOST):
+        if not waiting:
+            break
+        found = _attributes(waiting.pop())
+        if type(found.get("buffer_size")) is int:
+            size = max(size, found["buffer_size"])
+        for name in found.keys() & _PARTS:
+            part = found[name]
+            waiting += part if type(part) is list else [part]
+    return size
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    try:
+        return dict(object.__getattribute__(obj, "__dict__"))
+    except AttributeError:
+        return {}
