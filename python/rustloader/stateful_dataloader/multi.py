@@ -138,13 +138,21 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         return plan
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if self._last is _not_begun:
+            self._last = None
         plan = self._next_plan()
         if self._failures is not None:
             # Counted by the loader, so that a resumed epoch has its number.
             self._failures.next_epoch = plan.epoch
         self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
-        super()._reset(loader, first_iter)
-        self._has_begun, self._plan = True, None
+        try:
+            super()._reset(loader, first_iter)
+            self._has_begun, self._plan = True, None
+        except BaseException:
+            if self._last is None and not self._has_begun:
+                # The engine may be in the new epoch, whose batches would have no exact state.
+                self._last = _not_begun
+            raise
         if self._passthrough:
             # torch begins with the first batches in between.
             self._num_yielded = plan.yielded
@@ -327,6 +335,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     def __del__(self) -> None:
         self._is_deleted = True
         super().__del__()
+
+
+def _not_begun() -> RuntimeError:
+    return RuntimeError("this epoch has not begun, because iter() raised an error: call iter() of the loader again")
 
 
 def _last_ordinals(plan: Plan, worker: int) -> list[int]:

@@ -489,6 +489,32 @@ def test_a_worker_that_does_not_start_holds_up_neither_states_nor_a_new_epoch(tm
     assert loader.state_dict()["_rustloader"]["epoch"] == 1
 
 
+def test_next_after_an_iter_that_failed_is_an_error(tmp_path):
+    def make():
+        return StatefulDataLoader(Stuck(tmp_path), batch_size=2, num_workers=2, timeout=3, persistent_workers=True)
+
+    loader = make()
+    iterator = iter(loader)
+    whole = [batch.tolist() for batch in iterator]
+    pids = [worker.pid for worker in iterator._workers]
+    (tmp_path / "stuck").touch()
+    for _ in range(2):
+        with pytest.raises(LoaderTimeoutError):
+            iter(loader)
+        # Its epoch has not begun, and no batch of it could have an exact state.
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="this epoch has not begun, because iter.. raised .*: call iter"):
+                next(iterator)
+    state = loader.state_dict()
+    (tmp_path / "stuck").unlink()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader] == whole
+    # The workers stay.
+    assert iter(loader) is iterator and [worker.pid for worker in iterator._workers] == pids
+    assert next(iterator).tolist() == whole[0] and position(loader.state_dict()) == 1
+
+
 def test_a_worker_init_fn_that_hangs_is_a_timeout(tmp_path):
     def init(worker_id):
         while worker_id:
