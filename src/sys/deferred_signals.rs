@@ -125,9 +125,9 @@ impl Deferral {
         }
         self.came.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
-        // A child of a process that deferred it has the recording handler already. A handler that has replaced it may call
-        // it. With the recording handler on top each would call the other without end, so that one stays. What it passes
-        // on is deferred.
+        // A child of a process that deferred it has the recording handler already. A handler that has replaced that one
+        // may call it. If it were replaced in turn, each would call the other without end, so it stays. What it passes on
+        // is deferred.
         let old = self.old.load(Ordering::Relaxed);
         let replaced = self.placed.load(Ordering::Relaxed) && action.sa_sigaction != old;
         if action.sa_sigaction != handler as *const () as usize && !replaced {
