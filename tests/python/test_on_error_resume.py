@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -148,6 +149,63 @@ def test_a_resumed_epoch_counts_its_own_failures(name, workers):
     before, whole = failed(rustloader.stats(resumed)), failed(rustloader.stats(loader))
     assert whole[-len(before) :] == before and len(before) == len(whole) - (1 if dataset is not SavedStream else 9)
     assert numbers([first]) == [[0, 2, 3]] if dataset is not SavedStream else [[0, 2, 3, 12]]
+
+
+def to_the_limit(batches):
+    """What comes before the error, and how many failures it names."""
+    found = []
+    with pytest.raises(ErrorLimitExceeded) as caught:
+        for batch in batches:
+            found.append(torch.as_tensor(batch).tolist())
+    return found, str(caught.value).split(" failed in this epoch")[0]
+
+
+@pytest.mark.parametrize("kw", [dict(), dict(num_workers=2), dict(num_workers=2, persistent_workers=True)], ids=str)
+@pytest.mark.parametrize("name", ["in order", "stream with a state", "dataset with a state"])
+def test_max_errors_counts_on_after_a_resume(name, kw):
+    dataset, more = SETTINGS[name]
+    settings = dict(bad=(1, 6, 8, 9, 10, 11, 14, 17), max_errors=7) | more | kw
+    whole = to_the_limit(make(dataset, **settings))
+    assert re.match(r"\d+ samples have$", whole[1])
+    for cut, back in itertools.product(range(1, len(whole[0]) + 1), range(2)):
+        loader = make(dataset, **settings)
+        iterator = iter(loader)
+        for _ in range(cut):
+            next(iterator)
+        state = loader.state_dict(back=back)
+        resumed = make(dataset, **settings)
+        resumed.load_state_dict(state)
+        again = iter(resumed)
+        assert resumed.state_dict() == state
+        found, count = to_the_limit(again)
+        assert (whole[0][: cut - back] + found, count) == whole
+        # A state of an earlier version has no count.
+        state["_rustloader"].pop("failures", None)
+        older = make(dataset, **settings)
+        older.load_state_dict(state)
+        iter(older)
+        assert older.state_dict() == state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_later_epoch_counts_anew_after_a_resume(workers):
+    settings = dict(bad=(1, 5, 20), max_errors=3, num_workers=workers, persistent_workers=workers > 0)
+    loader = make(Broken, **settings)
+    for _ in range(2):
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        state = loader.state_dict()
+        assert state["_rustloader"]["failures"] == 2
+        resumed = make(Broken, **settings)
+        resumed.load_state_dict(state)
+        for _ in range(2):
+            list(resumed)
+        list(iterator)
+    ended = loader.state_dict()
+    resumed = make(Broken, **settings)
+    resumed.load_state_dict(ended)
+    next(iter(resumed))
+    assert resumed.state_dict()["_rustloader"]["failures"] == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

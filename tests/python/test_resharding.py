@@ -254,6 +254,14 @@ def test_new_ranks_take_their_seeds_from_old_ones():
     assert [state["_rustloader"]["base_seed"] for state in reshard(states, 5)] == [0, 1, 0, 1, 0]
 
 
+def test_failures_belong_to_the_old_ranks():
+    _, states = Job(40, 2).run(2, batches=3)
+    for state in states:
+        state["_rustloader"]["failures"] = 5
+    assert [state["_rustloader"].get("failures") for state in reshard(states, 3)] == [None] * 3
+    assert [state["_rustloader"].get("failures") for state in reshard(states, 2)] == [5] * 2
+
+
 def test_states_with_workers():
     job = Job(40, 2)
     _, states = job.run(2, batches=3)

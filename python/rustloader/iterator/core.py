@@ -458,7 +458,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
         while True:
             if self._uncounted is not None:
-                self._count_failures(count, self._uncounted)
+                self._count_failures(count, self._uncounted, is_empty=True)
                 self._uncounted = None
             try:
                 data = _MultiProcessingDataLoaderIter._next_data(self, is_unwrapped=False)
@@ -472,9 +472,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._rescued = None
             return data
 
-    def _count_failures(self, count: failures.FailureCount, found: list[Failure]) -> None:
+    def _count_failures(self, count: failures.FailureCount, found: list[Failure], is_empty: bool = False) -> None:
         """Raises beyond ``max_errors``, now and at each later call."""
-        error = count.add(found, self._num_yielded + 1)
+        error = count.add(found, self._num_yielded + 1, is_empty)
         if error is not None:
             self._last, self._rescued, self._uncounted = error, None, None
             self._engine().close()

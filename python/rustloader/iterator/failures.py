@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader import options
+from rustloader._core import BACK_BATCHES
 from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
 from rustloader.limited_log import faults as fault_log
@@ -18,6 +19,8 @@ from rustloader.metrics.faults import KEPT_FAILURES, Faults
 
 # Failures that the error's text names.
 _NAMED = 3
+# Counts that are kept: up to two per batch that a state can go back by, and for the one under way.
+_KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
 # A share is one of at least this number of samples, if the number of samples of the epoch is not known.
 FEWEST_SAMPLES = 1000
 
@@ -36,6 +39,7 @@ class FailureCount:
         error: Makes the error that ended the epoch, or None.
         epoch: Number of the present epoch of the iterator.
         next_epoch: Number of the one that begins next. An epoch that failed to begin gives its number to the next.
+        next_earlier: Number of its failures before the position that it is resumed from.
     """
 
     def __init__(self, faults: Faults, limit: float | None, samples: int | None, batch_size: int) -> None:
@@ -44,22 +48,32 @@ class FailureCount:
         self.allowed: int | None = None
         if limit is not None and not (self._is_share and samples is None):
             self.allowed = _share(limit, samples) if self._is_share and samples is not None else int(limit)
-        self.next_epoch = 0
+        self.next_epoch = self.next_earlier = 0
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Begins to count anew."""
         self.error: Callable[[], ErrorLimitExceeded] | None = None
         self.epoch = self.next_epoch
-        self._count = 0
+        self._count, self.next_earlier = self.next_earlier, 0
         self._first: list[Failure] = []
+        # Counts after a number of delivered batches and the empty ones behind them, the latest last.
+        self._counts = [(0, self._count)]
 
-    def add(self, failures: list[Failure], batches: int) -> Callable[[], ErrorLimitExceeded] | None:
+    def count_after(self, batches: int) -> int:
+        """The number of failures before the position after a number of delivered batches of this epoch."""
+        counts = self._counts
+        return next((count for after, count in reversed(counts) if after <= batches), counts[0][1])
+
+    def add(
+        self, failures: list[Failure], batches: int, is_empty: bool = False
+    ) -> Callable[[], ErrorLimitExceeded] | None:
         """Counts the failures of a batch, and removes them from the list: an interrupted call can be made again.
 
         Args:
             failures: Those of one batch.
-            batches: Number of batches that were delivered in this epoch, this one included.
+            batches: Number of batches that were delivered in this epoch, this one or the one behind it included.
+            is_empty: Whether the batch has no samples left, and is not delivered.
 
         Returns:
             What makes the error that ends the epoch, if there are too many.
@@ -74,6 +88,9 @@ class FailureCount:
             # Last: it takes the longest, and is the likeliest call to be interrupted.
             name = "a sample" if failed.index is None else f"sample {failed.index}"
             fault_log.warning("a DataLoader: %s has failed and was %s: %s", name, failed.action, failed.error_text)
+        if self._counts[-1][1] != self._count:
+            # A new list: another thread may read the old one.
+            self._counts = [*self._counts[-_KEPT_COUNTS:], (batches - is_empty, self._count)]
         if self._limit is not None and self._count > self._allowed_after(batches):
             self.error = functools.partial(ErrorLimitExceeded, self._text(), tuple(self._first))
         return self.error
@@ -88,7 +105,7 @@ class FailureCount:
         named = "; ".join(
             it.error_text if it.index is None else f"sample {it.index}: {it.error_text}" for it in self._first[:_NAMED]
         )
-        more = "; ..." if self._count > _NAMED else ""
+        more = "; ..." if self._count > min(len(self._first), _NAMED) else ""
         count = "1 sample has" if self._count == 1 else f"{self._count} samples have"
         return (
             f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({named}{more}); "

@@ -143,7 +143,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         plan = self._next_plan()
         if self._failures is not None:
             # Counted by the loader, so that a resumed epoch has its number.
-            self._failures.next_epoch = plan.epoch
+            self._failures.next_epoch, self._failures.next_earlier = plan.epoch, plan.failures
         self._first_worker = plan.first_worker if plan.num_workers == self._num_workers else 0
         try:
             super()._reset(loader, first_iter)
@@ -254,7 +254,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             },
             "_steps_since_snapshot": 0,
             "_iterator_finished": finished,
-            OWN: self._own_part(low, ahead, sampled.own, records),
+            OWN: self._own_part(low, ahead, sampled.own, records, self._failures_after(yielded - back)),
         }
 
     def _worker_states(self, counts: list[int]) -> tuple[dict[str, Any], list[dict[str, int]]]:
@@ -278,6 +278,11 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
                 record["replay"] = 0
             records.append(record)
         return states, records
+
+    def _failures_after(self, yielded: int) -> int:
+        if self._failures is None or not self._has_begun:
+            return self.origin.failures
+        return self._failures.count_after(yielded)
 
     def failed_to_resume(self) -> bool:
         if self._num_yielded > self.origin.yielded or not self._raised or not self._has_states or self._passthrough:

@@ -123,11 +123,16 @@ class Positioned(_BaseDataLoaderIter):
         }
 
     def _own_part(
-        self, low: int, ahead: list[int], sampler: dict[str, Any], workers: list[dict[str, Any]] | None
+        self,
+        low: int,
+        ahead: list[int],
+        sampler: dict[str, Any],
+        workers: list[dict[str, Any]] | None,
+        failures: int,
     ) -> Any:
         """This package's part of a state."""
         seeding = self._seeding
-        return {
+        found = {
             "version": VERSION,
             "epoch": self.origin.epoch,
             "base_seed": self._base_seed,
@@ -138,6 +143,9 @@ class Positioned(_BaseDataLoaderIter):
             "seeds": None if seeding is None else {"base_seed": seeding.base_seed, "epoch": seeding.epoch},
             "workers": workers,
         }
+        if failures:
+            found["failures"] = failures
+        return found
 
 
 def own_copy(batch: Any) -> Any:

@@ -60,6 +60,8 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
         if num_replicas != len(ranks):
             start = samplers[source]["start"]
+            # They belong to the old ranks.
+            state[OWN].pop("failures", None)
             state[OWN]["sampler"] = samplers[source] | {"start": start and start | {"rank": number}}
         made.append(state)
     return made

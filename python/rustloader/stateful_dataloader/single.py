@@ -53,6 +53,9 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         prepare_fetcher(self, loader, self._seeding)
         # What decides about failing samples and counts them; None if nothing does.
         self._guarded = guarded(self, loader, self._seeding, plan.epoch)
+        if self._guarded is not None:
+            self._guarded[1].next_earlier = plan.failures
+            self._guarded[1].begin_epoch()
         if isinstance(self._dataset_fetcher, SeededFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter)
@@ -123,7 +126,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         """Counts the failures of the present batch. Raises beyond ``max_errors``."""
         assert self._guarded is not None
         guard, count = self._guarded
-        error = count.add(guard.take_failures(), self._num_yielded + 1)
+        error = count.add(guard.take_failures(), self._num_yielded + 1, is_empty=not self._kept)
         if error is not None:
             self._kept = []
             raise error()
@@ -212,7 +215,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             "fetcher_state": made["fetcher_state"],
             "dataset_state": made["dataset_state"],
             "_iterator_finished": finished,
-            OWN: self._own_part(low, ahead, sampled.own, [record]),
+            OWN: self._own_part(low, ahead, sampled.own, [record], self._failures_after(yielded - back)),
         }
 
     def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,6 +238,9 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
             record["replay"] = 0
         return made, record
+
+    def _failures_after(self, yielded: int) -> int:
+        return self.origin.failures if self._guarded is None else self._guarded[1].count_after(yielded)
 
     def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any] | None]:
         for after, payload in reversed(self._snapshots):

@@ -31,6 +31,7 @@ class Plan:
         base_seed: The base seed of the workers, or None to draw it.
         seeds: Base seed and epoch of ``seed_by``, or None.
         epoch: Number of epochs that the loader began before.
+        failures: Number of failures under ``on_error`` in this epoch before the position.
         num_workers: Number of workers of the loader that wrote the state.
         is_bound: Whether only a loader with as many workers can go on.
         workers: What each worker starts from; one for a loader without workers.
@@ -51,6 +52,7 @@ class Plan:
     base_seed: int | None = None
     seeds: tuple[int, int] | None = None
     epoch: int = 0
+    failures: int = 0
     num_workers: int = 0
     is_bound: bool = False
     workers: list[WorkerStart] = field(default_factory=list)
@@ -99,6 +101,7 @@ def _read(state: Any, loader: Any) -> Plan:
         # The workers of an iterable dataset have positions of their own.
         plan.ahead = tuple(ahead) if loader._dataset_kind == _DatasetKind.Map else ()
         plan.epoch = _count(own, "epoch")
+        plan.failures = _count(own, "failures", 0)
         plan.base_seed = _of(own, "base_seed", int, type(None))
         seeds = own.get("seeds")
         plan.seeds = None if seeds is None else (_of(seeds, "base_seed", int), _count(seeds, "epoch"))

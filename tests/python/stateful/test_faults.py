@@ -503,7 +503,7 @@ def test_next_after_an_iter_that_failed_is_an_error(tmp_path):
             iter(loader)
         # Its epoch has not begun, and no batch of it could have an exact state.
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="this epoch has not begun, because iter.. raised .*: call iter"):
+            with pytest.raises(RuntimeError, match=r"this epoch has not begun, because iter\(\) raised .*: call iter"):
                 next(iterator)
     state = loader.state_dict()
     (tmp_path / "stuck").unlink()
