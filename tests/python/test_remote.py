@@ -640,7 +640,7 @@ def test_a_stranger_is_no_worker(tmp_path):
     [
         (fails, "its process ended with exit code 3", 60.0),
         (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
-        (other_protocol, "the versions differ: protocol 100 there and 2 here", 60.0),
+        (other_protocol, "the versions differ: protocol 100 there and 3 here", 60.0),
         (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
     ],
 )
@@ -729,12 +729,13 @@ def test_the_handler_of_ray_is_not_the_programs():
 
 
 def test_a_job_travels_without_what_the_blob_has(tmp_path):
+    from rustloader.workers import arguments
     from rustloader.workers.bootstrap import Job
 
     context = LoopbackContext(tmp_path)
     job = Job(0, True, len, False, 1, init, 2, starts=[None, None])
     blob = remote.Blob(context, "dataset", job)
-    dataset, shared = pickle.loads(blob.reference.read_bytes())
+    dataset, shared = arguments.unmarked(pickle.loads(blob.reference.read_bytes()))
     assert (dataset, shared) == ("dataset", {"collate_fn": len, "init_fn": init, "on_error": "raise"})
     sent = pickle.loads(blob.job_of(job, 1))
     assert (sent.collate_fn, sent.init_fn, sent.base_seed, sent.num_workers) == (None, None, 1, 2)
