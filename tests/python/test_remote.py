@@ -640,7 +640,7 @@ def test_a_stranger_is_no_worker(tmp_path):
     [
         (fails, "its process ended with exit code 3", 60.0),
         (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
-        (other_protocol, "the versions differ: protocol 100 there and 3 here", 60.0),
+        (other_protocol, "the versions differ: protocol 101 there and 3 here", 60.0),
         (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
     ],
 )
