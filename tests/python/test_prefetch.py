@@ -15,6 +15,7 @@ from support import DataLoader, run_script, rustloader, values
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
+    from rustloader.prefetch.lane import Lane
     from rustloader.prefetch.streams import NoStreams, Streams, streams_of
 
 
@@ -316,7 +317,7 @@ def test_a_capture_is_refused_and_loses_nothing(device):
 
 def test_a_forked_child_is_refused(device):
     iterator = iter(prefetch(tensors(2)))
-    with mock.patch("os.getpid", lambda: 1), pytest.raises(RuntimeError, match="forked process"):
+    with mock.patch.object(Lane, "_getpid", return_value=1), pytest.raises(RuntimeError, match="forked process"):
         next(iterator)
     assert len(list(iterator)) == 2
 
