@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ours
 
 HERE = pathlib.Path(__file__).parent
 DOCUMENT = (HERE.parents[1] / "docs" / "parity.md").read_text()
-IDS = {f"{kind}{n}" for kind, count in (("P", 27), ("S", 9), ("T", 30)) for n in range(1, count + 1)}
+IDS = {f"{kind}{n}" for kind, count in (("P", 27), ("S", 9), ("T", 31)) for n in range(1, count + 1)}
 STATUS = {"same", "better", "handed over"}
 
 

@@ -1,5 +1,7 @@
 """Pinning with a CUDA device: streams that read pinned memory, ranks, CUDA tensors from workers (`make test-gpu`)."""
 
+import time
+
 import pytest
 import torch
 from pinning_support import thread_name
@@ -111,6 +113,30 @@ def test_persistent_workers_over_many_epochs_and_breaks():
             assert y.tolist() == list(range(4 * k, 4 * k + 4))
             x.to("cuda", non_blocking=True)
     loader._iterator._shutdown_workers()
+
+
+class Growing:
+    """Tensors each of which is larger than what the allocator has, and takes a while."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return torch.full((1 << (20 + i),), i, dtype=torch.uint8)
+
+
+def test_t31_a_graph_is_captured_while_the_thread_allocates():
+    """In torch's loader the capture fails, and so does the pin thread."""
+    iterator = iter(DataLoader(Growing(), batch_size=None, num_workers=2, prefetch_factor=4, pin_memory=True))
+    next(iterator)
+    static, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.add_(1)
+        time.sleep(0.5)
+    graph.replay()
+    assert static.tolist() == [1] * 4
+    assert [int(batch[-1]) for batch in iterator if batch.is_pinned()] == list(range(1, 8))
 
 
 def test_cuda_tensors_from_spawned_workers():

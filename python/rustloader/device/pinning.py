@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ _tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.
 # torch 2.6 turns tuples into lists; 2.15 keeps them.
 _TUPLES_BECOME_LISTS = _pin_memory is not None and isinstance(_pin_memory(()), list)
 
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL in cuda.h: only captures of the calling thread count.
+_CAPTURE_MODE_THREAD_LOCAL = 1
+
 
 def allocate(nbytes: int) -> torch.Tensor:
     """Allocates an uninitialized ``uint8`` tensor of shape ``(nbytes,)`` in pinned memory.
@@ -30,6 +34,19 @@ def allocate(nbytes: int) -> torch.Tensor:
     """
     # The default device of tensors may be another one.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def ignore_captures_elsewhere() -> None:
+    """Lets this thread make pinned memory while another thread captures a CUDA graph.
+
+    In ``"global"``, the default mode of ``torch.cuda.graph``, CUDA otherwise refuses the allocation here, and the
+    capture there fails. torch has no function for this, so the driver's is called.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)))
 
 
 class Pinner:
@@ -48,6 +65,7 @@ class Pinner:
         # A copy would otherwise use all cores.
         torch.set_num_threads(1)
         torch.accelerator.set_device_index(self.device_index)
+        ignore_captures_elsewhere()
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
         """The allocator for batches of plain containers and tensors, and whether tuples become lists. None if a program
