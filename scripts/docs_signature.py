@@ -5,10 +5,13 @@ compares these signatures with those of the classes. The functions that take ``O
 the description of each, at run time.
 """
 
-import importlib.util
+import importlib
 import inspect
+import sys
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import griffe
 
@@ -39,13 +42,14 @@ STATEFUL = "snapshot_every_n_steps: int | None = 1, forward_set_epoch: bool = Tr
 
 
 def options_module() -> Any:
-    """``rustloader.options``, without the package, whose extension may not be built."""
-    path = Path(__file__).parents[1] / "python" / "rustloader" / "options.py"
-    spec = importlib.util.spec_from_file_location("options", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """``rustloader.settings.options``, without what the package itself imports: its extension may not be built."""
+    package = types.ModuleType("rustloader")
+    package.__path__ = [str(Path(__file__).parents[1] / "python" / "rustloader")]
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rustloader"]:
+            del sys.modules[name]
+        sys.modules["rustloader"] = package
+        return importlib.import_module("rustloader.settings.options")
 
 
 class Completed(griffe.Extension):
@@ -64,7 +68,7 @@ class Completed(griffe.Extension):
             )
         elif cls.path == "rustloader.stateful_dataloader.loader.StatefulDataLoader":
             cls.set_member("__init__", made(with_more(f"{own}, {STATEFUL}")))
-        elif cls.path == "rustloader.options.Options" and cls.docstring is not None:
+        elif cls.path == "rustloader.settings.options.Options" and cls.docstring is not None:
             cls.set_member("__init__", made(f"def __init__(self, {self.parameters()}): ..."))
             cls.docstring.value = inspect.cleandoc(self.options.Options.__doc__)
 

@@ -82,9 +82,9 @@ if TYPE_CHECKING:
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
-    from rustloader.options import Options as Options
     from rustloader.prefetch.loader import DeviceLoader as DeviceLoader
     from rustloader.prefetch.loader import prefetch_to_device as prefetch_to_device
+    from rustloader.settings.options import Options as Options
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
 
@@ -112,7 +112,7 @@ _HOMES = {
     ),
     "metrics.transfers": ("TransferStats",),
     "metrics.verdict": ("Verdict", "VerdictKind"),
-    "options": ("Options",),
+    "settings.options": ("Options",),
     "prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),
     "stateful_dataloader.loader": ("StatefulDataLoader",),

@@ -9,6 +9,7 @@ from torch.utils.data.sampler import BatchSampler
 from typing_extensions import disjoint_base
 
 from rustloader.config import StallLimits
+from rustloader.settings.config import LoaderConfig
 
 __all__ = [
     "ARENA_MIN",
@@ -125,29 +126,18 @@ class Engine:
 
     def __new__(
         cls,
-        workers: int,
-        prefetch_factor: int,
-        in_order: bool,
-        persistent: bool,
-        timeout: float,
+        config: LoaderConfig,
         stalls: StallLimits,
         loads: Callable[[bytes, list[Any]], Any],
         dump_index: Callable[[Any], bytes],
         is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
-        shared_queue: bool = False,
-        window_batches: int | None = None,
-        window_bytes: int | None = None,
-        snapshots: bool = False,
-        restarts: bool = False,
-        stall_seconds: float = 0.0,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns whether a signal handler raised an error. ``shared_queue`` lets any worker take a task.
-        A window limits the batches that are under way or ready, or their bytes; without one, as torch. With
-        ``snapshots`` each worker begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``restarts``
-        a worker's death is answered with ``VACANT``, and the worker can be replaced. A call that waits kills a worker
-        that is in one batch for more than ``stall_seconds``; 0: never."""
+        ``is_interrupt`` returns whether a signal handler raised an error. With the setting ``snapshots`` each worker
+        begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``max_restarts`` a worker's death is
+        answered with ``VACANT``, and the worker can be replaced. A call that waits kills a worker that is in one batch
+        for more than ``stall_timeout``."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
         """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),

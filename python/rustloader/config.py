@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from rustloader.options import NO, YES, Options, option_of
+from rustloader.settings.kinds import NO, YES
+from rustloader.settings.options import Options, option_of
 
 # The oldest and newest minor versions of torch that the tests run with.
 TORCH_VERSIONS = ((2, 6), (2, 15))
@@ -141,9 +142,9 @@ def parse_install(setting: str) -> dict[str, Any] | None:
         name, _, value = (piece.strip() for piece in part.partition("="))
         name = name.lower()
         try:
-            values[name] = option_of(name).parse(value)
+            values[name] = option_of(name).kind.parse(value)
         except (KeyError, ValueError):
-            known = ", ".join(f"{name} ({option_of(name).expected})" for name in Options.__dataclass_fields__)
+            known = ", ".join(f"{name} ({option_of(name).kind.expected})" for name in Options.__dataclass_fields__)
             raise ValueError(
                 f"{INSTALL} must be 1, 0, or options of rustloader.install(), separated by commas, for example "
                 f"prefetch_factor=4,in_order=0; got {setting!r}. The options: {known}"

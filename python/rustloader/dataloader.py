@@ -12,13 +12,13 @@ from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import options
+from rustloader import loader_state
 from rustloader.auto import arguments
+from rustloader.settings import options
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-    from rustloader.metrics import ledger
     from rustloader.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
 else:
     from rustloader import unsupported
@@ -147,12 +147,11 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             options.Options(**given)  # raises for a value that an option cannot have
             super().__init__(*args, **kwargs)
             options.check_without_workers(given, self.num_workers)
-            # Frameworks rebuild a loader from its attributes.
-            options.give(self, given)
+            loader_state.give(self, given)
             if auto is not None:
-                arguments.give(self, auto)
+                loader_state.set_auto(self, auto)
             if self.num_workers > 0 and sys.platform.startswith("linux"):
-                ledger.of(self).pages.announce(self.num_workers)
+                loader_state.of(self).pages.announce(self.num_workers)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_text(self)
@@ -171,7 +170,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if other is not None:
             fallback.fall_back(self, other)
             return super()._get_iterator()
-        if not arguments.is_own(self):  # more workers than cores have their reason
+        if not loader_state.has_auto(self):  # more workers than cores have their reason
             in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 

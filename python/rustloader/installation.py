@@ -11,10 +11,11 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import options, stateful_install
+from rustloader import stateful_install
 from rustloader.install_handle import Installed
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
 from rustloader.replacement import Replacement, full_name
+from rustloader.settings import options
 from rustloader.torch_side import IterType, TorchIter
 
 logger = logging.getLogger("rustloader")

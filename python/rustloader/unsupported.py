@@ -14,10 +14,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import options
 from rustloader.install_handle import Installed
 from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
+from rustloader.settings import options
 
 logger = logging.getLogger("rustloader")
 

@@ -102,6 +102,13 @@ def send(*samples, workers=1, **kw):
     return epoch(DataLoader(Given(list(samples)), num_workers=workers, collate_fn=untouched, **kw))
 
 
+def config_of(**values):
+    """The settings of a loader with one worker, and some of them replaced."""
+    from rustloader.settings.config import resolve
+
+    return resolve(DataLoader(range(2), num_workers=1)).changed(**values)
+
+
 def values(batches):
     """Tensors to plain lists, so that epochs can be compared and printed."""
     return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]

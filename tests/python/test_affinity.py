@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from rustloader import local_ranks, procfs
 from rustloader.cli import crowding, doctor
-from rustloader.options import option_of
+from rustloader.settings.options import option_of
 from rustloader.workers import affinity
 
 pytestmark = pytest.mark.ours
@@ -188,7 +188,7 @@ def test_without_workers_it_has_no_effect():
 @pytest.mark.parametrize("text", ["", "0/", "a", "3-2", "0//1", "-1"])
 def test_texts_that_name_no_cores(text):
     with pytest.raises(ValueError):
-        option_of("worker_affinity").parse(text)
+        option_of("worker_affinity").kind.parse(text)
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([8, 0, 1, 2, 5, 6], "0-2,5-6,8")])

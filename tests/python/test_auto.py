@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import DataLoader, StatefulDataLoader
+    from rustloader import DataLoader, StatefulDataLoader, loader_state
     from rustloader.auto import arguments, tuner
     from rustloader.auto.decision import Decision
     from rustloader.metrics import memory
@@ -621,9 +621,9 @@ def test_statistics_say_so(decisions):
 def test_a_measurement_has_one_number(decisions):
     decisions.counts = [3]
     loader = DataLoader(Numbers(N), num_workers="auto")
-    arguments.fix(loader)
+    loader_state.forget_auto(loader)
     assert [workers_of(iter(loader)) for _ in range(2)] == [2, 2] and decisions.seen == []
-    arguments.fix(loader)
+    loader_state.forget_auto(loader)
     assert vars(loader).keys() == vars(TorchDataLoader(Numbers(N))).keys()
 
 

@@ -4,7 +4,7 @@ import re
 import tomllib
 
 import pytest
-from support import run_script, rustloader
+from support import config_of, run_script, rustloader
 from test_docs import PAGES, ROOT, known_variables
 
 from rustloader import _core, config
@@ -57,7 +57,7 @@ def test_stall_limits_reach_the_engine_by_name(monkeypatch):
         monkeypatch.setenv(variable.name, text)
     assert config.stall_limits() == config.StallLimits(start_seconds=1.0, item_seconds=2.0, stack_seconds=3.0)
     with pytest.raises((TypeError, AttributeError), match="start_seconds"):
-        _core.Engine(1, 2, True, False, 0.0, (1.0, 2.0, 3.0), *[print] * 4)
+        _core.Engine(config_of(num_workers=1), (1.0, 2.0, 3.0), *[print] * 4)
 
 
 def test_the_supported_versions_of_torch_are_the_same_everywhere():

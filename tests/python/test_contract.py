@@ -26,8 +26,7 @@ from support import (
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import options
-from rustloader.auto import arguments
+from rustloader import loader_state
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
@@ -439,7 +438,8 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
         return read
 
     # An option that torch does not have may be missing, as in the stand-ins below.
-    assert read_by(LoaderIter, DataLoader) - {options.GIVEN, arguments.SET} <= read_by(TorchIter, TorchDataLoader)
+    own = {loader_state.GIVEN, loader_state.AUTO}
+    assert read_by(LoaderIter, DataLoader) - own <= read_by(TorchIter, TorchDataLoader)
 
 
 def test_ignite_rebuilds_with_another_batch_sampler():

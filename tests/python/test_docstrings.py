@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import TORCH_MODE, rustloader
 
-from rustloader import options
+from rustloader.settings import options
 
 pytestmark = pytest.mark.ours
 

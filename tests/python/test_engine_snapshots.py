@@ -21,8 +21,8 @@ pytestmark = pytest.mark.ours
 
 @pytest.fixture(autouse=True)
 def engines_with_snapshots(monkeypatch):
-    def make(*args, **kw):
-        return rustloader._core.Engine(*args, **{**kw, "snapshots": True})
+    def make(config, *args, **kw):
+        return rustloader._core.Engine(config.changed(snapshots=True), *args, **kw)
 
     monkeypatch.setattr(rustloader.iterator.fallback, "Engine", make)
 

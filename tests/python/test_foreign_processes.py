@@ -18,6 +18,7 @@ from support import (
     TORCH_MODE,
     DataLoader,
     LoaderIter,
+    config_of,
     epoch,
     from_engine,
     gone,
@@ -283,9 +284,10 @@ def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
         from rustloader import _core, interrupts
         from rustloader.config import StallLimits
+        from support import config_of
         from rustloader.workers import serialize, stalls
         callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
-        engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
+        engine = _core.Engine(config_of(num_workers=1), StallLimits(0.0, 0.0, 0.0), *callbacks)
         try:
             engine.started(0, {pid})
         except RuntimeError as error:
@@ -302,7 +304,7 @@ def test_the_engine_takes_no_such_pid(pid):
 def test_s9_a_stranger_is_watched_and_not_signalled():
     """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
     callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
-    engine = _core.Engine(1, 2, True, False, 0.0, StallLimits(0.0, 0.0, 0.0), *callbacks)
+    engine = _core.Engine(config_of(num_workers=1), StallLimits(0.0, 0.0, 0.0), *callbacks)
     read, write = os.pipe()
     if os.fork() == 0:
         stranger = os.fork()

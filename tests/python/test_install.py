@@ -23,7 +23,8 @@ from support import (
 )
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import installation, options
+from rustloader import installation
+from rustloader.settings import options
 
 pytestmark = pytest.mark.ours
 
@@ -257,7 +258,7 @@ def test_a_class_of_the_programs_own_in_torchs_place_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match=r"was replaced by .*Other; call rustloader\.install\(\) before"):
         rustloader.install(in_order=False)
     monkeypatch.undo()
-    assert rustloader.options.current() == {}
+    assert rustloader.settings.options.current() == {}
 
 
 @pytest.mark.warns
@@ -298,12 +299,12 @@ def test_install_is_idempotent_and_uninstall_needs_no_install():
 def test_installed_leaves_things_as_they_were():
     with pytest.raises(KeyError), rustloader.installed(prefetch_factor=4):
         with rustloader.installed(in_order=False):
-            assert rustloader.options.current() == {"prefetch_factor": 4, "in_order": False}
-        assert rustloader.options.current() == {"prefetch_factor": 4}
+            assert rustloader.settings.options.current() == {"prefetch_factor": 4, "in_order": False}
+        assert rustloader.settings.options.current() == {"prefetch_factor": 4}
         assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
         raise KeyError
     assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
-    assert rustloader.options.current() == {}
+    assert rustloader.settings.options.current() == {}
 
 
 def test_an_installation_by_another_thread_outlives_a_context_that_was_being_entered(monkeypatch):
@@ -382,7 +383,7 @@ def test_installed_decorates_no_generator_and_no_coroutine():
 def test_installed_is_a_decorator_and_may_be_entered_again():
     @rustloader.installed(prefetch_factor=4)
     def options(depth):
-        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader.options.current())
+        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader.settings.options.current())
 
     for _ in range(2):
         assert options(2) == (True, {"prefetch_factor": 4})
@@ -452,7 +453,7 @@ def test_wrong_options_are_errors_and_change_nothing(options, error, text):
             call(**options)
         assert text in str(raised.value)
         assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
-        assert rustloader.options.current() == {}
+        assert rustloader.settings.options.current() == {}
 
 
 def test_it_says_once_what_it_did(caplog, module, monkeypatch):
@@ -538,7 +539,7 @@ def test_the_variable_is_followed_when_torch_comes_and_by_spawned_processes(tmp_
         def rank(k):
             import rustloader
             got = [x.item() for x in loader(("fork", "spawn")[k])]
-            print(k, got, rustloader.engine_batches(), rustloader.options.current(), flush=True)
+            print(k, got, rustloader.engine_batches(), rustloader.settings.options.current(), flush=True)
         if __name__ == "__main__":
             rank(0)
             process = torch.multiprocessing.get_context("spawn").Process(target=rank, args=(1,))

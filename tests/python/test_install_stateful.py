@@ -108,7 +108,7 @@ def test_a_context_restores_what_it_found():
             assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
         assert held() == (ours(), ours())
     assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
-    assert rustloader.is_installed() and rustloader.options.current() == {}
+    assert rustloader.is_installed() and rustloader.settings.options.current() == {}
 
 
 @pytest.mark.warns
@@ -142,7 +142,7 @@ def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch
         rustloader.install(stateful=True, in_order=False)
     assert held() == (Other, TORCHDATAS["loader"])
     monkeypatch.undo()
-    assert rustloader.options.current() == before
+    assert rustloader.settings.options.current() == before
     assert rustloader.is_installed() is bool(before)
     assert (torch_dataloader._MultiProcessingDataLoaderIter is rustloader.iterator.core.TorchIter) is not bool(before)
 
@@ -256,7 +256,7 @@ def test_a_torchdata_that_cannot_be_imported_is_an_error_and_installs_nothing(at
         rustloader.install(stateful=True)
     except RuntimeError as error:
         print(error)
-    assert not rustloader.is_installed() and rustloader.options.current() == {{}}
+    assert not rustloader.is_installed() and rustloader.settings.options.current() == {{}}
     """,
         head="",
     )

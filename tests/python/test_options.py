@@ -14,11 +14,11 @@ import pytest
 from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
-from rustloader import options
 from rustloader.cli import parser as commands
 from rustloader.config import parse_install
 from rustloader.install_handle import Installed
-from rustloader.iterator import settings
+from rustloader.settings import kinds, options
+from rustloader.settings.config import resolve, torchs_view
 
 pytestmark = pytest.mark.ours
 
@@ -80,7 +80,8 @@ def test_the_site_gets_parameters_and_descriptions_without_the_package():
     source = (ROOT / "scripts" / "docs_signature.py").read_text()
     load = re.search(r"^def options_module\(.*?\n(?=\n\n)", source, re.DOTALL | re.MULTILINE)[0]
     namespace = {"__file__": str(ROOT / "scripts" / "docs_signature.py")}
-    exec(f"import importlib.util\nfrom pathlib import Path\nfrom typing import Any\n{load}", namespace)
+    imports = "\n".join(re.findall(r"^(?:import|from) (?!griffe).*$", source, re.MULTILINE))
+    exec(f"{imports}\n{load}", namespace)
     alone = namespace["options_module"]()
     assert alone.Options is not rustloader.Options and list(alone.Options.__dataclass_fields__) == NAMES
     assert alone.with_fields("Does.\n\nRaises:\n    X: y", "Args:").startswith(f"Does.\n\nArgs:\n    {NAMES[0]}: ")
@@ -94,7 +95,7 @@ def test_the_environment_and_the_flags_of_run_take_the_fields():
         value, text = OTHER[name]
         option = options.option_of(name)
         assert parse_install(f"{name}={text}") == {name: value}
-        with pytest.raises(ValueError, match=re.escape(f"{name} ({option.expected})")):
+        with pytest.raises(ValueError, match=re.escape(f"{name} ({option.kind.expected})")):
             parse_install(f"{name}=*")
         given = [option.flag, text] if option.flag in commands._valued_flags() else [option.flag]
         assert getattr(parser.parse_args(given), name) == value
@@ -127,20 +128,20 @@ def test_options_give_way_to_what_a_loader_was_given_even_if_it_is_the_default(n
     loader = rustloader.DataLoader(range(2), num_workers=1, **{name: own})
     other = rustloader.DataLoader(range(2), num_workers=1)
     with rustloader.installed(**{name: OTHER[name][0]}):
-        assert getattr(settings.applied(loader), name) == own
-        assert getattr(settings.applied(other), name) == OTHER[name][0]
+        assert getattr(resolve(loader), name) == own
+        assert getattr(resolve(other), name) == OTHER[name][0]
 
 
 @pytest.mark.parametrize("text", ["0", "0/1+3", "2-4/1", "spread"])
 def test_cores_in_the_form_of_the_command_line(text):
-    parse = options.option_of("worker_affinity").parse
-    assert parse(options.text_of(parse(text))) == parse(text)
+    parse = options.option_of("worker_affinity").kind.parse
+    assert parse(kinds.text_of(parse(text))) == parse(text)
 
 
 @pytest.mark.parametrize("text", ["0", "12", "0.5", "0.00001", "1e-3"])
 def test_numbers_of_errors_in_the_form_of_the_command_line(text):
-    parse = options.option_of("max_errors").parse
-    again = parse(options.text_of(parse(text)))
+    parse = options.option_of("max_errors").kind.parse
+    again = parse(kinds.text_of(parse(text)))
     assert again == parse(text) and type(again) is (int if text.isdecimal() else float)
 
 
@@ -148,7 +149,7 @@ def test_an_option_that_no_loader_has_leaves_loaders_alone():
     loader = TorchDataLoader(range(2), num_workers=1)
     options.replace({"stateful": True})
     try:
-        assert settings.applied(loader) is loader
+        assert torchs_view(loader, resolve(loader)) is loader
     finally:
         options.replace({})
 
@@ -158,7 +159,7 @@ def test_it_is_a_frozen_value():
     assert repr(one) == "rustloader.Options(prefetch_factor=4)" and repr(rustloader.Options) == (
         "<class 'rustloader.Options'>"
     )
-    assert pickle.loads(pickle.dumps(one)) == one and b"rustloader.options" not in pickle.dumps(one)
+    assert pickle.loads(pickle.dumps(one)) == one and b"rustloader.settings.options" not in pickle.dumps(one)
     assert one != rustloader.Options() and hash(one) == hash(rustloader.Options(prefetch_factor=4))
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.prefetch_factor = 3
@@ -269,12 +270,12 @@ def test_an_array_is_no_word():
 
 
 def test_sizes():
-    assert [options.byte_size(text) for text in ("1B", "2 kB", "1.5 GB", "512MiB", "2GiB")] == [
+    assert [kinds.byte_size(text) for text in ("1B", "2 kB", "1.5 GB", "512MiB", "2GiB")] == [
         1, 2000, 1_500_000_000, 512 << 20, 2 << 30,
     ]  # fmt: skip
     for text in ("", "5", "1.5", "-1MB", "1 m", "0.5B", "1TB", "MB"):
         with pytest.raises(ValueError):
-            options.byte_size(text)
+            kinds.byte_size(text)
 
 
 def test_a_loader_takes_the_options_that_torch_does_not_have():
@@ -307,4 +308,4 @@ def test_neither_options_nor_the_environment_need_torch():
 
 def test_cores_beyond_any_machine_are_refused_at_once():
     with pytest.raises(ValueError, match="0-9999999999"):
-        options.option_of("worker_affinity").parse("0-9999999999")
+        options.option_of("worker_affinity").kind.parse("0-9999999999")

@@ -24,7 +24,7 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 
 import rustloader
-from rustloader.iterator.settings import EngineSettings
+from rustloader.settings.config import resolve
 
 pytestmark = [pytest.mark.ours, pytest.mark.handover]
 
@@ -62,7 +62,7 @@ def test_engine_mode_says_nothing(caplog):
 def test_settings_beyond_the_engines_limits_are_handed_over():
     def reason(workers, prefetch_factor):
         loader = DataLoader(range(2), num_workers=workers, prefetch_factor=prefetch_factor)
-        engine, reason = rustloader.iterator.fallback.make_engine(EngineSettings.of(loader))
+        engine, reason = rustloader.iterator.fallback.make_engine(resolve(loader))
         assert engine is None
         return reason
 

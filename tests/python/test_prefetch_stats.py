@@ -86,14 +86,14 @@ def test_copies_count_for_what_the_engine_does_not_serve(device, make):
 
 def test_counts_go_with_their_loader(device):
     gc.collect()
-    before = len(transfers._transfers)
+    before = len(transfers._transfers._entries)
     batches = prefetch(DataLoader(Images(4), num_workers=1))
     for batch in batches:
         del batch
-    assert len(transfers._transfers) == before + 2
+    assert len(transfers._transfers._entries) == before + 2
     del batches
     gc.collect()
-    assert len(transfers._transfers) == before
+    assert len(transfers._transfers._entries) == before
 
 
 def test_the_verdict_names_a_type_that_is_not_pinned(device):

@@ -21,7 +21,7 @@ import torch
 from remote_support import LoopbackContext, serve_file
 from restart_support import DiesAgain, MortalStream, loader_of
 from restart_support import epochs as batches_of
-from support import open_files, run_script
+from support import config_of, open_files, run_script
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
@@ -733,12 +733,12 @@ def test_a_job_travels_without_what_the_blob_has(tmp_path):
     from rustloader.workers.bootstrap import Job
 
     context = LoopbackContext(tmp_path)
-    job = Job(0, True, len, False, 1, init, 2, starts=[None, None])
+    job = Job(0, True, len, False, 1, init, config_of(num_workers=2), starts=[None, None])
     blob = remote.Blob(context, "dataset", job)
     dataset, shared = arguments.unmarked(pickle.loads(blob.reference.read_bytes()))
-    assert (dataset, shared) == ("dataset", {"collate_fn": len, "init_fn": init, "on_error": "raise"})
+    assert (dataset, shared) == ("dataset", {"collate_fn": len, "init_fn": init, "config": job.config})
     sent = pickle.loads(blob.job_of(job, 1))
-    assert (sent.collate_fn, sent.init_fn, sent.base_seed, sent.num_workers) == (None, None, 1, 2)
+    assert (sent.collate_fn, sent.init_fn, sent.base_seed, sent.config) == (None, None, 1, None)
 
 
 def test_an_error_that_only_tells_why_a_worker_ended_keeps_no_variable_of_its_callers():

@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import options
+    from rustloader.settings import kinds
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -181,11 +181,11 @@ def test_a_window_of_any_size_is_taken(window):
 
 
 def test_a_window_is_a_number_or_a_size():
-    assert [options.window(value) for value in (None, 7, "7", "1.5 kB")] == [
-        {},
-        {"window_batches": 7},
-        {"window_batches": 7},
-        {"window_bytes": 1500},
+    assert [kinds.window(value) for value in (None, 7, "7", "1.5 kB")] == [
+        (None, None),
+        (7, None),
+        (7, None),
+        (None, 1500),
     ]
 
 

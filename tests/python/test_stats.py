@@ -352,7 +352,7 @@ def test_nothing_is_kept_alive_and_nothing_is_left():
 
     gc.disable()
     try:
-        entries = len(ledger._ledgers)
+        entries = len(ledger._ledgers._entries)
         loader = DataLoader(Numbers(40), num_workers=1)
         iterator = iter(loader)
         next(iterator)
@@ -360,10 +360,10 @@ def test_nothing_is_kept_alive_and_nothing_is_left():
         dead, gone = weakref.ref(iterator), weakref.ref(loader)
         del iterator
         assert dead() is None
-        assert len(ledger._ledgers) == entries + 1
+        assert len(ledger._ledgers._entries) == entries + 1
         assert ledger.find(loader).figures().counts.batches == 1
         del loader
-        assert gone() is None and len(ledger._ledgers) == entries
+        assert gone() is None and len(ledger._ledgers._entries) == entries
     finally:
         gc.enable()
 

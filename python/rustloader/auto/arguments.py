@@ -12,8 +12,6 @@ from typing import Any
 import rustloader.local_ranks as local_ranks
 
 AUTO = "auto"
-# Attribute of a loader: the number of workers that "auto" has last set. Another `num_workers` is the program's own.
-SET = "_rustloader_auto"
 # Place of num_workers among the arguments of torch's class.
 _PLACE = 5
 # The first guess is no larger, and leaves each worker this many bytes of the free memory.
@@ -50,22 +48,6 @@ def refuse_text(loader: Any) -> None:
             f"num_workers of a DataLoader must be an integer once the loader is made, got {value!r}: pass "
             'num_workers="auto" to its constructor, or set a number'
         )
-
-
-def is_own(loader: Any) -> bool:
-    """Whether a loader was made with "auto", and its program has set no other number since."""
-    return type(number := getattr(loader, SET, None)) is int and number == loader.num_workers
-
-
-def give(loader: Any, count: int) -> None:
-    """Sets the number of workers of a loader with "auto"."""
-    loader.num_workers = count
-    setattr(loader, SET, count)
-
-
-def fix(loader: Any) -> None:
-    """Makes the present number of workers of a loader its own."""
-    vars(loader).pop(SET, None)
 
 
 def first_guess() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import options
+from rustloader import loader_state
 from rustloader._core import Totals, WorkerTotals
 from rustloader.auto import arguments
 from rustloader.auto.decision import Epoch, History, Limit, decide
@@ -20,6 +20,8 @@ from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.ledger import Ledger
 from rustloader.metrics.memory import Allowance, own
 from rustloader.remote.context import is_remote
+from rustloader.settings import options
+from rustloader.settings.config import LoaderConfig
 from rustloader.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
@@ -55,13 +57,13 @@ class Tuner:
         """Sets the number of workers of the next epoch."""
         self.count, self._is_pinned = count, True
 
-    def reconsider(self, loader: Any) -> None:
+    def reconsider(self, loader: Any, config: LoaderConfig) -> None:
         """Decides how many workers the epoch that begins has, and logs a change."""
         watch, self._watch = self._watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
         if is_pinned:
             return
-        limits = _limits_of_affinity(loader)
+        limits = [] if is_remote(loader.multiprocessing_context) else _limits_of_affinity(config)
         self.count = min([self.count, *(int(limit.most) for limit in limits)])
         if watch is None:
             return
@@ -77,7 +79,7 @@ class Tuner:
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
             logger.info(text, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
-            if _seeded_by_worker(loader) and ledger.of(loader).is_new(_SEEDS):
+            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS):
                 logger.info(_SEEDS)
 
     def watch(self, iterator: Any) -> None:
@@ -133,48 +135,44 @@ class _Watch:
 
 def of(loader: Any) -> Tuner | None:
     """The tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
-    own = arguments.is_own(loader)
+    own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
         return None
-    figures = ledger.of(loader)
-    tuner: Tuner | None = figures.tuner
+    state = loader_state.of(loader)
+    tuner: Tuner | None = state.tuner
     if tuner is None:
-        tuner = figures.tuner = Tuner(loader.num_workers if own else arguments.first_guess())
+        tuner = state.tuner = Tuner(loader.num_workers if own else arguments.first_guess())
     if own:
         # An equal number that another loader's copy has brought along counts.
         tuner.count = loader.num_workers
     return tuner
 
 
-def follow(loader: Any) -> Tuner | None:
+def follow(loader: Any, config: LoaderConfig) -> Tuner | None:
     """The tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
     tuner = of(loader)
     if tuner is not None:
-        own = arguments.is_own(loader)
-        tuner.reconsider(loader)
+        own = loader_state.has_auto(loader)
+        tuner.reconsider(loader, config)
         if own:
-            arguments.give(loader, tuner.count)
+            loader_state.set_auto(loader, tuner.count)
     return tuner
 
 
 def pin(loader: Any, count: int) -> bool:
     """Gives the next epoch of a loader with "auto" a number of workers. Returns False without "auto"."""
-    own, tuner = arguments.is_own(loader), of(loader)
+    own, tuner = loader_state.has_auto(loader), of(loader)
     if tuner is None:
         return False
     tuner.pin(count)
     if own:
-        arguments.give(loader, count)
+        loader_state.set_auto(loader, count)
     return True
 
 
-def _seeded_by_worker(loader: Any) -> bool:
-    return (options.of_loader(loader, "seed_by") or options.current().get("seed_by", "worker")) == "worker"
-
-
-def _limits_of_affinity(loader: Any) -> list[Limit]:
-    cores = options.of_loader(loader, "worker_affinity") or options.current().get("worker_affinity")
-    if cores is None or isinstance(cores, str) or is_remote(loader.multiprocessing_context):
+def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
+    cores = config.worker_affinity
+    if cores is None or isinstance(cores, str):
         return []
     return [Limit(len(cores), f"worker_affinity has {count_of(len(cores), 'entry')}")]
 

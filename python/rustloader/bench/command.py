@@ -22,9 +22,9 @@ from rustloader.bench.side import BenchSide
 from rustloader.bench.summary import Summary
 from rustloader.bench.timeline import Timeline
 from rustloader.cores import usable_cores
-from rustloader.options import PREFETCH_FACTOR
 from rustloader.probe.factory import Unusable, check_target
 from rustloader.probe.process import Probe
+from rustloader.settings.options import PREFETCH_FACTOR
 
 # Samples of the memory that suffice, and maximum number of passes to take them.
 _LOOKS, _WARM_UPS = 10, 5

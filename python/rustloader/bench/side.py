@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from rustloader import options
-from rustloader.auto.arguments import fix
+from rustloader import loader_state
 from rustloader.bench.elsewhere import RAY, carry, give_workers, measure
 from rustloader.bench.passes import Limits, run_pass
 from rustloader.bench.settings import Setting
@@ -48,8 +47,8 @@ class BenchSide(Side):
         give_workers(loader, self.engine)
         if self.engine == RAY:
             carry(self.target)
-        fix(loader)  # a measurement has one number of workers
-        options.give(loader, dict(self._setting.options))  # torch's iterator does not read them
+        loader_state.forget_auto(loader)  # a measurement has one number of workers
+        loader_state.give(loader, dict(self._setting.options))  # torch's iterator does not read them
         if self._records is not None:
             self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing

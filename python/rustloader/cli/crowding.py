@@ -10,7 +10,7 @@ from collections.abc import Set
 
 import rustloader.local_ranks as local_ranks
 import rustloader.procfs as procfs
-from rustloader.options import MOST_CORES
+from rustloader.settings.kinds import MOST_CORES
 
 _ANY_CORE = range(MOST_CORES)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rustloader.bench.settings import SWEPT
-from rustloader.options import Option, Options, option_of
+from rustloader.settings.options import Option, Options, option_of
 
 # Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
 _MOST_SECONDS = 366 * 86400
@@ -214,9 +214,9 @@ def _valued_flags() -> set[str]:
 def _parser(option: Option) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
-            return option.parse(text)
+            return option.kind.parse(text)
         except ValueError:
-            raise _error(option.expected, text) from None
+            raise _error(option.kind.expected, text) from None
 
     return parse
 

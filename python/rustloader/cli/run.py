@@ -12,7 +12,8 @@ from typing import Any
 
 from rustloader.config import INSTALL
 from rustloader.environment import follow  # not through the package, which would import torch
-from rustloader.options import Options, text_of
+from rustloader.settings.kinds import text_of
+from rustloader.settings.options import Options
 
 
 def main(options: Any, arguments: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pickle
 import warnings
@@ -16,7 +15,7 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import hooks, moved_storages
+from rustloader import hooks, loader_state, moved_storages
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
 from rustloader.auto import tuner
 from rustloader.cleanup import clean_up_after, quietly
@@ -25,9 +24,11 @@ from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
 from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import compat, failures, fallback, fetching, indices, settings, vacancies
+from rustloader.iterator import compat, failures, fallback, fetching, indices, vacancies
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
+from rustloader.settings import config as settings
+from rustloader.settings.config import LoaderConfig
 from rustloader.torch_side import TORCHS_INIT, TORCHS_NEXT, IterType, TorchIter, forget_locals, in_torch, is_torchs
 from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
@@ -94,11 +95,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     _rescued: list[Any] | None = None
     # The seeds of the epoch, unless they are torch's.
     _seeding: Seeding | None = None
-    _threads = 1
     # The cores of each worker, also of those that follow a death.
     _cores: list[list[int]] | None = None
-    # What an exception of a sample does, and the count of failed samples; None counts nothing.
-    _on_error: Any = "raise"
+    # Counts failed samples. None counts nothing.
     _failures: failures.FailureCount | None = None
     # Failures of an empty batch that are yet to be counted. A signal handler that raises leaves them to the next call.
     _uncounted: list[Failure] | None = None
@@ -117,24 +116,26 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
-        tuned = tuner.follow(loader)
-        seen = settings.applied(loader, None if tuned is None else tuned.count)
+        loader_state.share(self, loader)
+        config = settings.resolve(loader)
+        tuned = tuner.follow(loader, config)
         if tuned is not None:
             self._tuner = tuned
-        self._set_up(seen)
-        settings.keep(loader, seen, self)
-
-    def _set_up(self, loader: Any) -> None:
+            config = config.changed(num_workers=tuned.count)
         fetching.check(loader)
+        self._set_up(settings.torchs_view(loader, config), config)
+        settings.keep_iterator(loader, config, self)
+
+    def _set_up(self, loader: Any, config: LoaderConfig) -> None:
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         core = None
         # The comparison raises torch's TypeError for values of other types.
-        if reason is None and not (loader.num_workers <= 0 or loader.prefetch_factor <= 0):
-            self._engine_settings = self._settings_for(loader)
-            core, reason = fallback.make_engine(self._engine_settings)
+        if reason is None and not (config.num_workers <= 0 or config.prefetch_factor <= 0):
+            self._config = config = self._adapted(loader, config)
+            core, reason = fallback.make_engine(config)
         if reason is not None:
             fallback.fall_back(self, reason, fallback.context_of(loader))
-            fallback.tell_lost_options(self, loader)
+            fallback.tell_lost_options(self, config)
             self._passthrough = True
             try:
                 self._init_torchs(super().__init__, loader)
@@ -151,33 +152,31 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         self._workers = []
         self._own(core)
         auto = None if self._tuner is None else self._tuner.count
-        ledger.of(self).serve(settings.scheduling(loader, self, auto))
+        ledger.of(self).serve(fetching.scheduling(loader, self, config, auto))
         self._context = fallback.context_of(loader)
         self._worker_init_fn = loader.worker_init_fn
         seeding = self._first_seeding(loader)
         if seeding is not None:
             self._seeding = seeding
-        threads = fetching.threads(loader)
-        if threads > 1:
-            self._threads = threads
-        on_error = fetching.on_error(loader)
-        if not fetching.is_raise(on_error):
-            self._on_error = on_error
-            self._failures = failures.of(loader, ledger.of(self).faults)
+        if not config.raises:
+            self._failures = failures.of(loader, config.max_errors, ledger.of(self).faults)
         self._start_workers()
         self._reset(loader, first_iter=True)
 
     # Parts of the construction that a subclass may change.
 
-    def _settings_for(self, loader: Any) -> settings.EngineSettings:
-        return fallback.settings_for(self, loader)
+    def _adapted(self, loader: Any, config: LoaderConfig) -> LoaderConfig:
+        """The settings that the engine and the workers get. Logs once which options have no effect."""
+        if loader._dataset_kind == _DatasetKind.Iterable:
+            config = fallback.round_robin(self, config, "an iterable dataset")
+        return fetching.adapted(loader, config)
 
     def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
         """Calls torch's constructor, which draws the base seed."""
         in_torch(TORCHS_INIT, "__init__", init, loader)
 
     def _first_seeding(self, loader: Any) -> Seeding | None:
-        return fetching.seeding(loader, int(self._base_seed))
+        return fetching.seeding(loader, self._config, int(self._base_seed))
 
     def _make_job(self) -> Job:
         return Job(
@@ -187,10 +186,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             drop_last=self._drop_last,
             base_seed=int(self._base_seed),
             init_fn=self._worker_init_fn,
-            num_workers=self._num_workers,
+            config=self._config,
             seeding=self._seeding,
-            threads=self._threads,
-            on_error=self._on_error,
             max_errors=None if self._failures is None else self._failures.allowed,
             epoch=0 if self._failures is None else self._failures.epoch,
             poison=None if self._restarts is None else {},
@@ -247,15 +244,16 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         core = group.engine
         moved_storages.watch()
         ledger.of(self).add(core.meter)
-        core.belongs_to(ledger.of(self).pages)
-        limit = self._engine_settings.max_restarts
+        core.belongs_to(loader_state.of(self).pages)
+        limit = self._config.max_restarts
         if limit:
             passes_over = self._failures is not None and self._dataset_kind == _DatasetKind.Map
             self._restarts = Restarts(limit, passes_over)
         try:
-            cores = affinity.of_workers(self._engine_settings.worker_affinity, self._num_workers)
-            if cores is not None:
-                self._cores = cores
+            if not is_remote(self._context):  # those elsewhere have other cores
+                cores = affinity.of_workers(self._config.worker_affinity, self._num_workers)
+                if cores is not None:
+                    self._cores = cores
             group.start(self._context, self._dataset, self._first_job(), counts_oom_kills=limit > 0)
             if not is_remote(self._context):
                 ledger.of(self).start_workers([worker.pid for worker in self._workers], core.meter)
@@ -272,7 +270,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
     def _restart(self) -> None:
         """Starts new workers for a persistent loader whose workers died or were shut down."""
         self._shutdown_workers()
-        core, reason = fallback.make_engine(self._engine_settings)
+        core, reason = fallback.make_engine(self._config)
         if core is None:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
         self._workers.clear()
@@ -348,13 +346,13 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if not self._may_retune():
             return
         self._note_memory()
-        tuned = tuner.follow(loader)
+        tuned = tuner.follow(loader, self._config)
         self._tuner = tuned
         if tuned is None or tuned.count == self._num_workers:
             return
         self._shutdown_workers()
         self._num_workers = tuned.count
-        self._engine_settings = dataclasses.replace(self._engine_settings, num_workers=tuned.count)
+        self._config = self._config.changed(num_workers=tuned.count)
         ledger.of(self).note_workers(tuned.count)
 
     def _may_retune(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import options
 from rustloader._core import BACK_BATCHES
 from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
@@ -118,13 +117,13 @@ def _share(fraction: float, samples: int) -> int:
     return math.floor(fraction * samples + 1e-9)
 
 
-def of(loader: Any, faults: Faults) -> FailureCount:
+def of(loader: Any, limit: float | None, faults: Faults) -> FailureCount:
     """The count for a new iterator of a loader."""
     sampler = loader._index_sampler
     batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
     return FailureCount(
         faults,
-        options.in_force(loader, "max_errors"),
+        limit,
         _samples_of(loader),
         batch_size if isinstance(batch_size, int) else 1,
     )

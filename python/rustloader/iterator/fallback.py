@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import multiprocessing.context
 import types
@@ -12,14 +11,14 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
-from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import interrupts, options
+from rustloader import interrupts, loader_state
 from rustloader._core import Engine
 from rustloader.config import stall_limits
-from rustloader.iterator.settings import EngineSettings
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
+from rustloader.settings import options
+from rustloader.settings.config import LoaderConfig
 from rustloader.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
@@ -119,49 +118,32 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
         logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
 
 
-def tell_lost_options(source: Any, loader: Any) -> None:
+def tell_lost_options(source: Any, config: LoaderConfig) -> None:
     """Warns once per loader of options that torch's iterator does not have, but for those that are about speed."""
-    lost = [name for name in _OPTIONS if options.in_force(loader, name) != options.option_of(name).default]
-    if lost and ledger.of(source).is_new(_LOST):
+    lost = [name for name in _OPTIONS if getattr(config, name) != options.option_of(name).default]
+    if lost and loader_state.of(source).is_new(_LOST):
         logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
 
 
-def settings_for(iterator: Any, loader: Any) -> EngineSettings:
-    """The settings of an iterator's engine. An iterable dataset keeps round robin, which is logged once."""
-    settings = EngineSettings.of(loader)
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return round_robin(iterator, settings, "an iterable dataset")
-    return settings
-
-
-def round_robin(iterator: Any, settings: EngineSettings, kind: str) -> EngineSettings:
+def round_robin(iterator: Any, config: LoaderConfig, kind: str) -> LoaderConfig:
     """The settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once."""
-    if settings.dispatch == "round_robin":
-        return settings
-    if ledger.of(iterator).is_new(_NO_QUEUE):
+    if config.dispatch == "round_robin":
+        return config
+    if loader_state.of(iterator).is_new(_NO_QUEUE):
         logger.info(_NO_QUEUE.format(kind))
-    return dataclasses.replace(settings, dispatch="round_robin")
+    return config.changed(dispatch="round_robin")
 
 
-def make_engine(settings: EngineSettings) -> tuple[Engine | None, str | None]:
+def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:
     """An engine with these settings, or the reason why there is none."""
     try:
         engine = Engine(
-            settings.num_workers,
-            settings.prefetch_factor,
-            bool(settings.in_order),
-            bool(settings.persistent_workers),
-            float(settings.timeout),
+            config,
             stall_limits(),
             loads=serialize.loads,
             dump_index=serialize.dumps_alone,
             is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.warn,
-            shared_queue=settings.dispatch == "shared_queue",
-            snapshots=settings.snapshots,
-            restarts=settings.max_restarts > 0,
-            stall_seconds=settings.stall_timeout or 0.0,
-            **options.window(settings.reorder_window),
         )
     except (OSError, MemoryError) as error:
         return None, f"cannot create the engine: {error}"

@@ -5,24 +5,36 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch.utils.data import _DatasetKind
+from torch.utils.data import BatchSampler, _DatasetKind
 
-from rustloader import options
+from rustloader import loader_state
 from rustloader.fetch import torchs
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import settings
-from rustloader.metrics import ledger
+from rustloader.metrics.parts import SchedulingStats
+from rustloader.remote.context import is_remote
+from rustloader.settings import options
+from rustloader.settings.config import LoaderConfig, original
 
 logger = logging.getLogger("rustloader")
 
-# Attribute of a loader: the base seed of its first epoch, and the number of epochs that have begun. It travels with
-# copies and pickles of the loader. Only loaders with ``seed_by`` have it.
-_EPOCHS = "_rustloader_epochs"
+
+def adapted(loader: Any, config: LoaderConfig) -> LoaderConfig:
+    """The settings with those replaced that have no effect for the dataset. Logs once per loader which and why."""
+    changed: dict[str, Any] = {}
+    if config.worker_threads > 1 and (reason := _why_one_after_the_other(loader)) is not None:
+        _tell(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
+        changed["worker_threads"] = 1
+    if config.seed_by == "sample" and (reason := _not_apart(loader)) is not None:
+        _tell(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
+    if not config.raises and not torchs.is_own(loader._dataset_kind):
+        _tell(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
+        changed["on_error"] = "raise"
+    return config.changed(**changed) if changed else config
 
 
 def check(loader: Any) -> None:
     """Raises ValueError if the loader's own options do not go with its dataset."""
-    count = options.in_force(settings.original(loader), "worker_threads")
+    count = options.in_force(loader, "worker_threads")
     if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
         raise ValueError(
             f"worker_threads needs a map-style dataset, got {count} for an iterable one, whose samples come one after "
@@ -30,69 +42,45 @@ def check(loader: Any) -> None:
         )
 
 
-def threads(loader: Any) -> int:
-    """The number of threads that make the samples of a batch in each worker."""
-    count: int = options.in_force(loader, "worker_threads")
-    reason = _why_one_after_the_other(loader) if count > 1 else None
-    if reason is None:
-        return count
-    _tell(loader, f"worker_threads={count} has no effect: {reason}")
-    return 1
+def scheduling(loader: Any, iterator: Any, config: LoaderConfig, auto_workers: int | None = None) -> SchedulingStats:
+    """The settings that statistics show. What torch's constructor has read of the loader may be a property of the
+    program, and comes from the iterator."""
+    map_style = loader._dataset_kind == _DatasetKind.Map
+    sampler = iterator._index_sampler
+    batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
+    return SchedulingStats(
+        prefetch_factor=int(config.prefetch_factor),
+        in_order=bool(config.in_order),
+        # An iterable dataset keeps round robin, and one thread.
+        dispatch=config.dispatch if map_style else "round_robin",
+        reorder_window=config.reorder_window,
+        worker_threads=config.worker_threads if map_style else 1,
+        map_style=map_style,
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        # Of the class: an attribute of the dataset itself may be code of the program.
+        per_sample=map_style and bool(iterator._auto_collation) and not hasattr(type(loader.dataset), "__getitems__"),
+        auto_workers=auto_workers,
+        remote=is_remote(loader.multiprocessing_context),
+    )
 
 
-def on_error(loader: Any) -> Any:
-    """What an exception of a sample does: an ``on_error``."""
-    policy = options.in_force(loader, "on_error")
-    if is_raise(policy) or torchs.is_own(loader._dataset_kind):
-        return policy
-    _tell(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
-    return "raise"
-
-
-def is_raise(policy: Any) -> bool:
-    """Whether an ``on_error`` does as torch. A function may compare equal to anything."""
-    return isinstance(policy, str) and policy == "raise"
-
-
-def seeding(loader: Any, drawn: int) -> Seeding | None:
+def seeding(loader: Any, config: LoaderConfig, drawn: int) -> Seeding | None:
     """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
     iterator, and counts if this is the loader's first epoch."""
-    seed_by = options.in_force(loader, "seed_by")
-    if seed_by == "worker":
+    if config.seed_by == "worker":
         return None
-    if seed_by == "sample":
-        reason = _not_apart(loader)
-        if reason is not None:
-            _tell(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
-    return next_epoch(loader, Seeding(seed_by == "sample", drawn, 0))
+    return next_epoch(loader, Seeding(config.seed_by == "sample", drawn, 0))
 
 
 def next_epoch(loader: Any, seeding: Seeding) -> Seeding:
     """The seeds of the epoch that a loader begins next."""
-    base_seed, epoch = getattr(loader, _EPOCHS, (seeding.base_seed, 0))
+    base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 
 
 def note_begun(loader: Any, seeding: Seeding) -> None:
     """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
-    set_next(loader, seeding.base_seed, seeding.epoch + 1)
-
-
-def set_next(loader: Any, base_seed: int, epoch: int) -> None:
-    """Sets the base seed of a loader and the number of the epoch that it begins next."""
-    # Past a class that refuses attributes.
-    object.__setattr__(settings.original(loader), _EPOCHS, (base_seed, epoch))
-
-
-def next_seeds(loader: Any) -> dict[str, int] | None:
-    """The seeds of the epoch that a loader begins next, for a state; None before its first epoch with ``seed_by``."""
-    found = vars(settings.original(loader)).get(_EPOCHS)
-    return None if found is None else {"base_seed": found[0], "epoch": found[1]}
-
-
-def forget_epochs(loader: Any) -> None:
-    """Makes the next epoch of a loader its first one: it takes a new base seed."""
-    vars(settings.original(loader)).pop(_EPOCHS, None)
+    loader_state.set_epochs(original(loader), seeding.base_seed, seeding.epoch + 1)
 
 
 def _not_apart(loader: Any) -> str | None:
@@ -115,5 +103,5 @@ def _why_one_after_the_other(loader: Any) -> str | None:
 
 def _tell(loader: Any, text: str, level: int = logging.INFO) -> None:
     """Logs a text once per loader."""
-    if ledger.of(settings.original(loader)).is_new(text):
+    if loader_state.of(original(loader)).is_new(text):
         logger.log(level, "a DataLoader: %s", text)

@@ -15,8 +15,9 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding
 from rustloader.interrupts import is_interrupt
-from rustloader.iterator import failures, fetching, indices, settings
+from rustloader.iterator import failures, fetching, indices
 from rustloader.metrics import ledger
+from rustloader.settings.config import LoaderConfig, resolve
 
 
 def prepare(iterator: Any, loader: Any) -> None:
@@ -24,9 +25,10 @@ def prepare(iterator: Any, loader: Any) -> None:
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
-    seeding = fetching.seeding(settings.applied(loader), int(iterator._base_seed))
+    config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
+    seeding = fetching.seeding(loader, config, int(iterator._base_seed))
     prepare_fetcher(iterator, loader, seeding)
-    found = guarded(iterator, loader, seeding)
+    found = guarded(iterator, loader, config, seeding)
     if found is not None:
         guard, count = found
         iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
@@ -47,30 +49,29 @@ def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None
 
 
 def guarded(
-    iterator: Any, loader: Any, seeding: Seeding | None, epoch: int = 0
+    iterator: Any, loader: Any, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
 ) -> tuple[Guard, failures.FailureCount] | None:
     """Guards the fetcher of an iterator, if the options of its loader ask for that.
 
     Args:
         iterator: The iterator, whose fetcher is prepared.
         loader: The loader.
+        config: Its settings.
         seeding: The seeds of the epoch, unless they are torch's.
         epoch: Number of the epoch under torch's seeds.
 
     Returns:
         What decides about failing samples, and their count.
     """
-    seen = settings.applied(loader)
-    policy = fetching.on_error(seen)
-    if fetching.is_raise(policy):
+    if config.raises:
         return None
     base_seed = int(iterator._base_seed)
     if seeding is not None:
         base_seed, epoch = seeding.base_seed, seeding.epoch
     ledger.open_for(iterator, loader)
-    count = failures.of(seen, ledger.of(iterator).faults)
+    count = failures.of(loader, config.max_errors, ledger.of(iterator).faults)
     guard = Guard(
-        policy,
+        config.on_error,
         iterator._dataset,
         base_seed=base_seed,
         epoch=epoch,

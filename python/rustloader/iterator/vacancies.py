@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from rustloader import loader_state
 from rustloader._core import Death, Engine
 from rustloader.errors import WorkerDiedError
 from rustloader.limited_log import faults as fault_log
@@ -113,7 +114,7 @@ def _replace(iterator: Any, restarts: Restarts, death: Death, job: Job, unblock:
         restarts.survived,
         restarts.limit,
     )
-    if iterator._seeding is None and counters.is_new(_NEW_STREAMS):
+    if iterator._seeding is None and loader_state.of(iterator).is_new(_NEW_STREAMS):
         logger.info(_NEW_STREAMS)
 
 
@@ -122,5 +123,5 @@ def _warn_of_fork(iterator: Any) -> None:
     if process.start_method(iterator._context) != "fork":
         return
     hazard = hazard_of_fork()
-    if hazard is not None and ledger.of(iterator).is_new(FORK_WARNING):
+    if hazard is not None and loader_state.of(iterator).is_new(FORK_WARNING):
         logger.warning(FORK_WARNING, hazard)

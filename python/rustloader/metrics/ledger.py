@@ -6,20 +6,19 @@ iterators Python's compact layout for objects with few attributes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 import threading
-import weakref
 from typing import Any
 
-from rustloader._core import Meter, Totals, WarmPages
+from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
+from rustloader.weak_table import WeakTable
 
 _NUMBER = re.compile(r"\d+")
 
@@ -42,8 +41,6 @@ class Ledger:
     def __init__(self, loaders: Ledger | None = None) -> None:
         # For an iterator: its loader's ledger, which receives the same counts.
         self._loaders = loaders
-        # Pages that wait for the loader's next epoch. They go with the loader and its iterators, as this does.
-        self.pages: WarmPages = WarmPages() if loaders is None else loaders.pages
         # Iterators that the engine has served.
         self.iterators = 0
         # Settings of the last of them.
@@ -54,10 +51,6 @@ class Ledger:
         self.faults: Faults = Faults(None if loaders is None else loaders.faults)
         # What readings of the workers' memory may take.
         self._allowance: Allowance = Allowance() if loaders is None else loaders._allowance
-        # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
-        self.tuner: Any = None
-        # Texts that were logged once.
-        self._told: set[str] = set()
         self._ended = Meter()
         self._meters: list[Meter] = []
         # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
@@ -130,14 +123,6 @@ class Ledger:
         self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
-    def is_new(self, text: str) -> bool:
-        """Whether a text was not yet logged for the loader."""
-        if self._loaders is not None:
-            return self._loaders.is_new(text)
-        known = text in self._told
-        self._told.add(text)
-        return not known
-
     def alone(self) -> Ledger:
         """The counters as they are kept now, without those of the loader."""
         found = Ledger()
@@ -148,23 +133,18 @@ class Ledger:
         return figures_of([self._ended, *self._meters])
 
 
-# Keyed by the object's id: loaders that compare by value may not be hashable.
-_ledgers: dict[int, tuple[weakref.ref[Any], Ledger]] = {}
-
-
-def find(source: Any) -> Ledger | None:
-    """The ledger of a loader or an iterator, if it has one."""
-    reference, ledger = _ledgers.get(id(source), (None, None))
-    return ledger if reference is not None and reference() is source else None
+# The last processor times of an iterator's workers are saved when the iterator ends.
+_ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
+find = _ledgers.find
 
 
 def of(source: Any) -> Ledger:
     """The ledger of a loader or an iterator, created if there is none."""
-    return find(source) or _keep(source, Ledger())
+    return find(source) or _ledgers.keep(source, Ledger())
 
 
 def open_for(iterator: Any, loader: Any) -> None:
-    _keep(iterator, Ledger(of(loader)))
+    _ledgers.keep(iterator, Ledger(of(loader)))
 
 
 def end_workers(iterator: Any) -> None:
@@ -172,19 +152,3 @@ def end_workers(iterator: Any) -> None:
     ledger = find(iterator)
     if ledger is not None:
         ledger.end_workers()
-
-
-def _keep(source: Any, ledger: Ledger) -> Ledger:
-    """Keeps a ledger while its object is alive, if that supports weak references."""
-    key = id(source)
-
-    def forget(reference: weakref.ref[Any]) -> None:
-        # If the collector frees an iterator, its destructor no longer finds the ledger.
-        ledger.end_workers()
-        # Another object may have the id by now.
-        if _ledgers.get(key, (None,))[0] is reference:
-            del _ledgers[key]
-
-    with contextlib.suppress(TypeError):  # a class with slots
-        _ledgers[key] = weakref.ref(source, forget), ledger
-    return ledger

@@ -1,12 +1,11 @@
 """Counts the copies of batches to a device, and judges whether they limit a loop."""
 
-import contextlib
 import threading
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rustloader.texts import duration, size
+from rustloader.weak_table import WeakTable
 
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
@@ -78,33 +77,13 @@ class Transfers:
             return is_new
 
 
-# Keyed by the object's id: loaders that compare by value may not be hashable.
-_transfers: dict[int, tuple[weakref.ref[Any], Transfers]] = {}
-
-
-def find(source: Any) -> Transfers | None:
-    """The transfers of a loader, if it has some."""
-    reference, found = _transfers.get(id(source), (None, None))
-    return found if reference is not None and reference() is source else None
+_transfers: WeakTable[Transfers] = WeakTable()
+find, keep = _transfers.find, _transfers.keep
 
 
 def of(loader: Any) -> Transfers:
     """The transfers of a loader, created if there are none."""
     return find(loader) or keep(loader, Transfers())
-
-
-def keep(loader: Any, transfers: Transfers) -> Transfers:
-    """Keeps transfers while their loader is alive, if that supports weak references."""
-    key = id(loader)
-
-    def forget(reference: weakref.ref[Any]) -> None:
-        # Another object may have the id by now.
-        if _transfers.get(key, (None,))[0] is reference:
-            del _transfers[key]
-
-    with contextlib.suppress(TypeError):  # a list, say
-        _transfers[key] = weakref.ref(loader, forget), transfers
-    return transfers
 
 
 def limiting(transfers: TransferStats, loop: float) -> tuple[str, str]:

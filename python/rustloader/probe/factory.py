@@ -11,8 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rustloader.options import PREFETCH_FACTOR
 from rustloader.probe.failure import Failure, failure
+from rustloader.settings.options import PREFETCH_FACTOR
 
 # By an attribute of an object that a factory may return by mistake: what it should return.
 _INSTEAD = {

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import options
+from rustloader import loader_state
 from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
-from rustloader.iterator import fetching, settings
+from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader import sampling, shuffle_buffers, state
 from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
@@ -216,7 +216,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         self._iterator = self._interim = self._draws = None
         self._loaded = loaded
         if loaded is None or loaded[1].seeds is None:
-            fetching.forget_epochs(self)
+            loader_state.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_text(self)
@@ -248,21 +248,21 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
         told = self._recorder()
-        if not arguments.is_own(self):
+        if not loader_state.has_auto(self):
             in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _recorder(self) -> EpochRecorder | None:
         """A recorder of the epochs that the program tells its dataset, if workers have to be told: those that stay for
         later epochs, and those that are started again."""
-        seen = settings.applied(self)
-        if not self.forward_set_epoch or not (seen.persistent_workers or options.in_force(seen, "max_restarts")):
+        config = resolve(self)
+        if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None
         return recorder_of(self.dataset)
 
     def _keeps_workers(self) -> bool:
         """Whether the workers of an epoch stay for the next one."""
-        return self.num_workers > 0 and bool(settings.applied(self).persistent_workers)
+        return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
     def _begin(self, plan: Plan) -> None:
         last = self._iterator

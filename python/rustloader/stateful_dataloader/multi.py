@@ -11,8 +11,9 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader._core import BACK_BATCHES, TIMED_OUT, Death
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import fallback, settings
+from rustloader.iterator import fallback
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+from rustloader.settings.config import LoaderConfig
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling
@@ -52,11 +53,11 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     # The parts of the construction that differ.
 
-    def _settings_for(self, loader: Any) -> settings.EngineSettings:
-        found = super()._settings_for(loader)
+    def _adapted(self, loader: Any, config: LoaderConfig) -> LoaderConfig:
+        config = super()._adapted(loader, config)
         if self._about_dataset["stateful"]:
-            found = fallback.round_robin(self, found, "a dataset with a state of its own")
-        return dataclasses.replace(found, snapshots=self._wants_snapshots)
+            config = fallback.round_robin(self, config, "a dataset with a state of its own")
+        return config.changed(snapshots=self._wants_snapshots)
 
     def _may_retune(self) -> bool:
         # Workers that leave would take the state of their dataset along.

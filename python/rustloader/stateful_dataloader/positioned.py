@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from rustloader import loader_state
 from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.seeds import Seeding, ordinal_of
-from rustloader.iterator import fetching, settings
+from rustloader.settings.config import view
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.state import VERSION, Plan
 from rustloader.torch_side import TORCHS_INIT, in_torch
@@ -56,7 +57,7 @@ class Positioned(_BaseDataLoaderIter):
         self._every = loader.snapshot_every_n_steps or 0
         self._about_dataset = about_dataset
         if plan.seeds is not None:
-            fetching.set_next(loader, *plan.seeds)
+            loader_state.set_epochs(loader, *plan.seeds)
 
     def _call_torchs_init(self, init: Callable[[Any], None], loader: Any) -> None:
         base_seed = self.origin.base_seed
@@ -64,7 +65,7 @@ class Positioned(_BaseDataLoaderIter):
             in_torch(TORCHS_INIT, "__init__", init, loader)
         else:
             # torch draws a base seed here, too. A private generator leaves those of the program alone.
-            in_torch(TORCHS_INIT, "__init__", init, settings.with_values(loader, generator=torch.Generator()))
+            in_torch(TORCHS_INIT, "__init__", init, view(loader, generator=torch.Generator()))
         if base_seed is not None:
             self._base_seed = base_seed
 

@@ -15,9 +15,10 @@ from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.interrupts import is_interrupt
-from rustloader.iterator import fetching, settings
+from rustloader.iterator import fetching
 from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.single import guarded, prepare_fetcher
+from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
 from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.state import OWN, Plan
@@ -48,11 +49,11 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         self._call_torchs_init(super(Positioned, self).__init__, loader)
         resuming.load_iterator(self._dataset_fetcher, start)
         self._maker = Snapshots(SnapshotPolicy(self._every, plan.low), 1, self._dataset_kind)
-        seen = settings.applied(loader)
-        self._seeding = self._seeds_from_here(fetching.seeding(seen, int(self._base_seed)))
+        config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
+        self._seeding = self._seeds_from_here(fetching.seeding(loader, config, int(self._base_seed)))
         prepare_fetcher(self, loader, self._seeding)
         # What decides about failing samples and counts them; None if nothing does.
-        self._guarded = guarded(self, loader, self._seeding, plan.epoch)
+        self._guarded = guarded(self, loader, config, self._seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
             self._guarded[1].begin_epoch()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader.iterator import fetching
+from rustloader import loader_state
 from rustloader.stateful_dataloader import sampling
 from rustloader.stateful_dataloader.kinds import length_of
 from rustloader.stateful_dataloader.recording import copied
@@ -143,7 +143,7 @@ def check_workers(plan: Plan, num_workers: int) -> None:
 def fresh(loader: Any, draws: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader before its first epoch, and the draws of that."""
     dataset, count = loader.dataset, loader.num_workers
-    sampled = sampling.unstarted(loader._index_sampler)
+    sampled, epochs = sampling.unstarted(loader._index_sampler), loader_state.epochs(loader)
     own = {
         "version": VERSION,
         "epoch": loader._epochs,
@@ -153,7 +153,7 @@ def fresh(loader: Any, draws: dict[str, Any]) -> dict[str, Any]:
         "sampler": sampled.own,
         "dataset": dataset_of(loader),
         # Of a copy of a loader that has run.
-        "seeds": fetching.next_seeds(loader),
+        "seeds": None if epochs is None else {"base_seed": epochs[0], "epoch": epochs[1]},
         "workers": None,
         "next": draws,
     }

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
-# The fields of a job that are arguments of the loader, and what the loader calls them.
-_NAMES = {"collate_fn": "collate_fn", "init_fn": "worker_init_fn", "on_error": "on_error"}
 # Characters of a traceback in a report, at most.
 _MOST = 1 << 16
 _UNPICKLABLE = (
@@ -54,9 +52,10 @@ class Mark:
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
     """What a worker gets, with marks: the dataset first, ``last`` at the end. They may share objects with what is in
     between."""
+    values = {"collate_fn": job.collate_fn, "worker_init_fn": job.init_fn, "on_error": job.config.on_error}
     marks: list[Any] = [Mark("dataset"), dataset]
-    for field, name in _NAMES.items():
-        marks += [Mark(name), getattr(job, field)]
+    for name, value in values.items():
+        marks += [Mark(name), value]
     return (*marks, Mark(None), last)
 
 

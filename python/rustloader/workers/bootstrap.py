@@ -12,6 +12,7 @@ from typing import Any
 
 from rustloader._core import Engine, Port
 from rustloader.fetch.seeds import Seeding
+from rustloader.settings.config import LoaderConfig
 from rustloader.workers import arguments, pickled_once
 from rustloader.workers.arguments import Reports
 from rustloader.workers.gates import Gate
@@ -71,13 +72,11 @@ class Job:
     drop_last: bool
     base_seed: int
     init_fn: Any
-    num_workers: int
+    config: LoaderConfig
     # None: torch's seeds of workers.
     seeding: Seeding | None = None
     # Whether NumPy's arrays lie in the worker's region.
     numpy_arena: bool = True
-    # Threads that make the samples of a batch, for a map-style dataset.
-    threads: int = 1
     # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
     # that no other worker has received after this many seconds ends the worker.
     sigterm_seconds: float | None = None
@@ -93,8 +92,6 @@ class Job:
     first_task: int = 0
     # Answers of the worker's earlier processes in this epoch.
     answers: int = 0
-    # What an exception of a sample does.
-    on_error: Any = "raise"
     # Number of samples that may fail in the epoch, if it is known.
     max_errors: int | None = None
     # Number of the iterator's epoch that the worker starts in.
@@ -111,7 +108,7 @@ class Job:
         """The job without the starts of other workers, which may be large."""
         if self.starts is None:
             return self
-        own: list[WorkerStart | None] = [None] * self.num_workers
+        own: list[WorkerStart | None] = [None] * self.config.num_workers
         own[worker_id] = self.starts[worker_id]
         return dataclasses.replace(self, starts=own)
 

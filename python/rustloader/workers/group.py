@@ -107,11 +107,11 @@ class WorkerGroup:
             self._oom_kills = OomKills()
         if is_remote(context):
             self._blob = remote.Blob(context, dataset, job)
-            self._start_remote(range(job.num_workers), self._blob, job)
+            self._start_remote(range(job.config.num_workers), self._blob, job)
             return
         process.start_helpers(context)
         with deferred_signals() as unblock:
-            self._start(range(job.num_workers), context, dataset, job, unblock)
+            self._start(range(job.config.num_workers), context, dataset, job, unblock)
 
     def replace(self, worker_id: int, context: Any, dataset: Any, job: Job, unblock: list[int]) -> int:
         """Starts a process in place of a dead one, and returns its pid. After an error the worker is still vacant, or
@@ -180,7 +180,7 @@ class WorkerGroup:
                     has_calls = not is_forked and (gate is not None or payload.cores is not None)
                     first = calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext()
                     with arguments.naming(), first:
-                        process.start(worker, f"worker {worker_id} of a DataLoader with {job.num_workers}")
+                        process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
                 finally:
                     payload.close()
                 self.processes[worker_id : worker_id + 1] = [worker]

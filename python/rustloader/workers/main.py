@@ -122,7 +122,7 @@ class _Worker:
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(numpys)
-        info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.num_workers, seed=seed, dataset=dataset)
+        info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.config.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
         try:
             if job.init_fn is not None:
@@ -134,12 +134,12 @@ class _Worker:
             if job.seeding is not None:
                 number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
                 self.seeds = Seeds(job.seeding, number, job.first_task)
-            if job.on_error != "raise" and torchs.is_own(job.dataset_kind):
+            if not job.config.raises and torchs.is_own(job.dataset_kind):
                 self.guard = self.make_guard(worker_id)
             self.make_fetcher(start, job.told)
         policy = job.snapshots
         if policy is not None:
-            snapshots = Snapshots(policy, job.num_workers, job.dataset_kind, worker_id, self.seeds)
+            snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, worker_id, self.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
@@ -154,7 +154,7 @@ class _Worker:
         job, seeding = self.job, self.job.seeding
         base_seed, epoch = (job.base_seed, job.epoch) if seeding is None else (seeding.base_seed, seeding.epoch)
         return Guard(
-            job.on_error,
+            job.config.on_error,
             self.dataset,
             base_seed=base_seed,
             epoch=epoch,
@@ -163,7 +163,7 @@ class _Worker:
             poison=job.poison,
             check=self.check_stop,
             # Threads make samples of several places at the same time.
-            at_sample=None if job.poison is None or job.threads > 1 else self.port.at_sample,
+            at_sample=None if job.poison is None or job.config.worker_threads > 1 else self.port.at_sample,
         )
 
     def make_fetcher(self, start: WorkerStart | None = None, told: Any = None) -> None:
@@ -198,11 +198,11 @@ class _Worker:
             self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
             self.source = self.dataset
             has_threads = False
-            if self.seeds is None and job.threads == 1:
+            if self.seeds is None and job.config.worker_threads == 1:
                 tables.use(self.fetcher, job.collate_fn, self.port.gather)
             elif is_torchs_own and job.dataset_kind == _DatasetKind.Map:
                 self.fetcher.dataset = self.source = torchs.by_sample(self.dataset)
-                has_threads = job.threads > 1 and not getattr(self.source, "__getitems__", None)
+                has_threads = job.config.worker_threads > 1 and not getattr(self.source, "__getitems__", None)
             if self.guard is not None:
                 self.source = self.guard.attach(self.fetcher, job.dataset_kind, self.threaded if has_threads else None)
             elif has_threads:
@@ -214,7 +214,7 @@ class _Worker:
     def threaded(self, source: Any) -> ThreadedDataset:
         """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
         if self.pool is None:
-            self.pool = Pool(self.job.threads, self.check_stop, self.port.enter_thread)
+            self.pool = Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
         before = None if self.seeds is None else self.seeds.mark_sample
         return ThreadedDataset(source, self.pool, before)
 
@@ -310,7 +310,7 @@ class _Worker:
             self.replay = batches
         else:
             first_ordinal = 0 if self.job.seeding is None else self.job.seeding.first_ordinal
-            tasks = resuming.earlier_tasks(len(batches), worker_id, self.job.num_workers, first_ordinal)
+            tasks = resuming.earlier_tasks(len(batches), worker_id, self.job.config.num_workers, first_ordinal)
             self.fetch_again(zip(tasks, batches, strict=True))
 
     def end_replay(self, index: Any) -> None:

@@ -25,7 +25,7 @@ from rustloader.workers import arguments, by_name, main
 from rustloader.workers.bootstrap import Job
 
 # The fields of a job that are pickled together with the dataset, because they may share objects with it.
-_SHARED = ("collate_fn", "init_fn", "on_error")
+_SHARED = ("collate_fn", "init_fn", "config")
 # Before a job: slots of a ring and bytes of a region of the engine's arena.
 _SIZES = struct.Struct("<IQ")
 # Connections to one worker's port that may prove themselves at a time. The others wait.

@@ -87,42 +87,54 @@ struct StallLimits {
     stack_seconds: f64,
 }
 
+/// `LoaderConfig` of `settings/config.py`: what it says of scheduling. Values are converted as Python does it, and their errors
+/// are Python's own.
+struct Config {
+    settings: Settings,
+    snapshots: bool,
+    stall_timeout: Option<f64>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Config {
+    type Error = PyErr;
+
+    fn extract(config: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let value = |name| config.getattr(name);
+        let in_order = value("in_order")?.is_truthy()?;
+        let torch = Settings::torch(value("num_workers")?.extract()?, value("prefetch_factor")?.extract()?, in_order);
+        let shared_queue = value("dispatch")?.eq("shared_queue")?;
+        let (batches, bytes): (Option<usize>, Option<u64>) = value("window")?.extract()?;
+        let settings = Settings {
+            persistent: value("persistent_workers")?.is_truthy()?,
+            timeout: seconds(value("timeout")?.extract()?),
+            dispatch: if shared_queue { Dispatch::SharedQueue } else { torch.dispatch },
+            window: bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks())).or(batches.map(Window::of_batches)),
+            restarts: value("max_restarts")?.gt(0)?,
+            ..torch
+        };
+        let snapshots = value("snapshots")?.extract()?;
+        Ok(Self { settings, snapshots, stall_timeout: value("stall_timeout")?.extract()? })
+    }
+}
+
 #[pymethods]
 impl PyEngine {
     #[new]
-    #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
-    #[pyo3(signature = (workers, prefetch_factor, in_order, persistent, timeout, stalls, loads, dump_index, is_interrupt,
-        warn_stall, shared_queue = false, window_batches = None, window_bytes = None, snapshots = false, restarts = false,
-        stall_seconds = 0.0))]
+    #[pyo3(signature = (config, stalls, loads, dump_index, is_interrupt, warn_stall))]
     fn new(
         py: Python<'_>,
-        workers: usize,
-        prefetch_factor: usize,
-        in_order: bool,
-        persistent: bool,
-        timeout: f64,
+        config: Config,
         stalls: StallLimits,
         loads: Py<PyAny>,
         dump_index: Py<PyAny>,
         is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
-        shared_queue: bool,
-        window_batches: Option<usize>,
-        window_bytes: Option<u64>,
-        snapshots: bool,
-        restarts: bool,
-        stall_seconds: f64,
     ) -> PyResult<Self> {
-        let torch = Settings::torch(workers, prefetch_factor, in_order);
-        let dispatch = if shared_queue { Dispatch::SharedQueue } else { torch.dispatch };
-        let window = window_bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks()));
-        let window = window.or(window_batches.map(Window::of_batches));
-        let timeout = seconds(timeout);
-        let settings = Settings { persistent, timeout, dispatch, window, restarts, ..torch };
+        let Config { settings, snapshots, stall_timeout } = config;
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
-        engine.kill_stalls(seconds(stall_seconds));
+        engine.kill_stalls(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None }),

@@ -1,29 +1,37 @@
 """``rustloader.Options``, and the options that ``install()`` has set.
 
-To add an option, add a field to ``Options``. The parameters of ``install()`` and ``installed()``, the syntax of
-``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields. scripts/docs_signature.py loads this file by its
-path, without torch and the rest of the package.
+To add an option, add a field here, with its kind, and one to ``LoaderConfig``. The parameters of ``install()`` and ``installed()``, the syntax of
+``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
 """
 
 # No `from __future__ import annotations`: signatures show the types themselves.
-import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import multiprocessing
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
+import rustloader.loader_state as loader_state
+from rustloader.settings.kinds import (
+    Bool,
+    Choice,
+    Cores,
+    Count,
+    Failures,
+    Kind,
+    Policy,
+    Positive,
+    Seconds,
+    Size,
+    StartMethod,
+)
+
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
-# Texts for True and False in the environment.
-YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_METHODS = multiprocessing.get_all_start_methods()
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -38,9 +46,7 @@ class Option:
         help: Description of the flag of ``run``.
         unset: Values of a loader's attribute that the option overrides: torch's defaults. Empty if loaders have no such
             attribute.
-        check: Raises TypeError or ValueError for an invalid (name, value).
-        parse: Converts a text of the environment or the command line, or raises ValueError.
-        expected: Describes valid texts, as in "must be ...".
+        kind: Checks values and reads them from texts.
         flag: Flag of ``run``.
         metavar: Name of the flag's value in the help; empty for a flag without a value.
         flag_value: Value that a flag without a value sets.
@@ -52,223 +58,13 @@ class Option:
     text: str
     help: str
     unset: tuple[Any, ...]
-    check: Callable[[str, Any], None]
-    parse: Callable[[str], Any]
-    expected: str
+    kind: Kind
     flag: str
     metavar: str = ""
     flag_value: Any = None
     effective: Callable[[Any], Any] = lambda value: value
     keyword: bool = False
     default: Any = None
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in YES + NO:
-        raise ValueError(text)
-    return text.lower() in YES
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
-    if value <= 0:
-        raise ValueError(f"{name} must be a positive integer, got {value}")
-
-
-def _parse_positive(text: str) -> int:
-    if (value := int(text)) <= 0:
-        raise ValueError(text)
-    return value
-
-
-def _check_restarts(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a nonnegative integer, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be a nonnegative integer, got {value}")
-
-
-def _parse_restarts(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError(text)
-    return value
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a positive number of seconds, got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
-
-
-def _parse_seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise ValueError(text)
-    return value
-
-
-_ON_ERROR = ("raise", "skip", "replace")
-_ON_ERROR_TEXT = '"raise", "skip", "replace" or a function of (index, exception)'
-
-
-def _check_on_error(name: str, value: Any) -> None:
-    if not isinstance(value, str) and not callable(value):
-        raise TypeError(f"{name} must be {_ON_ERROR_TEXT}, got {value!r}")
-    if isinstance(value, str) and value not in _ON_ERROR:
-        raise ValueError(f"{name} must be {_ON_ERROR_TEXT}, got {value!r}")
-
-
-def _parse_on_error(text: str) -> str:
-    if text.lower() not in _ON_ERROR:
-        raise ValueError(text)
-    return text.lower()
-
-
-_ERRORS = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
-
-
-def _check_errors(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be {_ERRORS}, got {value!r}")
-    if not 0 <= value or (isinstance(value, float) and value > 1):
-        raise ValueError(f"{name} must be {_ERRORS}, got {value!r}")
-
-
-def _parse_errors(text: str) -> int | float:
-    value: int | float = int(text) if text.isdecimal() else float(text)
-    try:
-        _check_errors("", value)
-    except ValueError:
-        raise ValueError(text) from None
-    return value
-
-
-def _check_context(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        if value not in _METHODS:
-            raise ValueError(f"{name} must be a start method of this system ({', '.join(_METHODS)}), got {value!r}")
-    elif not isinstance(value, BaseContext):
-        raise TypeError(f"{name} must be a context or the name of a start method, got {value!r}")
-
-
-def _parse_method(text: str) -> str:
-    if text.lower() not in _METHODS:
-        raise ValueError(text)
-    return text.lower()
-
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
-
-
-def byte_size(text: str) -> int:
-    """The bytes of a size such as "512MiB" or "1.5 GB". Raises ValueError for other texts and for less than 1."""
-    match = _SIZE.fullmatch(text.strip())
-    count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
-    if not 1 <= count < math.inf:
-        raise ValueError(text)
-    return int(count)
-
-
-_WINDOW = 'a positive integer (batches), or a size such as "512MiB"'
-
-
-def _check_window(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be {_WINDOW}, got {value!r}")
-    try:
-        _parse_window(value) if isinstance(value, str) else _check_positive(name, value)
-    except ValueError:
-        raise ValueError(f"{name} must be {_WINDOW}, got {value!r}") from None
-
-
-def _parse_window(text: str) -> int | str:
-    with contextlib.suppress(ValueError):
-        return _parse_positive(text)
-    byte_size(text)
-    return text
-
-
-def window(value: int | str | None) -> dict[str, int]:
-    """The parameters of an engine for a ``reorder_window``."""
-    if value is None:
-        return {}
-    parsed = _parse_window(value) if isinstance(value, str) else value
-    name, limit = ("window_bytes", byte_size(parsed)) if isinstance(parsed, str) else ("window_batches", parsed)
-    return {name: min(limit, sys.maxsize)}  # more than a machine can hold
-
-
-_AFFINITY = "'spread', or a list with one core, or several, for each worker"
-
-
-def _check_affinity(name: str, value: Any) -> None:
-    text = f"{name} must be {_AFFINITY}, got {value!r}"
-    if value == "spread":
-        return
-    if isinstance(value, str):
-        raise ValueError(text)
-    if not isinstance(value, list | tuple):
-        raise TypeError(text)
-    entries = [entry if isinstance(entry, list | tuple | set | frozenset | range) else [entry] for entry in value]
-    for core in (core for entry in entries for core in entry):
-        if isinstance(core, bool) or not isinstance(core, int):
-            raise TypeError(text)
-        if core < 0:
-            raise ValueError(text)
-    if not entries or not all(entries):
-        raise ValueError(text)
-
-
-# More than any machine has cores.
-MOST_CORES = 8192
-
-
-def _parse_affinity(text: str) -> str | list[list[int]]:
-    """ "spread", or the cores of each worker, as in "0/1/2-3+6"."""
-    if text.lower() == "spread":
-        return "spread"
-    workers = []
-    for worker in text.split("/"):
-        ends = [
-            (int(first), int(last or first)) for first, _, last in (part.partition("-") for part in worker.split("+"))
-        ]
-        if any(last >= MOST_CORES for _, last in ends):
-            raise ValueError(text)
-        workers.append([core for first, last in ends for core in range(first, last + 1)])
-    if not all(workers):
-        raise ValueError(text)
-    return workers
-
-
-def text_of(value: Any) -> str:
-    """A value in the form that its option's ``parse`` takes."""
-    if isinstance(value, list):
-        return "/".join("+".join(map(str, cores)) for cores in value)
-    return str(int(value) if isinstance(value, bool) else value)
-
-
-def _one_of(*choices: str) -> dict[str, Any]:
-    """The checks of an option that is one of several words."""
-
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be {expected}, got {value!r}")
-        if value not in choices:
-            raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-    def parse(text: str) -> str:
-        if text.lower() not in choices:
-            raise ValueError(text)
-        return text.lower()
-
-    expected = " or ".join(", ".join(map(repr, choices)).rsplit(", ", 1))
-    return {"check": check, "parse": parse, "expected": expected.replace("'", ""), "default": choices[0]}
 
 
 def _context(value: Any) -> Any:
@@ -298,9 +94,7 @@ class Options:
         "False delivers batches as they are ready (default: None, the loader's own setting).",
         "deliver batches as they are ready (in_order=False)",
         unset=(True,),
-        check=_check_bool,
-        parse=_parse_bool,
-        expected="1 or 0",
+        kind=Bool(),
         flag="--out-of-order",
         flag_value=False,
     )
@@ -308,9 +102,7 @@ class Options:
         "Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).",
         "batches in flight per worker",
         unset=(None, PREFETCH_FACTOR),
-        check=_check_positive,
-        parse=_parse_positive,
-        expected="a positive integer",
+        kind=Positive(),
         flag="--prefetch-factor",
         metavar="N",
     )
@@ -319,9 +111,7 @@ class Options:
         "own).",
         "keep the workers from epoch to epoch",
         unset=(False,),
-        check=_check_bool,
-        parse=_parse_bool,
-        expected="1 or 0",
+        kind=Bool(),
         flag="--persistent-workers",
         flag_value=True,
     )
@@ -330,9 +120,7 @@ class Options:
         "the loader's own).",
         "how workers are started: fork, forkserver or spawn",
         unset=(None,),
-        check=_check_context,
-        parse=_parse_method,
-        expected=" or ".join(", ".join(_METHODS).rsplit(", ", 1)),
+        kind=StartMethod(),
         flag="--multiprocessing-context",
         metavar="METHOD",
         effective=_context,
@@ -342,7 +130,7 @@ class Options:
         "``num_workers=0`` stay without (default: None, the loader's own number).",
         "let the number of workers follow the figures of each epoch: auto",
         unset=(),
-        **_one_of("auto") | {"default": None},
+        kind=Choice("auto"),
         flag="--num-workers",
         metavar="auto",
     )
@@ -351,7 +139,8 @@ class Options:
         'free (map-style datasets only; default: None, which means "round_robin").',
         "which worker takes a task: round_robin or shared_queue",
         unset=(None,),
-        **_one_of("round_robin", "shared_queue"),
+        kind=Choice("round_robin", "shared_queue"),
+        default="round_robin",
         flag="--dispatch",
         metavar="POLICY",
         keyword=True,
@@ -361,9 +150,7 @@ class Options:
         "None, which means prefetch_factor x num_workers).",
         'batches, or bytes such as "512MiB", that may be under way or wait for an older one',
         unset=(None,),
-        check=_check_window,
-        parse=_parse_window,
-        expected=_WINDOW.replace('"', ""),
+        kind=Size(),
         flag="--reorder-window",
         metavar="SIZE",
         keyword=True,
@@ -373,7 +160,8 @@ class Options:
         'means "worker").',
         "what random numbers depend on: worker, batch or sample",
         unset=(None,),
-        **_one_of("worker", "batch", "sample"),
+        kind=Choice("worker", "batch", "sample"),
+        default="worker",
         flag="--seed-by",
         metavar="UNIT",
         keyword=True,
@@ -383,9 +171,7 @@ class Options:
         "default: None, which means 1).",
         "samples of a batch that a worker fetches at a time",
         unset=(None,),
-        check=_check_positive,
-        parse=_parse_positive,
-        expected="a positive integer",
+        kind=Positive(),
         flag="--worker-threads",
         metavar="N",
         keyword=True,
@@ -396,9 +182,7 @@ class Options:
         "again (default: None, which means 0).",
         "deaths of workers that an epoch survives",
         unset=(None,),
-        check=_check_restarts,
-        parse=_parse_restarts,
-        expected="a nonnegative integer",
+        kind=Count(),
         flag="--max-restarts",
         metavar="N",
         keyword=True,
@@ -408,9 +192,7 @@ class Options:
         "Seconds in one batch after which a worker is killed, and counts as dead (default: None, never).",
         "seconds in one batch after which a worker is killed",
         unset=(None,),
-        check=_check_seconds,
-        parse=_parse_seconds,
-        expected="a positive number of seconds",
+        kind=Seconds(),
         flag="--stall-timeout",
         metavar="SECONDS",
         keyword=True,
@@ -421,9 +203,7 @@ class Options:
         'which means "raise").',
         "what an exception of a sample does: raise, skip or replace",
         unset=(None,),
-        check=_check_on_error,
-        parse=_parse_on_error,
-        expected="raise, skip or replace",
+        kind=Policy("raise", "skip", "replace", signature="(index, exception)"),
         flag="--on-error",
         metavar="POLICY",
         keyword=True,
@@ -434,9 +214,7 @@ class Options:
         "and 1.0 (default: None, no limit).",
         "samples of an epoch that may fail, or their share",
         unset=(None,),
-        check=_check_errors,
-        parse=_parse_errors,
-        expected="a nonnegative integer or a fraction",
+        kind=Failures(),
         flag="--max-errors",
         metavar="N",
         keyword=True,
@@ -446,9 +224,7 @@ class Options:
         "several, for each worker (default: None, all cores of this process).",
         "cores of the workers: spread, or those of each worker, as in 0/1/2-3",
         unset=(None,),
-        check=_check_affinity,
-        parse=_parse_affinity,
-        expected="spread or cores such as 0/1/2-3",
+        kind=Cores(),
         flag="--worker-affinity",
         metavar="CORES",
         keyword=True,
@@ -458,16 +234,14 @@ class Options:
         "torchdata's (default: None, torchdata's own).",
         "put rustloader.StatefulDataLoader into torchdata.stateful_dataloader",
         unset=(),
-        check=_check_bool,
-        parse=_parse_bool,
-        expected="1 or 0",
+        kind=Bool(),
         flag="--stateful",
         flag_value=True,
     )
 
     def __post_init__(self) -> None:
         for name, value in _given(self).items():
-            option_of(name).check(name, value)
+            option_of(name).kind.check(name, value)
 
     def __repr__(self) -> str:
         return f"rustloader.Options({', '.join(f'{name}={value!r}' for name, value in _given(self).items())})"
@@ -500,33 +274,14 @@ def check_without_workers(given: dict[str, Any], num_workers: int) -> None:
             )
 
 
-# Attribute of a loader: the names of the options that its constructor was given. Programs have attributes and methods
-# of these names of their own.
-GIVEN = "_rustloader_options"
-
-
-def of_loader(loader: Any, name: str) -> Any:
-    """The value of an option that a loader's constructor was given, or None."""
-    given = getattr(loader, GIVEN, ())
-    return getattr(loader, name, None) if type(given) is tuple and name in given else None
-
-
-def give(loader: Any, values: dict[str, Any]) -> None:
-    """Sets options of a loader as its constructor does."""
-    for name, value in values.items():
-        setattr(loader, name, value)
-    if values:
-        setattr(loader, GIVEN, tuple(dict.fromkeys((*getattr(loader, GIVEN, ()), *values))))
-
-
 def in_force(loader: Any, name: str) -> Any:
     """The value of an option for a loader of any class. Raises as ``Options`` does for a value that the program has
     set there."""
     option = option_of(name)
-    value = of_loader(loader, name)
+    value = loader_state.given(loader, name)
     if value is None:
         return option.default
-    option.check(name, value)
+    option.kind.check(name, value)
     return value
 
 

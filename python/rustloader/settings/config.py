@@ -1,0 +1,119 @@
+"""The settings of one iterator: torch's arguments, rustloader's options, and what ``install()`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from rustloader import loader_state
+from rustloader.settings import kinds, options
+from rustloader.settings.options import Option
+
+# Arguments of torch's class that an iterator is configured by. ``resolve`` does not check them: torch does.
+_TORCHS = ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "timeout")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Resolved settings. An iterator keeps them, since torch's iterators keep no loader; workers get them in their job,
+    and the engine reads them by name. Options have their defaults in place of None."""
+
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    persistent_workers: bool
+    timeout: float
+    dispatch: str
+    reorder_window: int | str | None
+    seed_by: str
+    worker_threads: int
+    max_restarts: int
+    stall_timeout: float | None
+    on_error: str | Callable[[Any, Exception], Any]
+    max_errors: int | float | None
+    worker_affinity: str | Sequence[int | Collection[int]] | None
+    # Whether workers send snapshots of their datasets.
+    snapshots: bool = False
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """The reorder window as numbers of batches and of bytes: one of them, or neither."""
+        return kinds.window(self.reorder_window)
+
+    @property
+    def raises(self) -> bool:
+        """Whether an exception of a sample does as in torch. A function may compare equal to anything."""
+        return isinstance(self.on_error, str) and self.on_error == "raise"
+
+    def changed(self, **values: Any) -> LoaderConfig:
+        """These settings with some of them replaced."""
+        return dataclasses.replace(self, **values)
+
+
+def resolve(loader: Any) -> LoaderConfig:
+    """The settings of a loader of any class: its own, and those of ``install()`` where it has torch's defaults.
+
+    Raises:
+        TypeError, ValueError: The program has given the loader an attribute that an option cannot have.
+    """
+    installed = _installed(loader)
+    values = {name: installed[name] if name in installed else getattr(loader, name) for name in _TORCHS}
+    for name in options.keywords():
+        values[name] = installed[name] if name in installed else options.in_force(loader, name)
+    return LoaderConfig(**values)
+
+
+def _installed(loader: Any) -> dict[str, Any]:
+    """The options of ``install()`` that apply to a loader."""
+    found: dict[str, Any] = {}
+    for name, value in options.current().items():
+        option: Option = options.option_of(name)
+        if not option.unset:  # no option of loaders
+            continue
+        own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
+        if own in option.unset:
+            found[name] = option.effective(value)
+    if not isinstance(loader, DataLoader):
+        found.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
+    return found
+
+
+class _View:
+    """A view of a loader with some attributes replaced. The loader itself does not change."""
+
+    def __init__(self, loader: Any, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self._rustloader_loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rustloader_loader, name)
+
+
+def view(loader: Any, **values: Any) -> Any:
+    """A view of a loader with some attributes replaced."""
+    return _View(loader, values)
+
+
+def torchs_view(loader: Any, config: LoaderConfig) -> Any:
+    """The loader as torch's code is to see it."""
+    installed = _installed(loader)
+    values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
+    if config.num_workers != loader.num_workers:
+        values["num_workers"] = config.num_workers
+    return _View(loader, values) if values else loader
+
+
+def original(loader: Any) -> Any:
+    """The loader itself, of a view of it."""
+    return loader._rustloader_loader if isinstance(loader, _View) else loader
+
+
+def keep_iterator(loader: Any, config: LoaderConfig, iterator: Any) -> None:
+    """Makes a loader keep its iterator if only an option makes its workers persistent. torch's ``__iter__`` reads both
+    attributes."""
+    if config.persistent_workers and not loader.persistent_workers:
+        object.__setattr__(loader, "persistent_workers", True)  # torch's class refuses to set it
+        loader._iterator = iterator

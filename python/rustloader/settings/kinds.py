@@ -1,0 +1,269 @@
+"""Kinds of option values: what each accepts, how it is read from a text, and what an error says.
+
+A new option takes one of these kinds, or a class of its own here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import re
+import sys
+from multiprocessing.context import BaseContext
+from typing import Any, ClassVar
+
+# Texts for True and False in the environment.
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+METHODS = multiprocessing.get_all_start_methods()
+# More than any machine has cores.
+MOST_CORES = 8192
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
+
+
+class Kind:
+    """A kind of values.
+
+    Attributes:
+        described: What a value must be, for errors of Python code.
+        expected: What a text must be, for errors of the environment and the command line.
+    """
+
+    described: str
+    expected: str
+
+    def is_kind(self, value: Any) -> bool:
+        """Whether a value has the right type. Otherwise the error is a TypeError."""
+        raise NotImplementedError
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the right type is one that the option can have. Otherwise the error is a ValueError."""
+        return True
+
+    def read(self, text: str) -> Any:
+        """The value of a text, which may be one that is not allowed, or a ValueError."""
+        raise NotImplementedError
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises TypeError or ValueError for a value that the option of this name cannot have."""
+        error = TypeError if not self.is_kind(value) else None if self.allows(value) else ValueError
+        if error is not None:
+            raise error(f"{name} must be {self.described}, got {value!r}")
+
+    def parse(self, text: str) -> Any:
+        """The value of a text of the environment or the command line, or a ValueError."""
+        value = self.read(text)
+        if not self.allows(value):
+            raise ValueError(text)
+        return value
+
+
+class Bool(Kind):
+    described, expected = "True or False", "1 or 0"
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def read(self, text: str) -> bool:
+        if text.lower() not in YES + NO:
+            raise ValueError(text)
+        return text.lower() in YES
+
+
+class Positive(Kind):
+    """A positive integer."""
+
+    described = expected = "a positive integer"
+    least: ClassVar[int] = 1
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    def allows(self, value: int) -> bool:
+        return value >= self.least
+
+    def read(self, text: str) -> int:
+        return int(text)
+
+
+class Count(Positive):
+    """A nonnegative integer."""
+
+    described = expected = "a nonnegative integer"
+    least = 0
+
+
+class Seconds(Kind):
+    """A positive, finite number of seconds."""
+
+    described = expected = "a positive number of seconds"
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def allows(self, value: float) -> bool:
+        return 0 < value < math.inf
+
+    def read(self, text: str) -> float:
+        return float(text)
+
+
+class Choice(Kind):
+    """One of several words. The first one is the default of options that have one."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+        self.described = _or(*map(repr, choices))
+        self.expected = _or(*choices)
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, str)
+
+    def allows(self, value: Any) -> bool:
+        return value in self.choices
+
+    def read(self, text: str) -> str:
+        return text.lower()
+
+
+class Policy(Choice):
+    """One of several words, or a function."""
+
+    def __init__(self, *choices: str, signature: str) -> None:
+        super().__init__(*choices)
+        self.described = ", ".join(f'"{choice}"' for choice in choices) + f" or a function of {signature}"
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, str) or callable(value)
+
+    def allows(self, value: Any) -> bool:
+        return not isinstance(value, str) or super().allows(value)
+
+
+class Failures(Kind):
+    """A number of samples, or a share of them."""
+
+    described = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
+    expected = "a nonnegative integer or a fraction"
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def allows(self, value: float) -> bool:
+        return value >= 0 and not (isinstance(value, float) and value > 1)
+
+    def read(self, text: str) -> int | float:
+        return int(text) if text.isdecimal() else float(text)
+
+
+class StartMethod(Choice):
+    """A start method, or a context of ``multiprocessing``."""
+
+    def __init__(self) -> None:
+        super().__init__(*METHODS)
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, str | BaseContext)
+
+    def allows(self, value: Any) -> bool:
+        return not isinstance(value, str) or super().allows(value)
+
+    def check(self, name: str, value: Any) -> None:
+        if not self.is_kind(value):
+            raise TypeError(f"{name} must be a context or the name of a start method, got {value!r}")
+        if not self.allows(value):
+            raise ValueError(f"{name} must be a start method of this system ({', '.join(METHODS)}), got {value!r}")
+
+
+class Size(Kind):
+    """A number of batches, or a size in bytes such as "512MiB"."""
+
+    described = 'a positive integer (batches), or a size such as "512MiB"'
+    expected = described.replace('"', "")
+
+    def is_kind(self, value: Any) -> bool:
+        return isinstance(value, int | str) and not isinstance(value, bool)
+
+    def allows(self, value: int | str) -> bool:
+        with contextlib.suppress(ValueError):
+            number = value if isinstance(value, int) else _number(value)
+            return number >= 1 if number is not None else bool(byte_size(str(value)))
+        return False
+
+    def read(self, text: str) -> int | str:
+        number = _number(text)
+        return text if number is None else number
+
+
+class Cores(Kind):
+    """ "spread", or a list with one core, or several, for each worker."""
+
+    described = "'spread', or a list with one core, or several, for each worker"
+    expected = "spread or cores such as 0/1/2-3"
+
+    def is_kind(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return True
+        if not isinstance(value, list | tuple):
+            return False
+        return all(isinstance(core, int) and not isinstance(core, bool) for entry in _entries(value) for core in entry)
+
+    def allows(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return value == "spread"
+        entries = _entries(value)
+        return bool(entries) and all(entries) and all(core >= 0 for entry in entries for core in entry)
+
+    def read(self, text: str) -> str | list[list[int]]:
+        """As in "spread" and "0/1/2-3+6"."""
+        if text.lower() == "spread":
+            return "spread"
+        workers = []
+        for worker in text.split("/"):
+            parts = (part.partition("-") for part in worker.split("+"))
+            ends = [(int(first), int(last or first)) for first, _, last in parts]
+            if any(last >= MOST_CORES for _, last in ends):
+                raise ValueError(text)
+            workers.append([core for first, last in ends for core in range(first, last + 1)])
+        return workers
+
+
+def text_of(value: Any) -> str:
+    """A value in the form that its kind's ``parse`` takes."""
+    if isinstance(value, list):
+        return "/".join("+".join(map(str, cores)) for cores in value)
+    return str(int(value) if isinstance(value, bool) else value)
+
+
+def byte_size(text: str) -> int:
+    """The bytes of a size such as "512MiB" or "1.5 GB". Raises ValueError for other texts and for less than 1."""
+    match = _SIZE.fullmatch(text.strip())
+    count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if not 1 <= count < math.inf:
+        raise ValueError(text)
+    return int(count)
+
+
+def window(value: int | str | None) -> tuple[int | None, int | None]:
+    """A value of the kind ``Size`` as numbers of batches and of bytes: one of them, or neither."""
+    if value is None:
+        return None, None
+    number = value if isinstance(value, int) else _number(value)
+    limit = byte_size(str(value)) if number is None else number
+    limit = min(limit, sys.maxsize)  # more than a machine can hold
+    return (None, limit) if number is None else (limit, None)
+
+
+def _number(text: str) -> int | None:
+    with contextlib.suppress(ValueError):
+        return int(text)
+    return None
+
+
+def _entries(value: Any) -> list[Any]:
+    return [entry if isinstance(entry, list | tuple | set | frozenset | range) else [entry] for entry in value]
+
+
+def _or(*words: str) -> str:
+    return " or ".join(", ".join(words).rsplit(", ", 1))

@@ -1,0 +1,43 @@
+"""A table of values that belong to objects. It keeps no object alive."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+_V = TypeVar("_V")
+
+
+class WeakTable(Generic[_V]):
+    """Values by the identity of their objects: loaders that compare by value may not be hashable.
+
+    Args:
+        on_end: Called with the value when its object ends.
+    """
+
+    def __init__(self, on_end: Callable[[_V], None] | None = None) -> None:
+        self._on_end = on_end
+        self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
+
+    def find(self, source: Any) -> _V | None:
+        """The value of an object, or None."""
+        reference, value = self._entries.get(id(source), (None, None))
+        return value if reference is not None and reference() is source else None
+
+    def keep(self, source: Any, value: _V) -> _V:
+        """Keeps a value while its object lives, if that supports weak references. Returns the value."""
+        key, entries, on_end = id(source), self._entries, self._on_end
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            # If the collector frees an iterator, its destructor no longer finds the value.
+            if on_end is not None:
+                on_end(value)
+            # Another object may have the id by now.
+            if entries.get(key, (None,))[0] is reference:
+                del entries[key]
+
+        with contextlib.suppress(TypeError):  # a class with slots
+            entries[key] = weakref.ref(source, forget), value
+        return value
