@@ -1,7 +1,7 @@
 """``rustloader.Options``, and the options that ``install()`` has set.
 
-To add an option, add a field here, with its kind, and one to ``LoaderConfig``. The parameters of ``install()`` and ``installed()``, the syntax of
-``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
+To add an option, add a field here, with its kind, and one to ``LoaderConfig``. The parameters of ``install()`` and
+``installed()``, the syntax of ``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
 """
 
 # No `from __future__ import annotations`: signatures show the types themselves.
