@@ -1,4 +1,4 @@
-//! Detection of workers that are stuck in their start or at one batch, and their stack dumps. `overdue.rs` kills some of them.
+//! Detection of workers that are stuck in their start or at one batch, and their stack dumps. `overdue` kills some of them.
 //!
 //! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
 //! per batch. Python's faulthandler dumps the stack: it runs in a signal handler without the GIL, and writes to a memfd that

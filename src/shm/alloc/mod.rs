@@ -10,7 +10,7 @@
 //! class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead of the loop.
 //!
 //! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger one, or
-//! from idle neighbours that are joined: see `join.rs`.
+//! from idle neighbours that are joined: see `join`.
 
 mod join;
 
