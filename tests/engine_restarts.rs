@@ -365,7 +365,7 @@ fn a_worker_that_dies_before_it_has_resumed_begins_the_epoch_with_its_next_proce
         assert!(!rig.engine.resuming());
         rig.engine.take_news().unwrap();
         assert!((0..2).all(|worker| rig.ports[worker].take_up().unwrap().is_none()), "they get no message");
-        assert_eq!(rig.engine.handle().snapshot(1, 0).unwrap().map(|it| it.2), Some(b"new".to_vec()));
+        assert_eq!(rig.engine.handle().snapshot(1, 0).unwrap().map(|it| it.payload), Some(b"new".to_vec()));
         let first = rig.next;
         rig.prime();
         assert_eq!(rig.take(0).task, first);

@@ -110,7 +110,8 @@ impl Rig {
 
     /// What the engine has for a number of answers.
     fn found(&self, worker: u32, answers: u64) -> Option<(u64, bool, Vec<u8>)> {
-        self.engine.handle().snapshot(worker, answers).unwrap()
+        let found = self.engine.handle().snapshot(worker, answers).unwrap()?;
+        Some((found.answers, found.is_error, found.payload))
     }
 
     fn count(&self, worker: u32, answers: u64) -> Option<u64> {

@@ -171,6 +171,7 @@ fn what_points_upwards_is_found() {
 #[test]
 fn a_module_with_a_folder_is_its_mod_rs() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let beside: Vec<PathBuf> = files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
+    let beside: Vec<PathBuf> =
+        files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
     assert!(beside.is_empty(), "move each of these into its folder, as mod.rs: {beside:?}");
 }

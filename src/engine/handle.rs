@@ -5,19 +5,23 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use super::answers::Answers;
+use super::answers::{Answers, Snapshot};
+use super::completions::Incoming;
 use super::links::Links;
 use super::page;
-use super::pin::PinControl;
+use super::pin_control::PinControl;
 use super::process::Process;
 use super::status::Status;
 use crate::config::{EXIT_CHECK, WAIT_SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::{Meter, Totals};
-use crate::shm::arena::Arena;
+use crate::shm::arena::{Arena, Usage};
 use crate::shm::layout::WorkerState;
 use crate::sync::{Ordering, lock};
 use crate::sys;
+
+/// The doorbell's token in a poll set; those of the workers are made by [`Handle::started`].
+pub(super) const DOORBELL: u64 = u64::MAX;
 
 /// A worker's slot, whose process may be replaced.
 #[derive(Debug, Default)]
@@ -51,7 +55,7 @@ pub struct Handle {
     /// access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
-    pub(super) answers: Mutex<Answers>,
+    answers: Mutex<Answers>,
     /// Set with the first worker on another machine: then all workers are.
     links: OnceLock<Links>,
 }
@@ -265,7 +269,7 @@ impl Handle {
         let _ = self.doorbell.ring();
     }
 
-    pub(super) fn last(&self) -> MutexGuard<'_, Option<Box<[Status]>>> {
+    fn last(&self) -> MutexGuard<'_, Option<Box<[Status]>>> {
         lock(&self.last)
     }
 
@@ -371,6 +375,45 @@ impl Handle {
             slot.generation == 1 && ended && state() == WorkerState::Left as u32
         })
     }
+
+    /// The answers. Locked only briefly: no Python code runs meanwhile, and nothing waits. The bindings hold the GIL then, so
+    /// that Python never forks with the lock held; a child checks [`Handle::is_ours`] first.
+    pub fn answers(&self) -> MutexGuard<'_, Answers> {
+        lock(&self.answers)
+    }
+
+    /// The newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None` before there is one, and after the end of the iterator.
+    pub fn snapshot(&self, worker: u32, answers: u64) -> Result<Option<Snapshot>> {
+        self.check_ours()?;
+        self.answers().snapshot(worker, answers)
+    }
+
+    /// Keeps a snapshot that has arrived.
+    pub(super) fn keep(&self, incoming: Incoming) {
+        self.answers().keep(&self.arena, incoming);
+    }
+
+    /// A worker's status; after the end of the iterator the last one, because another iterator may use the arena. `None` for
+    /// an unknown worker. [`Error::Child`] in a forked child.
+    pub fn status(&self, worker: u32) -> Result<Option<Status>> {
+        self.check_ours()?;
+        let last = self.last();
+        if let Some(last) = &*last {
+            return Ok(last.get(worker as usize).copied());
+        }
+        let page = || &self.arena.control(worker).status;
+        let there = worker < self.arena.geometry().workers;
+        Ok(there.then(|| Status::of(page(), sys::clock::monotonic_ns())))
+    }
+
+    /// The arena's memory. Zero after the end of the iterator and in a forked child.
+    pub fn usage(&self) -> Usage {
+        if !self.is_ours() {
+            return Usage::default();
+        }
+        let last = self.last();
+        if last.is_some() { Usage::default() } else { self.arena.usage() }
+    }
 }
 
 #[cfg(test)]
@@ -378,6 +421,8 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::shm::alloc::Allocator;
+    use crate::shm::block::CONSUMER;
 
     #[test]
     fn this_process_and_what_is_none_are_no_workers() {
@@ -454,5 +499,27 @@ mod tests {
         // SAFETY: `time` is a local struct.
         unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    #[test]
+    fn after_the_end_the_arena_of_the_next_iterator_is_not_looked_at() {
+        let arena = Arena::create_sized(1 << 30, 2, 4).unwrap();
+        let handle = Handle::new(arena.clone()).unwrap();
+        let mut allocator = Allocator::new(arena.clone(), 0);
+        allocator.allocate(20_000, CONSUMER).unwrap();
+        let page = &arena.control(1).status;
+        page.state.store(WorkerState::Left as u32, Ordering::Relaxed);
+        page.tasks_done.store(7, Ordering::Relaxed);
+        assert!(handle.usage().held >= 20_000);
+        assert_eq!(handle.status(1).unwrap().unwrap().tasks_done, 7);
+        handle.part_with_arena();
+        page.state.store(WorkerState::Fetch as u32, Ordering::Relaxed);
+        page.tasks_done.store(99, Ordering::Relaxed);
+        let last = handle.status(1).unwrap().unwrap();
+        assert_eq!((last.names().0, last.tasks_done), (WorkerState::Left.name(), 7));
+        assert_eq!(handle.status(1).unwrap().unwrap(), last, "its times stand");
+        assert_eq!(handle.status(2).unwrap(), None);
+        assert_eq!(handle.usage(), Usage::default());
+        assert!(arena.usage().held >= 20_000);
     }
 }

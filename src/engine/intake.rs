@@ -2,26 +2,20 @@
 
 use crossbeam_channel::TryRecvError;
 
-use super::completions::{self, Arrival, Completions, Incoming};
-use super::{Engine, delivery, pin};
+use super::completions::{self, Arrival, Incoming};
+use super::core::Engine;
+use super::{delivery, pin};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use crate::scheduler::Event;
 use crate::wire::ResultKind;
-
-/// The source of results.
-#[derive(Debug)]
-pub(super) enum Intake<B> {
-    Rings(Completions),
-    Thread(pin::Link<B>),
-}
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Passes results to the scheduler and performs its actions. Stops at a tied result, whose worker may leave after it.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()
-            && let Some(Intake::Rings(completions)) = &mut self.intake
+            && let Some(completions) = self.inbox.rings()
             && let Some((_, incoming)) = completions.next(&self.handle.arena)?
         {
             if incoming.entry.kind == ResultKind::Tied {
@@ -37,14 +31,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Completes a [`Step::Open`](super::Step::Open) with the opened result.
     pub fn opened(&mut self, ready: B) -> Result<()> {
         let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result is tied"))?;
-        self.tick();
+        self.times.tick();
         let result = self.completed(tied.incoming, Some(ready)).and_then(|()| self.effects());
         self.sticky(result)
     }
 
     #[inline]
     fn take_events(&mut self) -> Result<()> {
-        while let Some(Intake::Thread(link)) = &self.intake {
+        while let Some(link) = self.inbox.link() {
             match link.events.try_recv() {
                 Ok(event) => self.unpack(event)?,
                 Err(TryRecvError::Empty) => break,
@@ -77,14 +71,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ok(());
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
-        if let Some(queue) = &mut self.queue {
-            // A task that a death has bound to the worker is not in the queue any more.
-            if !self.scheduler.is_oldest_of(worker, task) {
-                queue.answered(incoming.worker, &incoming.entry)?;
-            }
+        // A task that a death has bound to the worker is not in the queue any more.
+        if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
+            self.outbox.answered(incoming.worker, &incoming.entry)?;
         }
-        if self.restarts && incoming.answers() && task >= self.scheduler.first_task() {
-            self.answered[worker.index()] += 1;
+        if self.supervisor.restarts() && incoming.answers() && task >= self.scheduler.first_task() {
+            self.supervisor.count_answer(incoming.worker);
         }
         let result = Arrival { incoming, ready };
         self.event(match kind {
@@ -101,20 +93,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Whether a result or event waits.
-    #[inline]
-    pub(super) fn has_news(&self) -> bool {
-        match &self.intake {
-            Some(Intake::Rings(completions)) => completions.marked(&self.handle.arena),
-            Some(Intake::Thread(link)) => !link.events.is_empty(),
-            None => false,
-        }
-    }
-
     /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied result
     /// that is not opened does not count, nor what was published after it: the next process makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
-        if let Some(Intake::Thread(link)) = &self.intake {
+        if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {
                 return self.handle.doorbell.ring();
             }
@@ -124,7 +106,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let mut is_lost = false;
         if let Some(tied) = self.delivery.untie(Some(worker)) {
-            is_lost = self.restarts;
+            is_lost = self.supervisor.restarts();
             match tied {
                 tied if !is_lost => self.completed(tied.incoming, tied.ready)?,
                 Arrival { incoming, ready: None } => completions::discard(&self.handle.arena, &incoming),
@@ -132,10 +114,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Arrival { ready: Some(_), .. } => {}
             }
         }
-        while let Some(Intake::Rings(completions)) = &mut self.intake
+        while let Some(completions) = self.inbox.rings()
             && let Some(incoming) = completions.pop(worker)?
         {
-            is_lost |= self.restarts && incoming.entry.kind == ResultKind::Tied;
+            is_lost |= self.supervisor.restarts() && incoming.entry.kind == ResultKind::Tied;
             if is_lost {
                 completions::discard(&self.handle.arena, &incoming);
             } else {

@@ -1,9 +1,9 @@
 //! The main process's status page in the arena's header, for `rustloader top`. The thread in `next` writes it with plain stores.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::Engine;
-use crate::metrics::Count;
+use crate::metrics::{Count, Meter};
 use crate::scheduler::{DeliveryOrder, Settings};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{IN_ORDER, MainPage, MainState, PERSISTENT};
@@ -29,11 +29,29 @@ pub(super) fn close(arena: &Arena) {
     arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
 }
 
-impl<T, B: Send + 'static, E> Engine<T, B, E> {
+/// The page, and the counters that it shows.
+#[derive(Debug)]
+pub(super) struct Page {
+    arena: Arc<Arena>,
+    meter: Arc<Meter>,
+    /// Another iterator may use the arena.
+    has_ended: bool,
+}
+
+impl Page {
+    pub(super) fn new(arena: Arc<Arena>, meter: Arc<Meter>) -> Self {
+        Self { arena, meter, has_ended: false }
+    }
+
+    /// Shows nothing from now on.
+    pub(super) fn end(&mut self) {
+        self.has_ended = true;
+    }
+
     /// The page; `None` once another iterator may use the arena, and in a forked child.
     #[inline]
     fn page(&self) -> Option<&MainPage> {
-        (!self.finished && self.handle.is_ours()).then(|| &self.handle.arena.header().main)
+        (!self.has_ended && self.arena.is_ours()).then(|| &self.arena.header().main)
     }
 
     /// Shows a state that begins at `since`.
@@ -49,12 +67,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Shows that a `next` begins, and the time of the training step before it.
     #[inline]
-    pub(super) fn show_next(&self) {
+    pub(super) fn show_next(&self, now: Duration) {
         if let Some(page) = self.page() {
-            let step = self.handle.meter.get(Count::Step);
+            let step = self.meter.get(Count::Step);
             page.counts[Count::Step as usize].store(step, Ordering::Relaxed);
         }
-        self.show(MainState::Next, self.now);
+        self.show(MainState::Next, now);
     }
 
     /// Shows that a wait has ended, and its time.
@@ -63,25 +81,26 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if let Some(page) = self.page() {
             page.state.store(MainState::Next as u32, Ordering::Relaxed);
             for count in [Count::First, Count::Waited, Count::Blocked] {
-                page.counts[count as usize].store(self.handle.meter.get(count), Ordering::Relaxed);
+                page.counts[count as usize].store(self.meter.get(count), Ordering::Relaxed);
             }
         }
     }
 
     /// Shows the counters at the end of a `next`, and the next state.
     #[inline]
-    pub(super) fn show_counts(&self, state: MainState) {
+    pub(super) fn show_counts(&self, state: MainState, now: Duration) {
         if let Some(page) = self.page() {
-            self.handle.meter.show(page);
+            self.meter.show(page);
         }
-        self.show(state, self.now);
+        self.show(state, now);
     }
 
-    pub(super) fn show_epoch(&self) {
+    /// Shows that an epoch begins with this task.
+    pub(super) fn show_epoch(&self, first_task: u64) {
         if let Some(page) = self.page() {
-            page.epoch_task.store(self.scheduler.first_task().0, Ordering::Relaxed);
-            page.epoch_batches.store(self.handle.meter.get(Count::Batches), Ordering::Relaxed);
-            self.handle.meter.show(page);
+            page.epoch_task.store(first_task, Ordering::Relaxed);
+            page.epoch_batches.store(self.meter.get(Count::Batches), Ordering::Relaxed);
+            self.meter.show(page);
         }
     }
 

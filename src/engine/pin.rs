@@ -14,22 +14,18 @@
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::thread::{self, ThreadId};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 
-use super::DOORBELL;
 use super::completions::{self, Completions, Incoming};
-use super::handle::Handle;
+use super::handle::{DOORBELL, Handle};
+pub use super::pin_control::PinControl;
 use crate::config::{BLIND_SLICE, PIN_STACK, TIED_EXIT, WAIT_SLICE};
 use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
-use crate::shm::layout::Sleeper;
-use crate::sync::lock;
 use crate::sys;
 use crate::wire::ResultKind;
 
@@ -60,68 +56,6 @@ pub enum PinEvent<B> {
     Broken(Error),
     /// The thread ends, for this reason.
     Gone(String),
-}
-
-/// Controls the thread. Usable from any thread, without exclusive access.
-#[derive(Debug)]
-pub struct PinControl {
-    stop: AtomicBool,
-    end: Arc<ThreadEnd>,
-    thread: OnceLock<ThreadId>,
-    /// Rung after an event is sent, if `next` sleeps.
-    pub pickup: sys::event::EventFd,
-    /// Whether `next` sleeps.
-    pub sleeper: Sleeper,
-}
-
-/// Whether the thread has ended. Separate, so that the thread can drop everything else before.
-#[derive(Debug, Default)]
-struct ThreadEnd {
-    ended: Mutex<bool>,
-    has_ended: Condvar,
-}
-
-impl ThreadEnd {
-    fn end(&self) {
-        *lock(&self.ended) = true;
-        self.has_ended.notify_all();
-    }
-}
-
-impl PinControl {
-    /// The control of a thread to be started.
-    pub fn new() -> Result<Self> {
-        Ok(Self {
-            stop: AtomicBool::new(false),
-            end: Arc::default(),
-            thread: OnceLock::new(),
-            pickup: sys::event::EventFd::new()?,
-            sleeper: Sleeper::default(),
-        })
-    }
-
-    /// Asks the thread to end. The caller rings the doorbell afterwards.
-    pub fn stop(&self) {
-        // SYNC: pin-stop (pairs with the Acquire in `stopped` and `hand_on`).
-        self.stop.store(true, Ordering::Release);
-    }
-
-    /// Whether the thread runs.
-    pub fn is_alive(&self) -> bool {
-        !*lock(&self.end.ended)
-    }
-
-    /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
-    pub fn is_current(&self) -> bool {
-        self.thread.get() == Some(&thread::current().id())
-    }
-
-    /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
-    pub fn join(&self, limit: Duration) -> bool {
-        let ended = lock(&self.end.ended);
-        let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
-    }
 }
 
 /// The engine's side of the channel.
@@ -175,9 +109,9 @@ pub fn start<P: Prepare>(
         drain: to_drain,
         lost: restarts.then(BTreeSet::new),
     };
-    let (end, failed) = (control.end.clone(), control.end.clone());
+    let (end, failed) = (control.thread_end(), control.thread_end());
     let thread = move || {
-        let _ = last_control.thread.set(thread::current().id());
+        last_control.begin();
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_pin");
         let outcome = catch_unwind(AssertUnwindSafe(|| around(body)));
@@ -214,8 +148,7 @@ fn hand_on<B>(
             Err(SendTimeoutError::Disconnected(back)) => return Some(back),
             Err(SendTimeoutError::Timeout(back)) => event = back,
         }
-        // SYNC: pin-stop (pairs with the Release in `PinControl::stop`).
-        if control.stop.load(Ordering::Acquire) || handle.closing() {
+        if control.is_stopping() || handle.closing() {
             return Some(event);
         }
     }
@@ -253,8 +186,7 @@ impl<P: Prepare> Body<P> {
     }
 
     fn stopped(&self) -> bool {
-        // SYNC: pin-stop (pairs with the Release in `PinControl::stop`).
-        self.control.stop.load(Ordering::Acquire) || self.handle.closing()
+        self.control.is_stopping() || self.handle.closing()
     }
 
     fn hand_on(&self, event: PinEvent<P::Ready>) {

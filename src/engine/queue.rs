@@ -1,12 +1,12 @@
 //! The engine's side of the queue that workers share: it knows which worker holds each task.
 
-use super::{Engine, Handle};
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
 use crate::id::TaskId;
-use crate::scheduler::Event;
-use crate::shm::arena::ArenaQueue;
-use crate::shm::block::CONSUMER;
+use crate::shm::arena::{Arena, ArenaQueue};
 use crate::shm::queue::Submitter;
+use crate::shm::ring::Entry;
 use crate::wire::{ResultEntry, ResultKind, TaskEntry};
 
 /// The producer's end of the queue. A task's number is its position.
@@ -15,8 +15,8 @@ pub(super) struct SharedQueue(Submitter<ArenaQueue>);
 
 impl SharedQueue {
     /// The queue of an arena, if it has one.
-    pub(super) fn of(handle: &Handle) -> Option<Self> {
-        handle.arena.queue().map(|queue| Self(Submitter::new(queue)))
+    pub(super) fn of(arena: &Arc<Arena>) -> Option<Self> {
+        arena.queue().map(|queue| Self(Submitter::new(queue)))
     }
 
     /// Queues a task. The caller wakes a worker.
@@ -63,17 +63,9 @@ impl SharedQueue {
         self.0.answered(held, worker);
         Some(TaskId(held))
     }
-}
 
-impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Takes a task of an abandoned epoch back, unless a worker has it.
-    pub(super) fn withdraw(&mut self, task: TaskId) -> Result<()> {
-        let Some(words) = self.queue.as_mut().and_then(|queue| queue.0.withdraw(task.0)) else {
-            return Ok(());
-        };
-        if let Some(block) = TaskEntry::from_words(&words)?.block {
-            self.arena().release(self.allocator.region(), block, CONSUMER);
-        }
-        self.event(Event::Withdrawn(task))
+    /// Takes a task back, unless a worker has it.
+    pub(super) fn withdraw(&mut self, task: TaskId) -> Option<Entry> {
+        self.0.withdraw(task.0)
     }
 }

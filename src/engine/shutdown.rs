@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::completions::{self, Arrival, Completions};
-use super::intake::Intake;
-use super::{Engine, page, pin};
+use super::core::Engine;
+use super::{page, pin};
 use crate::scheduler::Event;
 use crate::shm::arena::Arena;
 use crate::shm::pool;
@@ -38,6 +38,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
         }
+        self.times.end();
         self.handle.answers().drop_snapshots();
         self.handle.part_with_arena();
         let arena = self.arena().clone();
@@ -51,7 +52,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if self.handle.pinning().is_some_and(pin::PinControl::is_alive) {
             return Ending::Retire(arena);
         }
-        if let Some(Intake::Thread(link)) = &self.intake {
+        if let Some(link) = self.inbox.link() {
             while let Ok(event) = link.events.try_recv() {
                 if let pin::PinEvent::Result(incoming, None) = event {
                     completions::discard(&arena, &incoming);
@@ -79,8 +80,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
     fn drop(&mut self) {
         if !self.handle.is_ours() {
-            // The pin thread of the parent may have held the channel's locks at the fork.
-            std::mem::forget(self.intake.take());
+            self.inbox.forget_source();
             return;
         }
         self.handle.stop_pinning();

@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use super::Engine;
 use crate::config::LONG_NEXT;
 use crate::metrics::{Count, Meter};
 use crate::shm::layout::MainState;
-use crate::sys;
 
 #[derive(Debug, Default)]
 pub(super) struct Watch {
@@ -66,60 +64,50 @@ impl Watch {
             }
         }
     }
-}
 
-impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// An epoch begins.
-    pub fn epoch_begins(&mut self) {
-        self.handle.meter.add(Count::Epochs, 1);
-        (self.watch.left, self.watch.is_first, self.watch.is_over) = (Duration::ZERO, true, false);
-        self.show(MainState::Starting, sys::clock::monotonic());
+    pub(super) fn epoch_begins(&mut self, meter: &Meter) {
+        meter.add(Count::Epochs, 1);
+        (self.left, self.is_first, self.is_over) = (Duration::ZERO, true, false);
     }
 
     /// The current `next` ends the epoch: the time until the next epoch is no training step.
-    pub fn epoch_ends(&mut self) {
-        self.watch.is_over = true;
+    pub(super) fn epoch_ends(&mut self) {
+        self.is_over = true;
     }
 
     /// A `next` begins.
     #[inline]
-    pub fn next_begins(&mut self) {
-        self.tick();
-        (self.watch.fresh, self.watch.in_next) = (true, true);
-        self.watch.entered = self.now;
-        (self.watch.waited, self.watch.blocked_for) = (Duration::ZERO, Duration::ZERO);
-        if !self.watch.left.is_zero() {
-            self.handle.meter.add_time(Count::Step, self.now - self.watch.left);
-        }
-        self.show_next();
-    }
-
-    /// A draw ends, which began with the engine's last step.
-    #[inline]
-    pub fn sampler_ends(&mut self) {
-        if self.watch.was_long {
-            let asked = self.now;
-            self.tick();
-            self.handle.meter.add_time(Count::Sampler, self.now - asked);
+    pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) {
+        (self.fresh, self.in_next) = (true, true);
+        self.entered = now;
+        (self.waited, self.blocked_for) = (Duration::ZERO, Duration::ZERO);
+        if !self.left.is_zero() {
+            meter.add_time(Count::Step, now - self.left);
         }
     }
 
-    /// Microseconds that this `next` has waited with later batches ready.
+    /// Whether the last `next` worked for long: then draws are measured.
     #[inline]
-    pub fn blocked_us(&self) -> u64 {
-        self.watch.blocked_for.as_micros() as u64
+    pub(super) fn was_long(&self) -> bool {
+        self.was_long
     }
 
-    /// A `next` ends, with an answer or an error.
+    /// Time that this `next` has waited with later batches ready.
     #[inline]
-    pub fn next_ends(&mut self) {
-        self.tick();
-        let time = self.now - self.watch.entered;
-        self.handle.meter.add_time(Count::Next, time);
-        self.watch.was_long = time - self.watch.waited > LONG_NEXT;
-        self.watch.left = if self.watch.is_over { Duration::ZERO } else { self.now };
-        self.watch.is_first = false;
-        (self.watch.fresh, self.watch.in_next) = (false, false);
-        self.show_counts(if self.watch.is_over { MainState::Between } else { MainState::Step });
+    pub(super) fn blocked_for(&self) -> Duration {
+        self.blocked_for
+    }
+
+    /// A `next` ends, with an answer or an error. Returns the state that the main process is in now.
+    #[inline]
+    pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> MainState {
+        let time = now - self.entered;
+        meter.add_time(Count::Next, time);
+        self.was_long = time - self.waited > LONG_NEXT;
+        self.left = if self.is_over { Duration::ZERO } else { now };
+        self.is_first = false;
+        (self.fresh, self.in_next) = (false, false);
+        if self.is_over { MainState::Between } else { MainState::Step }
     }
 }

@@ -9,7 +9,6 @@
 
 use std::time::Duration;
 
-use super::Engine;
 use super::stall::{Phase, Shown, Stall};
 use crate::config::{KILLED_STACK, STALL_CHECK, STALL_PAUSE, WAIT_SLICE};
 use crate::id::TaskId;
@@ -17,7 +16,7 @@ use crate::shm::layout::WorkerState;
 use crate::sys;
 use crate::sys::pidfd::ExitStatus;
 
-/// What [`Engine::kill`] has done.
+/// What [`Engine::kill`](super::Engine::kill) has done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Killed {
     /// It has sent SIGKILL.
@@ -127,53 +126,59 @@ impl Overdue {
     }
 
     /// Whether to check the workers now.
-    fn begins_check(&mut self, now: Duration) -> bool {
+    pub(super) fn begins_check(&mut self, now: Duration) -> bool {
+        if self.limit.is_none() {
+            return false;
+        }
         let gap = now.saturating_sub(self.looked);
         if gap > WAIT_SLICE + STALL_PAUSE {
             self.watching = now;
         }
         gap >= STALL_CHECK || now >= self.due
     }
-}
 
-impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Sets the time in one batch after which a worker is a stall to be killed; `None`: never.
-    pub fn kill_stalls(&mut self, limit: Option<Duration>) {
-        self.stalls.overdue.limit = limit;
+    /// Sets the time in one batch after which a worker is to be killed; `None`: never.
+    pub(super) fn set_limit(&mut self, limit: Option<Duration>) {
+        self.limit = limit;
     }
 
-    /// A worker that has exceeded the limit, once for each batch.
-    pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
-        let limit = self.stalls.overdue.limit?;
-        if !self.stalls.overdue.begins_check(now) {
-            return None;
+    /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most that time.
+    pub(super) fn exceeds(
+        &mut self,
+        worker: u32,
+        shown: Option<&Shown>,
+        now: Duration,
+        next: &mut Duration,
+    ) -> bool {
+        let Some(limit) = self.limit else { return false };
+        let work = shown.map_or(Work::Nothing, Work::of);
+        let watched = &mut self.watched[worker as usize];
+        if watched.work != work {
+            *watched = Watched { work, seen: now, reported: false, killed: watched.killed };
         }
-        let mut first = Duration::MAX;
-        for worker in 0..self.arena().geometry().workers {
-            let shown = self.shown_by(worker);
-            let work = shown.as_ref().map_or(Work::Nothing, Work::of);
-            let watch = &mut self.stalls.overdue;
-            let watched = &mut watch.watched[worker as usize];
-            if watched.work != work {
-                *watched = Watched { work, seen: now, reported: false, killed: watched.killed };
-            }
-            let Some(due) = watched.due(limit, watch.watching) else { continue };
-            if due > now {
-                first = first.min(due);
-                continue;
-            }
-            watched.reported = true;
-            if let Some(shown) = shown.filter(|shown| !shown.process.has_exited()) {
-                return Some(self.overdue_stall(worker, &shown, now));
-            }
+        let Some(due) = watched.due(limit, self.watching) else { return false };
+        if due > now {
+            *next = (*next).min(due);
+            return false;
         }
-        let watch = &mut self.stalls.overdue;
-        (watch.looked, watch.due) = (now.max(watch.looked), first);
-        None
+        watched.reported = true;
+        true
     }
 
-    fn overdue_stall(&self, worker: u32, shown: &Shown, now: Duration) -> Stall {
-        let Watched { work, seen, .. } = self.stalls.overdue.watched[worker as usize];
+    /// Notes that a check has found no other worker, and that the next one exceeds the limit at `next`.
+    pub(super) fn checked(&mut self, now: Duration, next: Duration) {
+        (self.looked, self.due) = (now.max(self.looked), next);
+    }
+
+    /// The report of a worker that exceeds the limit.
+    pub(super) fn stall_of(
+        &self,
+        worker: u32,
+        shown: &Shown,
+        now: Duration,
+        patience: Option<Duration>,
+    ) -> Stall {
+        let Watched { work, seen, .. } = self.watched[worker as usize];
         let since = if let Work::Batch(_, since) = work { since } else { seen };
         Stall {
             worker,
@@ -182,19 +187,16 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             state: shown.state,
             task: work.task(),
             time: now.saturating_sub(since),
-            patience: self.stalls.patience.map(|patience| patience.min(KILLED_STACK)),
-            exceeds: self.stalls.overdue.limit,
+            patience: patience.map(|patience| patience.min(KILLED_STACK)),
+            exceeds: self.limit,
         }
     }
 
-    /// Kills a worker that has exceeded the limit, unless it has gone on or ended in the meantime. Only a worker that descends
-    /// from this process is killed.
-    pub fn kill(&mut self, stall: &Stall) -> Killed {
-        let shown = self.shown_by(stall.worker);
-        let watch = &mut self.stalls.overdue;
+    /// Kills a worker that exceeds the limit, and that shows this now.
+    pub(super) fn kill(&mut self, worker: u32, shown: Option<Shown>) -> Killed {
         // The stack dump took some time, in which nothing was checked.
-        watch.looked = watch.looked.max(sys::clock::monotonic());
-        let watched = &mut watch.watched[stall.worker as usize];
+        self.looked = self.looked.max(sys::clock::monotonic());
+        let watched = &mut self.watched[worker as usize];
         let same = |shown: &Shown| Work::of(shown) == watched.work && !shown.process.has_exited();
         let Some(shown) = shown.filter(same) else { return Killed::WentOn };
         if !shown.process.descends && shown.process.link.is_none() {

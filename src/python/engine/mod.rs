@@ -306,7 +306,7 @@ impl PyEngine {
     ) -> PyResult<Option<(u64, bool, Bound<'py, PyBytes>)>> {
         self.check_worker(worker)?;
         let snapshot = self.handle.snapshot(worker, answers)?;
-        Ok(snapshot.map(|(count, is_error, payload)| (count, is_error, PyBytes::new(py, &payload))))
+        Ok(snapshot.map(|it| (it.answers, it.is_error, PyBytes::new(py, &it.payload))))
     }
 
     #[pyo3(signature = (timeout = 0.0))]

@@ -1,0 +1,307 @@
+//! The engine of one iterator.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::completions::{self, Arrival};
+use super::delivery::{self, Delivery};
+use super::handle::Handle;
+use super::inbox::Inbox;
+use super::outbox::Outbox;
+use super::process::Process;
+use super::supervisor::Supervisor;
+use super::times::Times;
+use super::types::{Progress, Step};
+use super::{page, pin};
+use crate::error::{Error, Result};
+use crate::id::{TaskId, WorkerId};
+use crate::scheduler::{Action, Death, Dispatch, Event, Placement, Scheduler, Settings};
+use crate::shm::arena::Arena;
+use crate::shm::layout::{Needs, PINNING, REMOTE};
+use crate::shm::pool;
+use crate::wire::TaskKind;
+
+/// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin thread, or
+/// because it was tied), `E` an error of the sampler.
+#[derive(Debug)]
+pub struct Engine<T, B: Send + 'static = (), E = ()> {
+    pub(super) handle: Arc<Handle>,
+    pub(super) scheduler: Scheduler<T, Arrival<B>>,
+    pub(super) delivery: Delivery<T, B, E>,
+    pub(super) outbox: Outbox,
+    pub(super) inbox: Inbox<B>,
+    pub(super) supervisor: Supervisor,
+    pub(super) times: Times,
+    /// Each worker begins an epoch with a snapshot.
+    pub(super) snapshots: bool,
+    pub(super) finished: bool,
+}
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// An engine over an arena from the pool, without workers yet. `snapshots`: they send snapshots, too.
+    pub fn new(settings: Settings, snapshots: bool) -> Result<Self> {
+        let outstanding = settings.max_tasks();
+        let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        let shared_queue = settings.dispatch == Dispatch::SharedQueue;
+        let (workers, outstanding) = (limit(settings.workers), limit(outstanding));
+        let arena = pool::take(Needs { workers, outstanding, shared_queue, snapshots })?;
+        let mut engine = Self::over(arena, settings)?;
+        engine.snapshots = snapshots;
+        Ok(engine)
+    }
+
+    /// An engine over a given arena.
+    pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
+        if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
+            return Err(Error::usage("a shared queue needs an arena with one, and no other dispatch does"));
+        }
+        let handle = Arc::new(Handle::new(arena.clone())?);
+        page::open(&arena, &settings);
+        Ok(Self {
+            inbox: Inbox::new(handle.clone())?,
+            outbox: Outbox::new(handle.clone()),
+            supervisor: Supervisor::new(handle.clone(), settings.restarts),
+            times: Times::new(arena, handle.meter.clone()),
+            handle,
+            delivery: Delivery::new(settings.fills()),
+            scheduler: Scheduler::new(settings)?,
+            snapshots: false,
+            finished: false,
+        })
+    }
+
+    /// The part that needs no exclusive access.
+    pub fn handle(&self) -> &Arc<Handle> {
+        &self.handle
+    }
+
+    /// The arena.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.handle.arena
+    }
+
+    /// Limit of outstanding tasks.
+    pub fn max_tasks(&self) -> usize {
+        self.scheduler.max_tasks()
+    }
+
+    /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
+    pub fn begin_with(&mut self, worker: u32) -> Result<()> {
+        self.scheduler.begin_with(WorkerId(worker))
+    }
+
+    /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    pub fn primes(&self, asked: usize) -> bool {
+        self.scheduler.primes(asked)
+    }
+
+    /// Reports that the sampler has ended.
+    pub fn sampler_ended(&mut self) -> Result<()> {
+        self.event(Event::SamplerEnded)
+    }
+
+    /// Starts the pin thread, after all workers. `around` runs the thread's body.
+    pub fn start_pinning<P: pin::Prepare<Ready = B>>(
+        &mut self,
+        prepare: P,
+        around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
+    ) -> Result<()> {
+        let results = if self.snapshots { 2 * self.max_tasks() } else { self.max_tasks() };
+        self.inbox.start_pinning(prepare, results, self.supervisor.restarts(), around)?;
+        self.times.show_option(PINNING);
+        Ok(())
+    }
+
+    /// The progress of the epoch.
+    pub fn progress(&self) -> Progress {
+        let scheduler = &self.scheduler;
+        let first = scheduler.first_task().0;
+        let holder = |task| self.outbox.queue().and_then(|queue| queue.holder(task));
+        let undelivered: Vec<(u64, Option<u32>)> = scheduler
+            .undelivered()
+            .into_iter()
+            .map(|(task, worker)| (task.0 - first, worker.map(|worker| worker.0).or_else(|| holder(task))))
+            .collect();
+        let load = |worker| match self.outbox.queue() {
+            Some(_) => undelivered.iter().filter(|(_, by)| *by == Some(worker)).count(),
+            None => scheduler.load_of(WorkerId(worker)),
+        };
+        Progress {
+            sent: scheduler.dispatched(),
+            outstanding: scheduler.outstanding(),
+            loads: (0..self.arena().geometry().workers).map(load).collect(),
+            undelivered,
+        }
+    }
+
+    /// Whether each worker takes tasks in this epoch.
+    pub fn active(&self) -> Vec<bool> {
+        (0..self.arena().geometry().workers)
+            .map(|worker| self.scheduler.is_active(WorkerId(worker)))
+            .collect()
+    }
+
+    /// A worker's first unanswered task. Of a shared queue, the oldest task that it holds, or else the oldest that waits.
+    pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
+        let Some(queue) = self.outbox.queue() else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
+        let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
+        let bound = || self.scheduler.oldest_task_of(WorkerId(worker));
+        let held = queue.held_by(worker).and_then(tagged);
+        held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
+    }
+
+    /// The tag of an unanswered task that a worker is at. It may have answered older ones, which the pin thread holds.
+    pub fn tag_at(&self, worker: u32, task: TaskId) -> Option<&T> {
+        let bound = || self.scheduler.tasks_of(WorkerId(worker)).find(|(bound, _)| *bound == task);
+        self.scheduler.tag_of(task).or_else(|| bound().map(|(_, tag)| tag))
+    }
+
+    /// Registers a newly started worker. If it takes the place of one that has died, its tasks are sent again.
+    pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
+        let (process, token) = self.handle.started(worker, pid)?;
+        self.registered(worker, &process, token)
+    }
+
+    /// Registers a worker on another machine by the connection to it, where `pid` is its process there; otherwise as
+    /// [`Engine::started`].
+    pub fn attached(&mut self, worker: u32, socket: OwnedFd, pid: i32) -> Result<()> {
+        let (process, token) = self.handle.attached(worker, socket, pid)?;
+        self.times.show_option(REMOTE);
+        self.registered(worker, &process, token)
+    }
+
+    fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
+        let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
+        // A loader with a vacancy goes on, and finds the process's end without the poll set.
+        self.inbox.watch(worker, process, token, is_vacant)?;
+        if is_vacant { self.replaced(worker) } else { Ok(()) }
+    }
+
+    /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does. Does not
+    /// wait for memory, see [`settle`](crate::shm::alloc::settle).
+    pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
+        // A sampler or a signal handler may have forked during `next`.
+        self.handle.check_ours()?;
+        if self.finished {
+            return Err(Error::usage("an iterator that has ended takes no tasks"));
+        }
+        // The block first: nothing may fail after the scheduler has counted the task.
+        let mut entry = self.outbox.entry(kind, payload)?;
+        let Ok((task, placement)) = self.scheduler.submit(tag) else {
+            self.outbox.release_payload(&entry);
+            return Ok(None);
+        };
+        entry.task = task.0;
+        let pushed = match placement {
+            Placement::Worker(worker) => self.outbox.push(worker.0, &entry),
+            Placement::Queue => self.outbox.push_shared(&entry),
+            Placement::Later => {
+                self.outbox.release_payload(&entry);
+                Ok(())
+            }
+        };
+        self.sticky(pushed)?;
+        Ok(Some(task))
+    }
+
+    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until [`Engine::resuming`] is
+    /// false. A worker that has not answered the last reset gets this message after its answer.
+    pub fn reset(&mut self, message: &[u8]) -> Result<()> {
+        self.times.tick();
+        self.event(Event::EpochReset)?;
+        self.handle.answers().begin_epoch();
+        self.supervisor.begin_epoch();
+        let first_task = self.scheduler.first_task().0;
+        self.outbox.begin_epoch(first_task, message);
+        self.times.show_epoch(first_task);
+        let result = self.effects();
+        self.sticky(result)
+    }
+
+    /// The state of `next`, which takes the caller's events.
+    #[inline]
+    pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
+        &mut self.delivery
+    }
+
+    /// The death that [`Engine::step`] raises, now or later.
+    pub fn death(&self) -> Option<Death> {
+        self.scheduler.death()
+    }
+
+    /// Whether workers have not answered [`Engine::reset`] yet.
+    pub fn resuming(&self) -> bool {
+        self.scheduler.resuming()
+    }
+
+    #[inline]
+    pub(super) fn event(&mut self, event: Event<Arrival<B>>) -> Result<()> {
+        self.scheduler.on_event(self.times.now(), event)
+    }
+
+    /// Processes new events, and returns the next step: [`Delivery::answer`].
+    pub fn step(&mut self) -> Result<Step<T, B, E>> {
+        self.handle.check_ours()?;
+        // After the end the rings may belong to another iterator.
+        let closed = self.handle.closing();
+        // No event changes a staged result.
+        if !closed && !self.scheduler.is_staged() && !self.delivery.is_broken() {
+            self.look()?;
+        }
+        let scheduler = &mut self.scheduler;
+        let step = self.delivery.answer(closed, |may_ask| scheduler.next(may_ask))?;
+        if let Step::Deliver { incoming, .. } = &step {
+            let ordinal = incoming.entry.task - self.scheduler.first_task().0;
+            self.handle.answers().positions.answered(ordinal, incoming.worker, incoming.is_batch());
+        }
+        if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
+            self.event(Event::WaitBegan)?;
+            return Ok(Step::Wait(self.scheduler.deadline()));
+        }
+        Ok(step)
+    }
+
+    /// Processes new events. [`Delivery::answer`] returns errors found here.
+    #[inline]
+    pub(super) fn look(&mut self) -> Result<()> {
+        self.times.tick_if_stale();
+        let looked = self.inbox.look(self.times.now())?;
+        let result = if looked { self.take_notice() } else { Ok(()) };
+        let result = result.and_then(|()| self.take_in());
+        if self.sticky(result).is_ok() && !self.delivery.is_tied() {
+            self.event(Event::Time)?;
+        }
+        Ok(())
+    }
+
+    /// Makes every later call return the error, because the state is unknown after it.
+    pub(super) fn sticky<R>(&mut self, result: Result<R>) -> Result<R> {
+        result.inspect_err(|error| self.delivery.on_event(delivery::Event::Broken(error.clone())))
+    }
+
+    #[inline]
+    pub(super) fn effects(&mut self) -> Result<()> {
+        while let Some(action) = self.scheduler.poll() {
+            match action {
+                Action::Retire(worker) => self.outbox.control(worker.0, TaskKind::Leave, &[])?,
+                Action::Resume(worker) => self.outbox.resume(worker.0)?,
+                Action::Withdraw(task) => {
+                    if self.outbox.withdraw(task)? {
+                        self.event(Event::Withdrawn(task))?;
+                    }
+                }
+                Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
+                    completions::discard(&self.handle.arena, &incoming);
+                }
+                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is outstanding.
+                Action::Discard { task, result: None, .. } if !self.finished => {
+                    if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
+                        self.handle.answers().positions.left_out(ordinal);
+                    }
+                }
+                Action::Discard { .. } => {}
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,240 @@
+//! What comes from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::completions::Completions;
+use super::handle::{DOORBELL, Handle};
+use super::pin;
+use super::process::Process;
+use crate::config::{BLIND_SLICE, DEATH_CHECK};
+use crate::error::{Error, Result};
+use crate::shm::layout::Sleeper;
+use crate::sys::event::EventFd;
+use crate::sys::poll::{PollSet, WaitOutcome};
+
+/// The source of results.
+#[derive(Debug)]
+pub(super) enum Source<B> {
+    Rings(Completions),
+    Thread(pin::Link<B>),
+}
+
+/// The source of results, and what `next` sleeps on.
+#[derive(Debug)]
+pub(super) struct Inbox<B> {
+    handle: Arc<Handle>,
+    /// `None` only while it changes, and in a forked child.
+    source: Option<Source<B>>,
+    poll: PollSet,
+    /// Tokens that the last poll returned.
+    ready: Vec<u64>,
+    /// Workers without a pidfd, checked in each slice.
+    unwatched: Vec<u32>,
+    /// The doorbell cannot be polled: results are checked in each slice.
+    deaf: bool,
+    /// Time of the last check for dead workers.
+    looked: Duration,
+}
+
+impl<B: Send + 'static> Inbox<B> {
+    pub(super) fn new(handle: Arc<Handle>) -> Result<Self> {
+        let mut poll = PollSet::new();
+        poll.add(handle.doorbell.as_fd().as_raw_fd(), DOORBELL)?;
+        Ok(Self {
+            source: Some(Source::Rings(Completions::new(&handle.arena))),
+            handle,
+            poll,
+            ready: Vec::new(),
+            unwatched: Vec::new(),
+            deaf: false,
+            looked: Duration::ZERO,
+        })
+    }
+
+    /// Starts the pin thread, which owns the rings from then on: [`pin::start`].
+    pub(super) fn start_pinning<P: pin::Prepare<Ready = B>>(
+        &mut self,
+        prepare: P,
+        results: usize,
+        restarts: bool,
+        around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
+    ) -> Result<()> {
+        let Some(Source::Rings(completions)) =
+            self.source.take_if(|source| matches!(source, Source::Rings(_)))
+        else {
+            return Err(Error::usage("a second pin thread"));
+        };
+        let link = pin::start(prepare, &self.handle, completions, results, restarts, around)?;
+        // Before any failure: the thread owns the rings now.
+        let link = match self.source.insert(Source::Thread(link)) {
+            Source::Thread(link) => link,
+            Source::Rings(_) => unreachable!("it has just been inserted"),
+        };
+        self.poll.remove(DOORBELL)?;
+        self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
+    }
+
+    /// The rings; `None` if a pin thread has them.
+    #[inline]
+    pub(super) fn rings(&mut self) -> Option<&mut Completions> {
+        match &mut self.source {
+            Some(Source::Rings(completions)) => Some(completions),
+            _ => None,
+        }
+    }
+
+    /// Whether this thread takes the results from the rings.
+    pub(super) fn has_rings(&self) -> bool {
+        matches!(self.source, Some(Source::Rings(_)))
+    }
+
+    /// The channel of the pin thread, if there is one.
+    #[inline]
+    pub(super) fn link(&self) -> Option<&pin::Link<B>> {
+        match &self.source {
+            Some(Source::Thread(link)) => Some(link),
+            _ => None,
+        }
+    }
+
+    /// Forgets the source in a forked child: the pin thread of the parent may have held the channel's locks at the fork.
+    pub(super) fn forget_source(&mut self) {
+        std::mem::forget(self.source.take());
+    }
+
+    /// Whether a result or event waits.
+    #[inline]
+    pub(super) fn has_news(&self) -> bool {
+        match &self.source {
+            Some(Source::Rings(completions)) => completions.marked(&self.handle.arena),
+            Some(Source::Thread(link)) => !link.events.is_empty(),
+            None => false,
+        }
+    }
+
+    /// Waits for the end of a worker's process from now on. `may_be_blind`: where the poll set refuses it, the end is found
+    /// without.
+    pub(super) fn watch(
+        &mut self,
+        worker: u32,
+        process: &Process,
+        token: u64,
+        may_be_blind: bool,
+    ) -> Result<()> {
+        match process.end_fd() {
+            Some(end) => match self.poll.add(end.as_raw_fd(), token) {
+                Err(_) if may_be_blind => self.unwatched.push(worker),
+                added => added?,
+            },
+            None => self.unwatched.push(worker),
+        }
+        Ok(())
+    }
+
+    /// Waits for the end of a worker's process no more.
+    pub(super) fn unwatch(&mut self, worker: u32) -> Result<()> {
+        if let Some(watched) = self.unwatched.iter().position(|unwatched| *unwatched == worker) {
+            self.unwatched.swap_remove(watched);
+            return Ok(());
+        }
+        self.poll.remove(self.handle.token_of(worker))
+    }
+
+    /// Time of the last check for dead workers.
+    pub(super) fn looked(&self) -> Duration {
+        self.looked
+    }
+
+    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns whether it did; [`Inbox::take_ready`] has what it found.
+    #[inline]
+    pub(super) fn look(&mut self, now: Duration) -> Result<bool> {
+        if now - self.looked < DEATH_CHECK {
+            return Ok(false);
+        }
+        self.looked = now;
+        self.ready.clear();
+        self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
+        Ok(true)
+    }
+
+    /// A wait begins.
+    pub(super) fn wait_begins(&mut self) {
+        self.ready.clear();
+    }
+
+    /// Sleeps until something arrives, at most for this time. `None`: it has arrived already, or the iterator is shut down.
+    pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
+        let sleeper = self.sleeper();
+        sleeper.announce();
+        if self.has_news() || self.handle.closing() {
+            sleeper.awake();
+            return Ok(None);
+        }
+        let limit = if self.is_blind() { limit.min(BLIND_SLICE) } else { limit };
+        let outcome = self.poll.wait(Some(limit), &mut self.ready);
+        self.sleeper().awake();
+        outcome.map(Some)
+    }
+
+    /// Whether something may arrive that ends no sleep.
+    pub(super) fn is_blind(&self) -> bool {
+        self.deaf || !self.unwatched.is_empty()
+    }
+
+    fn sleeper(&self) -> &Sleeper {
+        match &self.source {
+            Some(Source::Thread(link)) => &link.control.sleeper,
+            _ => &self.handle.arena.header().doorbell.0,
+        }
+    }
+
+    /// A wait has ended.
+    pub(super) fn wait_ends(&mut self, now: Duration) {
+        self.looked = now;
+    }
+
+    /// The tokens that the last poll returned, for [`Inbox::ended_by`]. Hand the list back to [`Inbox::noticed`].
+    pub(super) fn take_ready(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.ready)
+    }
+
+    /// Keeps the list of [`Inbox::take_ready`] for the next poll.
+    pub(super) fn noticed(&mut self, ready: Vec<u64>) {
+        self.ready = ready;
+    }
+
+    /// Drains the doorbell, or returns the worker whose process has ended, if that is what a token of a poll says.
+    pub(super) fn ended_by(&mut self, token: u64) -> Result<Option<u32>> {
+        if token == DOORBELL {
+            if !self.bell().drain()? {
+                // Another file has taken its number, and may always be readable.
+                self.poll.remove(DOORBELL)?;
+                self.deaf = true;
+            }
+            return Ok(None);
+        }
+        let Some((worker, process)) = self.handle.named_by(token) else { return Ok(None) };
+        self.poll.remove(token)?;
+        if process.has_exited() {
+            return Ok(Some(worker));
+        }
+        // The pidfd was closed, and another file has taken its number.
+        self.unwatched.push(worker);
+        Ok(None)
+    }
+
+    fn bell(&self) -> &EventFd {
+        match &self.source {
+            Some(Source::Thread(link)) => &link.control.pickup,
+            _ => &self.handle.doorbell,
+        }
+    }
+
+    /// The workers without a pidfd that have ended.
+    pub(super) fn unwatched_ends(&mut self) -> Vec<u32> {
+        let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(|it| it.has_exited());
+        self.unwatched.extract_if(.., ended).collect()
+    }
+}

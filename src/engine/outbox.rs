@@ -1,0 +1,136 @@
+//! What goes to the workers: tasks and control messages, in their rings or the queue that they share.
+
+use std::sync::Arc;
+
+use super::handle::Handle;
+use super::queue::SharedQueue;
+use crate::config::SMALL_MESSAGE;
+use crate::error::{Error, Result};
+use crate::id::TaskId;
+use crate::shm::alloc::Allocator;
+use crate::shm::arena::ArenaRing;
+use crate::shm::block::CONSUMER;
+use crate::shm::ring::Producer;
+use crate::wire::{self, ResultEntry, TaskEntry, TaskKind};
+
+/// The producers' ends of the rings, and the main process's region for payloads.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    handle: Arc<Handle>,
+    /// The workers' rings: tasks, or only control messages if there is a queue.
+    tasks: Vec<Producer<ArenaRing>>,
+    /// The queue that the workers share, if they do.
+    queue: Option<SharedQueue>,
+    /// The main process's region, for index batches.
+    allocator: Allocator,
+    /// Payload of the message that begins the epoch in the workers.
+    epoch: Vec<u8>,
+}
+
+impl Outbox {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        let arena = &handle.arena;
+        Self {
+            tasks: (0..arena.geometry().workers)
+                .map(|worker| Producer::new(arena.task_ring(worker)))
+                .collect(),
+            queue: SharedQueue::of(arena),
+            allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
+            epoch: Vec::new(),
+            handle,
+        }
+    }
+
+    /// An entry with its payload, inline or in a block. Does not wait for memory.
+    pub(super) fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
+        if let Some(entry) = TaskEntry::inline(0, kind, payload) {
+            return Ok(entry);
+        }
+        let len = payload.len() as u64;
+        if len <= SMALL_MESSAGE {
+            self.allocator.trust(SMALL_MESSAGE);
+        }
+        let block = self.allocator.allocate(len, CONSUMER)?;
+        let memory = self.handle.arena.block_memory(self.allocator.region(), block, len)?;
+        // SAFETY: the block has `len` bytes and belongs to this process until it is published.
+        unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
+        Ok(TaskEntry::in_block(0, kind, block, len))
+    }
+
+    /// Releases the payload of an entry that is not sent.
+    pub(super) fn release_payload(&self, entry: &TaskEntry) {
+        if let Some(block) = entry.block {
+            self.handle.arena.release(self.allocator.region(), block, CONSUMER);
+        }
+    }
+
+    /// Sends an entry to a worker.
+    pub(super) fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
+        let pushed = self.tasks[worker as usize].push(&entry.to_words());
+        pushed.map_err(|_| Error::corrupt("a submission ring is full although it has room for all tasks"))?;
+        self.handle.wake(worker)
+    }
+
+    /// Queues an entry for any worker.
+    pub(super) fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
+        match &mut self.queue {
+            Some(queue) => queue.push(entry)?,
+            None => unreachable!("the scheduler and the arena have a shared queue, or neither"),
+        }
+        self.handle.wake_one()
+    }
+
+    /// Sends a control message.
+    pub(super) fn control(&mut self, worker: u32, kind: TaskKind, payload: &[u8]) -> Result<()> {
+        let entry = self.entry(kind, payload)?;
+        self.push(worker, &entry)
+    }
+
+    /// Begins another epoch: [`Outbox::resume`] sends the message.
+    pub(super) fn begin_epoch(&mut self, first_task: u64, message: &[u8]) {
+        self.epoch = wire::epoch_payload(first_task, message);
+    }
+
+    /// Sends a worker the message that begins the epoch.
+    pub(super) fn resume(&mut self, worker: u32) -> Result<()> {
+        let payload = std::mem::take(&mut self.epoch);
+        let sent = self.control(worker, TaskKind::Resume, &payload);
+        self.epoch = payload;
+        sent
+    }
+
+    /// Takes a task of an abandoned epoch back. False: a worker has it.
+    pub(super) fn withdraw(&mut self, task: TaskId) -> Result<bool> {
+        let Some(words) = self.queue.as_mut().and_then(|queue| queue.withdraw(task)) else {
+            return Ok(false);
+        };
+        self.release_payload(&TaskEntry::from_words(&words)?);
+        Ok(true)
+    }
+
+    /// Empties the rings of a worker whose process has ended, its status page and its return stack.
+    pub(super) fn reset_worker(&self, worker: u32) -> Result<()> {
+        let withdrawn = |entry| {
+            if let Ok(entry) = TaskEntry::from_words(&entry) {
+                self.release_payload(&entry);
+            }
+        };
+        self.handle.arena.reset_worker(worker, withdrawn)
+    }
+
+    /// The queue that the workers share, if they do.
+    pub(super) fn queue(&self) -> Option<&SharedQueue> {
+        self.queue.as_ref()
+    }
+
+    /// Notes an answer to a task of the queue: [`SharedQueue::answered`].
+    pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
+        self.queue.as_mut().map_or(Ok(()), |queue| queue.answered(worker, entry))
+    }
+
+    /// The tasks of the queue that a worker held at its end.
+    pub(super) fn lost_with(&mut self, worker: u32) -> Vec<TaskId> {
+        let Some(queue) = &mut self.queue else { return Vec::new() };
+        std::iter::from_fn(|| queue.lost_with(worker)).collect()
+    }
+}

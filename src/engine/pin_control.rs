@@ -1,0 +1,90 @@
+//! Control of the pin thread, from any thread.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use crate::config::WAIT_SLICE;
+use crate::error::Result;
+use crate::shm::layout::Sleeper;
+use crate::sync::lock;
+use crate::sys;
+
+/// Controls the thread. Usable from any thread, without exclusive access.
+#[derive(Debug)]
+pub struct PinControl {
+    stop: AtomicBool,
+    end: Arc<ThreadEnd>,
+    thread: OnceLock<ThreadId>,
+    /// Rung after an event is sent, if `next` sleeps.
+    pub pickup: sys::event::EventFd,
+    /// Whether `next` sleeps.
+    pub sleeper: Sleeper,
+}
+
+/// Whether the thread has ended. Separate, so that the thread can drop everything else before.
+#[derive(Debug, Default)]
+pub(super) struct ThreadEnd {
+    ended: Mutex<bool>,
+    has_ended: Condvar,
+}
+
+impl ThreadEnd {
+    pub(super) fn end(&self) {
+        *lock(&self.ended) = true;
+        self.has_ended.notify_all();
+    }
+}
+
+impl PinControl {
+    /// The control of a thread to be started.
+    pub fn new() -> Result<Self> {
+        Ok(Self {
+            stop: AtomicBool::new(false),
+            end: Arc::default(),
+            thread: OnceLock::new(),
+            pickup: sys::event::EventFd::new()?,
+            sleeper: Sleeper::default(),
+        })
+    }
+
+    /// Asks the thread to end. The caller rings the doorbell afterwards.
+    pub fn stop(&self) {
+        // SYNC: pin-stop (pairs with the Acquire in `is_stopping`).
+        self.stop.store(true, Ordering::Release);
+    }
+
+    /// Whether [`PinControl::stop`] was called.
+    pub(super) fn is_stopping(&self) -> bool {
+        // SYNC: pin-stop (pairs with the Release in `stop`).
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Notes that the thread begins; it calls this itself.
+    pub(super) fn begin(&self) {
+        let _ = self.thread.set(thread::current().id());
+    }
+
+    /// What the thread reports its end to.
+    pub(super) fn thread_end(&self) -> Arc<ThreadEnd> {
+        self.end.clone()
+    }
+
+    /// Whether the thread runs.
+    pub fn is_alive(&self) -> bool {
+        !*lock(&self.end.ended)
+    }
+
+    /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
+    pub fn is_current(&self) -> bool {
+        self.thread.get() == Some(&thread::current().id())
+    }
+
+    /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
+    pub fn join(&self, limit: Duration) -> bool {
+        let ended = lock(&self.end.ended);
+        let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}

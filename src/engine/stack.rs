@@ -1,0 +1,79 @@
+//! The Python stacks of a stuck worker. faulthandler dumps them: it runs in a signal handler without the GIL, and writes to a memfd
+//! that the main process reads through /proc.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use super::handle::Handle;
+use super::process::Process;
+use super::stall::Stall;
+use crate::config::{STACK_CHECK, STACK_SETTLED, STACK_SHOWN, STACK_SIGNAL};
+use crate::shm::layout::StackFile;
+use crate::sync::Ordering;
+use crate::sys;
+
+impl Handle {
+    /// The Python stacks of a stuck worker's threads, or why they are unavailable. Waits: call without the GIL.
+    pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
+        let worker = stall.worker;
+        let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;
+        let process = self.process(worker).ok_or("it was not started")?;
+        if process.link.is_some() {
+            return Err("it runs on another machine".into());
+        }
+        let page = &self.arena.control(worker).status;
+        // SYNC: stack-file
+        let fd = match StackFile::from_u32(page.stack.load(Ordering::Acquire)) {
+            StackFile::Descriptor(fd) => fd,
+            StackFile::NotYet => {
+                return Err("it has not come to the loader's code yet, and may still be importing".into());
+            }
+            StackFile::Refused => {
+                return Err("it could not get a file to write it to, or a signal handler".into());
+            }
+            StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
+        };
+        let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
+        // Before the signal: faulthandler writes to the descriptor's number, whichever file that is now.
+        let file = sys::proc_fd::open(process.pid, fd, place);
+        let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
+        ask(&process, file.as_fd(), patience)
+    }
+}
+
+fn handler() -> String {
+    format!("it has a handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
+}
+
+/// Sends the signal and waits for the answer.
+fn ask(
+    process: &Process,
+    file: std::os::fd::BorrowedFd<'_>,
+    patience: Duration,
+) -> std::result::Result<String, String> {
+    if !process.descends {
+        return Err("it is not a child of the main process, which sends it no signals".into());
+    }
+    let signal = sys::signal::stack_signal();
+    // Without a handler the signal would end the process.
+    if !sys::signal::catches(process.pid, signal) {
+        return Err(format!("it has taken away the handler for signal {signal} (SIGRTMIN+{STACK_SIGNAL})"));
+    }
+    let start = sys::proc_fd::len(file);
+    process.signal(signal);
+    let deadline = sys::clock::monotonic() + patience;
+    let (mut len, mut unchanged) = (start, 0);
+    // On a busy machine the handler may be preempted. While it runs its signal is blocked.
+    let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
+    while !whole(unchanged) && sys::clock::monotonic() < deadline {
+        std::thread::sleep(STACK_CHECK);
+        let now = sys::proc_fd::len(file);
+        unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
+        len = now;
+    }
+    if len > start {
+        return Ok(String::from_utf8_lossy(&sys::proc_fd::read(file, start, STACK_SHOWN)).into_owned());
+    }
+    let ways = format!("it is stopped, the kernel keeps it, or {}", handler());
+    Err(format!("it did not answer within {} s: {ways} of its own", patience.as_secs_f64()))
+}

@@ -1,0 +1,94 @@
+//! Detection of workers that are stuck in their start or at one batch. [`super::overdue`] kills some of them.
+//!
+//! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
+//! per batch.
+
+use std::time::Duration;
+
+use super::stall::{Phase, Shown, Stall};
+use crate::config::STALL_CHECK;
+use crate::id::TaskId;
+use crate::shm::layout::WorkerState;
+
+/// One worker's state at the last check.
+#[derive(Clone, Copy, Debug, Default)]
+struct WatchedWorker {
+    /// The oldest task.
+    task: Option<TaskId>,
+    /// Time of the first check with that task.
+    seen: Duration,
+    /// The last report: phase, task, and whether the task still waited for the worker.
+    reported: Option<(Phase, Option<TaskId>, bool)>,
+}
+
+/// The limits, and what the checks have found.
+#[derive(Debug)]
+pub(super) struct Stalls {
+    /// Time in a phase after which a worker is stuck; `None` for never.
+    limits: [Option<Duration>; 2],
+    /// See [`Stall::patience`].
+    patience: Option<Duration>,
+    /// Time of the last check.
+    looked: Duration,
+    watched: Box<[WatchedWorker]>,
+}
+
+impl Stalls {
+    pub(super) fn new(workers: u32) -> Self {
+        let watched = vec![WatchedWorker::default(); workers as usize].into();
+        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
+    }
+
+    /// Resets a worker's state for its next process.
+    pub(super) fn forget(&mut self, worker: u32) {
+        self.watched[worker as usize] = WatchedWorker::default();
+    }
+
+    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
+    pub(super) fn set_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
+        (self.limits, self.patience) = (limits, patience);
+    }
+
+    /// See [`Stall::patience`].
+    pub(super) fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
+    /// Whether to check the workers now.
+    pub(super) fn begins_check(&self, now: Duration) -> bool {
+        now.saturating_sub(self.looked) >= STALL_CHECK
+    }
+
+    /// Notes that a check has found no other stall.
+    pub(super) fn checked(&mut self, now: Duration) {
+        self.looked = now;
+    }
+
+    /// The report of a worker that is stuck, once for each task.
+    pub(super) fn stall_of(&mut self, worker: u32, shown: &Shown, now: Duration) -> Option<Stall> {
+        let Shown { process, oldest, state, task, .. } = shown;
+        let (oldest, waits) = (*oldest, shown.is_waited_for());
+        let watched = &mut self.watched[worker as usize];
+        if watched.task != oldest || watched.seen.is_zero() {
+            (watched.task, watched.seen) = (oldest, now);
+        }
+        let (phase, task, since) = match *state {
+            WorkerState::Left => return None,
+            WorkerState::Starting if shown.answers == 0 => (Phase::Start, oldest, process.started),
+            WorkerState::Starting => (Phase::Start, oldest, shown.since),
+            _ if shown.is_answered() => return None,
+            _ if waits => (Phase::Item, oldest, watched.seen),
+            _ => (Phase::Item, Some(*task), shown.task_since),
+        };
+        // At most the age of the process, because the page may be damaged.
+        let time = now.saturating_sub(since.max(process.started));
+        let limit = self.limits[phase as usize]?;
+        // A task that waited for its worker, and one that the worker is stuck at later, are two reports.
+        if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
+            return None;
+        }
+        watched.reported = Some((phase, task, waits));
+        let (pid, patience) = (process.pid, self.patience);
+        Some(Stall { worker, pid, phase, state: *state, task, time, patience, exceeds: None })
+    }
+}

@@ -1,0 +1,39 @@
+//! Times of `next`, for statistics.
+
+use super::core::Engine;
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// An epoch begins.
+    pub fn epoch_begins(&mut self) {
+        self.times.epoch_begins();
+    }
+
+    /// The current `next` ends the epoch: the time until the next epoch is no training step.
+    pub fn epoch_ends(&mut self) {
+        self.times.epoch_ends();
+    }
+
+    /// A `next` begins.
+    #[inline]
+    pub fn next_begins(&mut self) {
+        self.times.next_begins();
+    }
+
+    /// A draw ends, which began with the engine's last step.
+    #[inline]
+    pub fn sampler_ends(&mut self) {
+        self.times.sampler_ends();
+    }
+
+    /// Microseconds that this `next` has waited with later batches ready.
+    #[inline]
+    pub fn blocked_us(&self) -> u64 {
+        self.times.blocked_us()
+    }
+
+    /// A `next` ends, with an answer or an error.
+    #[inline]
+    pub fn next_ends(&mut self) {
+        self.times.next_ends();
+    }
+}

@@ -1,0 +1,119 @@
+//! What is known of the workers' processes: which are stuck, how they ended, and what they had answered.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::handle::Handle;
+use super::overdue::Overdue;
+use super::process::Process;
+use super::stalls::Stalls;
+use crate::shm::layout::WorkerState;
+use crate::sync::Ordering;
+use crate::sys::pidfd::ExitStatus;
+
+/// What is known of a process that has died, for reports. Its slot and its status page may have been emptied since.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Remains {
+    pub(super) pid: i32,
+    pub(super) status: Option<ExitStatus>,
+    /// The task that it had taken last, whether it had begun it, and the place of the sample in it.
+    pub(super) task: u64,
+    pub(super) has_begun: bool,
+    pub(super) place: Option<u64>,
+    pub(super) generation: u32,
+    pub(super) stalled: bool,
+}
+
+/// Watches the workers' processes.
+#[derive(Debug)]
+pub(super) struct Supervisor {
+    handle: Arc<Handle>,
+    /// Workers that are named in the log.
+    pub(super) stalls: Stalls,
+    /// Workers that are to be killed.
+    pub(super) overdue: Overdue,
+    /// Workers that die may be replaced.
+    restarts: bool,
+    /// Results of this epoch of each worker, if `restarts`.
+    answered: Box<[u64]>,
+    /// What is known of the vacant workers' last processes.
+    remains: BTreeMap<u32, Remains>,
+}
+
+impl Supervisor {
+    pub(super) fn new(handle: Arc<Handle>, restarts: bool) -> Self {
+        let workers = handle.arena.geometry().workers;
+        Self {
+            handle,
+            stalls: Stalls::new(workers),
+            overdue: Overdue::new(workers),
+            restarts,
+            answered: vec![0; workers as usize].into(),
+            remains: BTreeMap::new(),
+        }
+    }
+
+    /// Whether workers that die may be replaced.
+    #[inline]
+    pub(super) fn restarts(&self) -> bool {
+        self.restarts
+    }
+
+    /// Begins another epoch.
+    pub(super) fn begin_epoch(&mut self) {
+        self.answered.fill(0);
+    }
+
+    /// Counts a result of this epoch.
+    #[inline]
+    pub(super) fn count_answer(&mut self, worker: u32) {
+        self.answered[worker as usize] += 1;
+    }
+
+    /// Results of this epoch that processes of a worker have published, if workers may be replaced.
+    pub(super) fn answers_of(&self, worker: u32) -> u64 {
+        self.answered[worker as usize]
+    }
+
+    /// Keeps what is known of a process that has ended, if another one may take its place.
+    pub(super) fn keep_remains(&mut self, worker: u32) {
+        if self.restarts {
+            let remains = self.look_at(worker);
+            self.remains.insert(worker, remains);
+        }
+    }
+
+    /// What is known of a process that has ended.
+    pub(super) fn remains_of(&self, worker: u32) -> Remains {
+        self.remains.get(&worker).copied().unwrap_or_else(|| self.look_at(worker))
+    }
+
+    fn look_at(&self, worker: u32) -> Remains {
+        let process = self.handle.process(worker);
+        let status = process.as_deref().and_then(Process::status);
+        let page = &self.handle.arena.control(worker).status;
+        Remains {
+            pid: process.as_ref().map_or(0, |process| process.pid),
+            status,
+            task: page.task.load(Ordering::Relaxed),
+            has_begun: page.has_begun(),
+            // Once the samples are made, none of them is to blame.
+            place: (page.has_begun() && page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
+                .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
+                .flatten(),
+            generation: self.handle.generation(worker).saturating_sub(1),
+            stalled: self.overdue.was_killed(worker, status),
+        }
+    }
+
+    /// Resets what the checks have found of a worker, for its next process.
+    pub(super) fn forget(&mut self, worker: u32) {
+        self.stalls.forget(worker);
+        self.overdue.forget(worker);
+    }
+
+    /// A worker has a process again.
+    pub(super) fn replaced(&mut self, worker: u32) {
+        self.remains.remove(&worker);
+    }
+}
