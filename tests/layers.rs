@@ -168,6 +168,190 @@ fn what_points_upwards_is_found() {
     assert!(check("use pyo3::prelude::*;", 1).contains("src/left.rs:1: `left` uses `pyo3`"));
 }
 
+/// Modules whose files still form circles: children use what their `mod.rs` defines.
+const CIRCLES: &[&str] = &["codec", "scheduler", "shm", "store", "sys", "tree"];
+
+/// The module of a file, as names from the crate's root.
+type Module = Vec<String>;
+
+/// A module, and those that it uses or declares.
+type Arrows = BTreeMap<Module, BTreeSet<Module>>;
+
+/// The paths after a prefix such as `super::`, one for each branch of its braces.
+fn paths(rest: &str) -> Vec<Module> {
+    if let Some(inside) = rest.strip_prefix('{') {
+        let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
+        for (at, c) in inside.char_indices() {
+            match c {
+                '{' => depth += 1,
+                ',' | '}' if depth == 0 => {
+                    // Nothing follows a trailing comma.
+                    let branch = Some(inside[begin..at].trim()).filter(|branch| !branch.is_empty());
+                    found.extend(branch.into_iter().flat_map(paths));
+                    begin = at + 1;
+                    if c == '}' {
+                        break;
+                    }
+                }
+                '}' => depth -= 1,
+                _ => {}
+            }
+        }
+        return found;
+    }
+    let first = name(rest);
+    let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
+    let prepend = |path: Module| [vec![first.to_owned()], path].concat();
+    deeper.into_iter().map(prepend).collect()
+}
+
+/// Adds what the file of `module` uses of `modules`, and declares. Tests do not count.
+fn add_arrows(arrows: &mut Arrows, modules: &BTreeSet<Module>, module: &Module, text: &str) {
+    let text = code(text);
+    let mut own = BTreeSet::new();
+    // Modules within the file, with the indentation of their ends.
+    let mut inner: Vec<(usize, String)> = Vec::new();
+    let mut used = |from: Module, path: &Module| {
+        let full = [from, path.iter().filter(|name| *name != "self").cloned().collect()].concat();
+        let to = (1..=full.len()).rev().map(|len| full[..len].to_vec()).find(|to| modules.contains(to));
+        own.extend(to.filter(|to| to[0] == module[0] && to != module));
+    };
+    for (at, line) in text.split_inclusive('\n').scan(0, |at, line| {
+        *at += line.len();
+        Some((*at - line.len(), line))
+    }) {
+        let indent = line.len() - line.trim_start().len();
+        if inner.last().is_some_and(|(end, _)| *end == indent) && line.trim_start().starts_with('}') {
+            inner.pop();
+        }
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if let Some([.., "mod", child]) = words.strip_suffix(&["{"]) {
+            inner.push((indent, child.to_string()));
+        } else if let [.., "mod", child] = words[..]
+            && let Some(child) = child.strip_suffix(';')
+        {
+            used(module.clone(), &vec![child.to_owned()]);
+        }
+        if inner.iter().any(|(_, name)| name == "tests") {
+            continue;
+        }
+        let here = [module.clone(), inner.iter().map(|(_, name)| name.clone()).collect()].concat();
+        for (start, _) in line.match_indices(['s', 'c']) {
+            let before = &line[..start];
+            if before.ends_with(|c: char| c == ':' || c == '_' || c.is_ascii_alphanumeric())
+                || before.ends_with("pub(in ")
+            {
+                continue;
+            }
+            let mut rest = &text[at + start..];
+            let mut from = here.clone();
+            if let Some(after) = rest.strip_prefix("crate::") {
+                (from, rest) = (Module::new(), after);
+            } else if rest.starts_with("super::") {
+                while let Some(after) = rest.strip_prefix("super::") {
+                    from.pop();
+                    rest = after;
+                }
+            } else {
+                continue;
+            }
+            paths(rest).iter().for_each(|path| used(from.clone(), path));
+        }
+    }
+    own.retain(|module| module.last().is_none_or(|name| name != "tests"));
+    arrows.insert(module.clone(), own);
+}
+
+/// A circle of arrows, if there is one.
+fn circle(arrows: &Arrows) -> Option<Vec<Module>> {
+    fn follow(arrows: &Arrows, done: &mut BTreeSet<Module>, way: &mut Vec<Module>) -> bool {
+        let last = way.last().unwrap().clone();
+        for next in arrows.get(&last).into_iter().flatten() {
+            if let Some(at) = way.iter().position(|module| module == next) {
+                way.drain(..at);
+                return true;
+            }
+            if !done.contains(next) {
+                way.push(next.clone());
+                if follow(arrows, done, way) {
+                    return true;
+                }
+                way.pop();
+            }
+        }
+        done.insert(last);
+        false
+    }
+    let mut done = BTreeSet::new();
+    arrows.keys().find_map(|first| {
+        let mut way = vec![first.clone()];
+        follow(arrows, &mut done, &mut way).then_some(way)
+    })
+}
+
+/// Names the files of a circle, in the order of their arrows.
+fn named(circle: &[Module]) -> String {
+    circle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(" -> ")
+}
+
+#[test]
+fn the_files_of_a_module_use_each_other_in_one_direction() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let files = files(&src);
+    let sources: BTreeMap<Module, &PathBuf> =
+        files.iter().map(|path| (modules_of(path.strip_prefix(&src).unwrap()), path)).collect();
+    let modules: BTreeSet<Module> = sources.keys().cloned().collect();
+    let mut by_top: BTreeMap<String, Arrows> = BTreeMap::new();
+    for (module, path) in sources {
+        if module != ["lib"]
+            && module.last().is_none_or(|name| name != "tests")
+            && !module.contains(&"tests".into())
+        {
+            let text = std::fs::read_to_string(path).unwrap();
+            add_arrows(by_top.entry(module[0].clone()).or_default(), &modules, &module, &text);
+        }
+    }
+    for (top, arrows) in &by_top {
+        let found = circle(arrows).map(|circle| named(&circle));
+        match CIRCLES.contains(&&**top) {
+            true => assert!(found.is_some(), "`{top}` has no circle any more: strike it from CIRCLES"),
+            false => assert_eq!(found, None, "move what both need into a file of its own"),
+        }
+    }
+    let engine: usize = by_top["engine"].values().map(BTreeSet::len).sum();
+    assert!(engine > 60, "only {engine} arrows were found in `engine`");
+}
+
+#[test]
+fn a_circle_of_files_is_found() {
+    let modules: BTreeSet<Module> = [&["a"][..], &["a", "x"], &["a", "y"], &["a", "y", "z"], &["b"]]
+        .map(|module| module.iter().map(|name| name.to_string()).collect())
+        .into();
+    let check = |sources: &[(&[&str], &str)]| {
+        let mut arrows = Arrows::new();
+        for (module, text) in sources {
+            let module = module.iter().map(|name| name.to_string()).collect();
+            add_arrows(&mut arrows, &modules, &module, text);
+        }
+        circle(&arrows).map(|circle| named(&circle))
+    };
+    let root: (&[&str], &str) = (&["a"], "mod x;\npub mod y;\npub use x::X;\n");
+    for (x, y, want) in [
+        ("use super::y::Y;", "pub struct Y;", None),
+        ("use super::y::Y;", "// use super::x::X;\nuse crate::b::x;", None),
+        ("use super::y::Y;", "#[cfg(test)]\nmod tests {\n    use crate::a::X;\n}\n", None),
+        ("use super::X;", "", Some("a -> a::x")),
+        ("fn f() -> crate::a::X;", "", Some("a -> a::x")),
+        ("use super::y::Y;", "use super::x::X;", Some("a::x -> a::y")),
+        ("use super::{\n    y::{self, Y},\n};", "use crate::{a::{x::X}, b};", Some("a::x -> a::y")),
+        ("mod inner {\n    use super::super::y;\n}", "fn f(x: super::x::X);", Some("a::x -> a::y")),
+    ] {
+        assert_eq!(check(&[root, (&["a", "x"], x), (&["a", "y"], y)]).as_deref(), want, "{x} {y}");
+    }
+    let child: (&[&str], &str) = (&["a", "y", "z"], "use super::Y;");
+    assert_eq!(check(&[(&["a", "y"], "mod z;"), child]).as_deref(), Some("a::y -> a::y::z"));
+}
+
 #[test]
 fn a_module_with_a_folder_is_its_mod_rs() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");

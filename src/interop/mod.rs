@@ -9,6 +9,8 @@ pub mod view;
 #[cfg(feature = "python")]
 pub mod array_tensor;
 #[cfg(feature = "python")]
+pub mod buffer;
+#[cfg(feature = "python")]
 pub mod collate;
 #[cfg(feature = "python")]
 pub mod detached;

@@ -9,6 +9,7 @@ mod port;
 mod remote;
 mod sharing;
 mod signals;
+mod sizes;
 
 use pyo3::prelude::*;
 
@@ -36,11 +37,11 @@ mod _core {
     #[pymodule_export]
     use crate::interop::{
         array_tensor::ArrayTensor,
-        dlpack::buffer::{LeaseBuffer, heap_storage},
+        buffer::{LeaseBuffer, heap_storage},
         fetcher::{StoppableIndices, TimedCollate, WorkerStopped},
         gather::gather_in_torch,
         index_stream::IndexStream,
-        tensor::{is_plain_leaf, moved::move_storage},
+        tensor::{bridge::is_plain_leaf, moved::move_storage},
     };
 
     use pyo3::prelude::*;

@@ -8,13 +8,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::engine::PyEngine;
+use super::sizes::Sizes;
 use super::{code, remote};
 use crate::codec::{self, Outgoing};
 use crate::config::{ARRAY_MIN, INLINE_LIMIT};
 use crate::copy::copy;
 use crate::interop::array_tensor::ArrayTensor;
+use crate::interop::buffer::LeaseBuffer;
 use crate::interop::collate;
-use crate::interop::dlpack::buffer::LeaseBuffer;
 use crate::interop::fetcher::{self, StoppableIndices, TimedCollate};
 use crate::interop::gather;
 use crate::interop::numpy_memory::NumpyMemory;
@@ -30,9 +31,6 @@ use crate::worker::port::{Port, Received};
 use crate::worker::stopwatch::Stopwatch;
 use crate::worker::terminate;
 use crate::worker::watchdog::{self, Parent};
-
-/// What a worker computes an arena's geometry from: bytes, workers, slots of a ring, whether the workers share a queue.
-pub type Sizes = (u64, u32, u32, bool);
 
 /// A worker's connection to the main process. `_core.pyi` documents the methods.
 #[pyclass(frozen, name = "Port", module = "rustloader._core")]

@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_char};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::Block;
 use super::abi::{DLTensor, MakeTensor, ReadTensor, exchange_functions};
+use super::block::Block;
 use crate::interop::memory::Memory;
 
 const EXCHANGE_API: &CStr = c"dlpack_exchange_api";

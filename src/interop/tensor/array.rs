@@ -6,72 +6,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::Bridge;
-use super::Made;
-use crate::interop::dlpack::buffer::LeaseBuffer;
+use super::bridge::{Bridge, Made};
+use super::numpy::Numpy;
+use crate::interop::buffer::LeaseBuffer;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::view::{Form, LeafView, Order};
 use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
-
-/// NumPy's objects that the crate uses.
-pub struct Numpy {
-    ndarray: Py<PyAny>,
-    weakrefs: Py<PyAny>,
-    /// (NumPy's dtype, ours) for all built-in dtypes, including aliases (`longlong`).
-    known: Vec<(Py<PyAny>, Dtype)>,
-    /// The dtypes of delivered arrays, by our dtypes' codes.
-    delivered: Vec<Option<Py<PyAny>>>,
-}
-
-/// The letters of all built-in types of kinds b, i, u, f, c.
-const LETTERS: &str = "?bBhHiIlLqQefdgFDG";
-
-impl Numpy {
-    pub fn find(py: Python<'_>) -> PyResult<Self> {
-        let numpy = py.import("numpy")?;
-        let make = numpy.getattr("dtype")?;
-        let delivered: Vec<Option<Py<PyAny>>> =
-            Dtype::all().map(|dtype| make.call1((dtype.numpy_name()?,)).ok().map(Bound::unbind)).collect();
-        let mut known = Vec::new();
-        for letter in LETTERS.chars() {
-            let found = make.call1((letter.to_string(),))?;
-            for dtype in Dtype::all() {
-                if let Some(delivered) = &delivered[usize::from(dtype.code())]
-                    && found.eq(delivered)?
-                {
-                    known.push((found.clone().unbind(), dtype));
-                }
-            }
-        }
-        let weakrefs = py.import("weakref")?.getattr("getweakrefcount")?.unbind();
-        Ok(Self { ndarray: numpy.getattr("ndarray")?.unbind(), weakrefs, known, delivered })
-    }
-
-    #[inline]
-    pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
-        obj.get_type_ptr().cast() == self.ndarray.as_ptr()
-    }
-
-    fn dtype_of(&self, array: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
-        let py = array.py();
-        let dtype = array.getattr(intern!(py, "dtype"))?;
-        if let Some((_, found)) = self.known.iter().find(|(known, _)| known.is(&dtype)) {
-            return Ok(Some(*found));
-        }
-        // Unpickled arrays carry copies of the built-in dtypes. `==` compares byte orders and fields, but not metadata.
-        if !dtype.getattr(intern!(py, "metadata"))?.is_none() {
-            return Ok(None);
-        }
-        for (known, found) in &self.known {
-            if dtype.eq(known)? {
-                return Ok(Some(*found));
-            }
-        }
-        Ok(None)
-    }
-}
 
 impl Bridge {
     /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds b, i, u, f, c.

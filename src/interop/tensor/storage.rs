@@ -5,8 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::Bridge;
-use super::Made;
+use super::bridge::{Bridge, Made};
 use crate::interop::memory::Memory;
 use crate::interop::view::Form;
 

@@ -7,14 +7,13 @@ use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use super::PyEngine;
 use super::state::State;
 use super::worker::PyDeath;
 use crate::codec::prepare::Ready;
 use crate::engine::delivery::Event;
 use crate::engine::overdue::Killed;
 use crate::engine::stall::{Phase, Stall};
-use crate::engine::{Incoming, Step};
+use crate::engine::{Handle, Incoming, Step};
 use crate::error::Error;
 use crate::interop::exit_guard::call;
 use crate::interop::text::short_text;
@@ -24,10 +23,19 @@ use crate::python::gate::closed;
 use crate::scheduler::Death;
 use crate::sys;
 
+/// The Python functions that an engine calls; `_core.pyi` has their types.
+pub(super) struct Callbacks {
+    pub(super) loads: Py<PyAny>,
+    pub(super) dump_index: Py<PyAny>,
+    pub(super) is_interrupt: Py<PyAny>,
+    pub(super) warn_stall: Py<PyAny>,
+}
+
 /// A call with exclusive access. Python finds its answer, a code and a value, in the list `answer`.
 pub(super) struct Call<'a, 'py> {
     pub(super) py: Python<'py>,
-    pub(super) engine: &'a PyEngine,
+    pub(super) handle: &'a Handle,
+    pub(super) callbacks: &'a Callbacks,
     pub(super) state: &'a mut State,
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index.
@@ -41,8 +49,8 @@ impl<'py> Call<'_, 'py> {
             self.state.engine.delivery().on_event(Event::EpochBegan);
             self.state.engine.epoch_begins();
         }
-        if self.engine.handle.closing() {
-            return Err(closed(self.py, &self.engine.handle));
+        if self.handle.closing() {
+            return Err(closed(self.py, self.handle));
         }
         if !is_first {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
@@ -141,7 +149,7 @@ impl<'py> Call<'_, 'py> {
                 self.give(code::END, self.py.None())
             }
             Step::TimedOut => self.give(code::TIMED_OUT, self.py.None()),
-            Step::Closed => Err(closed(self.py, &self.engine.handle)),
+            Step::Closed => Err(closed(self.py, self.handle)),
             Step::NoPinThread(cause) => self.give(code::NO_PIN_THREAD, cause),
         };
         answered.map(ControlFlow::Break)
@@ -154,7 +162,7 @@ impl<'py> Call<'_, 'py> {
     /// Counts a result that is delivered now.
     #[inline]
     fn count(&self, index: &Py<PyAny>, incoming: &Incoming) {
-        let (meter, timings) = (&self.engine.handle.meter, incoming.entry.timings);
+        let (meter, timings) = (&self.handle.meter, incoming.entry.timings);
         let blocked_us = self.state.engine.blocked_us();
         incoming.count(meter);
         if meter.note_work(&timings, blocked_us) {
@@ -179,7 +187,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Names a stuck worker in the log, and kills it if it has exceeded the limit for that.
     fn warn(&mut self, stall: &Stall) -> PyResult<()> {
-        let stack = self.py.detach(|| self.engine.handle.stack_of(stall));
+        let stack = self.py.detach(|| self.handle.stack_of(stall));
         let engine = &mut self.state.engine;
         // Before the log, whose handlers may raise.
         let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
@@ -192,7 +200,7 @@ impl<'py> Call<'_, 'py> {
         let Stall { worker, pid, phase, state, time, .. } = *stall;
         let (starting, seconds, state) = (phase == Phase::Start, time.as_secs_f64(), state.name());
         let arguments = (worker, pid, starting, seconds, state, index, stack, why_not, exceeds);
-        call(self.engine.callbacks.warn_stall.bind(self.py), arguments.into_pyobject(self.py)?)?;
+        call(self.callbacks.warn_stall.bind(self.py), arguments.into_pyobject(self.py)?)?;
         Ok(())
     }
 

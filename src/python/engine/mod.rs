@@ -9,7 +9,7 @@ mod worker;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
@@ -17,20 +17,21 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use pyo3::{PyTraverseError, PyVisit};
 
-use self::call::Call;
+use self::call::{Call, Callbacks};
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
 use super::functions::WarmPages;
-use super::gate::closed;
-use super::port::Sizes;
+use super::gate::{closed, enter};
 use super::remote::PyLink;
+use super::sizes::Sizes;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
 use crate::engine::pin::{Body, PinControl};
 use crate::engine::position::Position;
 use crate::engine::{Engine, Handle};
+use crate::error::Error;
 use crate::interop::detached::{DetachedObject, attached};
 use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
@@ -51,14 +52,6 @@ pub struct PyEngine {
     finish_wanted: AtomicBool,
     pub handle: Arc<Handle>,
     callbacks: Callbacks,
-}
-
-/// The Python functions that an engine calls; `_core.pyi` has their types.
-struct Callbacks {
-    loads: Py<PyAny>,
-    dump_index: Py<PyAny>,
-    is_interrupt: Py<PyAny>,
-    warn_stall: Py<PyAny>,
 }
 
 /// A time in seconds; `None` unless it is positive (NaN is not) and a clock can count it.
@@ -216,11 +209,7 @@ impl PyEngine {
     ) -> PyResult<()> {
         self.check_worker(first_worker)?;
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.begin(
-            is_first,
-            message,
-            first_worker,
-        )
+        self.call(py, access.state(), answer, next_index).begin(is_first, message, first_worker)
     }
 
     /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
@@ -233,7 +222,7 @@ impl PyEngine {
         next_index: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        Call { py, engine: self, state: access.state(), answer, next_index }.next()
+        self.call(py, access.state(), answer, next_index).next()
     }
 
     fn start_pinning(
@@ -314,7 +303,7 @@ impl PyEngine {
         let Some(mut access) = self.try_enter()? else { return Ok(Some(false)) };
         let deadline = seconds(timeout).map(|limit| clock::monotonic() + limit);
         let (answer, next_index) = (&PyList::empty(py), py.None().into_bound(py));
-        let mut call = Call { py, engine: self, state: access.state(), answer, next_index: &next_index };
+        let mut call = self.call(py, access.state(), answer, &next_index);
         Ok(call.wait_started(deadline)?.then_some(true))
     }
 
@@ -378,7 +367,7 @@ impl PyEngine {
         // SYNC: finish-wanted (pairs with the Acquire in `Access::drop`).
         self.finish_wanted.store(true, Ordering::Release);
         if self.gate.try_enter() == Attempt::Entered {
-            drop(Access { engine: self, state: self.state.try_lock().ok() });
+            drop(self.access_to(self.state.try_lock().ok()));
         }
     }
 
@@ -402,5 +391,53 @@ impl PyEngine {
     #[getter]
     fn meter(&self) -> PyMeter {
         PyMeter::of(&self.handle)
+    }
+}
+
+impl PyEngine {
+    fn check_worker(&self, worker: u32) -> PyResult<()> {
+        if worker < self.handle.arena.geometry().workers {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!("there is no worker {worker}")))
+    }
+
+    /// Waits for exclusive access without the GIL.
+    fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
+        enter(py, &self.gate, &self.handle)?;
+        self.access()
+    }
+
+    /// Enters if no thread has exclusive access, this one included.
+    fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
+        self.handle.check_ours()?;
+        let entered = self.gate.try_enter() == Attempt::Entered;
+        entered.then(|| self.access()).transpose()
+    }
+
+    fn access(&self) -> PyResult<Access<'_>> {
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.gate.leave();
+                return Err(Error::usage("the engine was used without exclusive access").into());
+            }
+        };
+        Ok(self.access_to(Some(state)))
+    }
+
+    fn access_to<'a>(&'a self, state: Option<MutexGuard<'a, State>>) -> Access<'a> {
+        Access { gate: &self.gate, finish_wanted: &self.finish_wanted, handle: &self.handle, state }
+    }
+
+    fn call<'a, 'py>(
+        &'a self,
+        py: Python<'py>,
+        state: &'a mut State,
+        answer: &'a Bound<'py, PyList>,
+        next_index: &'a Bound<'py, PyAny>,
+    ) -> Call<'a, 'py> {
+        Call { py, handle: &self.handle, callbacks: &self.callbacks, state, answer, next_index }
     }
 }

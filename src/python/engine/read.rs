@@ -107,7 +107,7 @@ impl<'py> Call<'_, 'py> {
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
             let arguments = (&pickle.payload, &pickle.objects).into_pyobject(self.py)?;
-            call(self.engine.callbacks.loads.bind(self.py), arguments).map(Bound::unbind)
+            call(self.callbacks.loads.bind(self.py), arguments).map(Bound::unbind)
         };
         match loads() {
             // An error of the check itself comes from a handler, too.
@@ -121,7 +121,7 @@ impl<'py> Call<'_, 'py> {
         // Not `value`, which has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);
         let arguments = (value,).into_pyobject(self.py)?;
-        call(self.engine.callbacks.is_interrupt.bind(self.py), arguments)?.extract()
+        call(self.callbacks.is_interrupt.bind(self.py), arguments)?.extract()
     }
 
     /// Answers with an unpickled result; keeps an interrupted one for the next call.
@@ -141,9 +141,9 @@ impl<'py> Call<'_, 'py> {
     fn deliver(&self, code: u8, object: impl IntoPyObject<'py>) -> PyResult<()> {
         if code == code::BATCH {
             BATCHES.fetch_add(1, Ordering::Relaxed);
-            self.engine.handle.meter.add(Count::Batches, 1);
+            self.handle.meter.add(Count::Batches, 1);
         } else {
-            self.engine.handle.answers().positions.failed();
+            self.handle.answers().positions.failed();
         }
         self.give(code, object)
     }

@@ -1,17 +1,14 @@
 //! What exclusive access protects.
 
-use std::sync::atomic::Ordering;
-use std::sync::{MutexGuard, TryLockError};
+use std::sync::MutexGuard;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use pyo3::exceptions::{PyBaseException, PyValueError};
+use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 
-use super::PyEngine;
 use crate::codec::prepare::Ready;
-use crate::engine::gate::Attempt;
-use crate::engine::{Ending, Engine};
-use crate::error::Error;
-use crate::python::gate;
+use crate::engine::gate::Gate;
+use crate::engine::{Ending, Engine, Handle};
 
 /// The engine, and buffers that are reused for each message and each index batch.
 pub(super) struct State {
@@ -24,7 +21,10 @@ pub(super) struct State {
 
 /// Exclusive access to the state, released on drop.
 pub(super) struct Access<'a> {
-    pub(super) engine: &'a PyEngine,
+    pub(super) gate: &'a Gate,
+    /// The workers have ended; this must finish.
+    pub(super) finish_wanted: &'a AtomicBool,
+    pub(super) handle: &'a Handle,
     pub(super) state: Option<MutexGuard<'a, State>>,
 }
 
@@ -44,51 +44,17 @@ impl Drop for Access<'_> {
         if let Some(state) = &mut self.state {
             state.engine.interrupted();
             // SYNC: finish-wanted (pairs with the Release in `finish`).
-            if self.engine.finish_wanted.load(Ordering::Acquire) {
+            if self.finish_wanted.load(Ordering::Acquire) {
                 ending = state.engine.finish();
             }
         }
         self.state = None;
         // A fork inside `next` (in the sampler, for example) may have copied the gate's lock while a thread held it.
-        if self.engine.handle.is_ours() {
-            self.engine.gate.leave();
+        if self.handle.is_ours() {
+            self.gate.leave();
         }
         if !matches!(ending, Ending::Nothing) {
             Python::attach(|py| py.detach(|| ending.carry_out()));
         }
-    }
-}
-
-impl PyEngine {
-    pub(super) fn check_worker(&self, worker: u32) -> PyResult<()> {
-        if worker < self.handle.arena.geometry().workers {
-            return Ok(());
-        }
-        Err(PyValueError::new_err(format!("there is no worker {worker}")))
-    }
-
-    /// Waits for exclusive access without the GIL.
-    pub(super) fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
-        gate::enter(py, &self.gate, &self.handle)?;
-        self.access()
-    }
-
-    /// Enters if no thread has exclusive access, this one included.
-    pub(super) fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
-        self.handle.check_ours()?;
-        let entered = self.gate.try_enter() == Attempt::Entered;
-        entered.then(|| self.access()).transpose()
-    }
-
-    fn access(&self) -> PyResult<Access<'_>> {
-        let state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                self.gate.leave();
-                return Err(Error::usage("the engine was used without exclusive access").into());
-            }
-        };
-        Ok(Access { engine: self, state: Some(state) })
     }
 }

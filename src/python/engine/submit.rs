@@ -53,7 +53,7 @@ impl<'py> Call<'_, 'py> {
         if codec::encode_indices(index, &mut self.state.payload) {
             return Ok(None);
         }
-        let dump_index = self.engine.callbacks.dump_index.bind(self.py);
+        let dump_index = self.callbacks.dump_index.bind(self.py);
         Ok(Some(call(dump_index, (index,).into_pyobject(self.py)?)?.cast_into::<PyBytes>()?))
     }
 

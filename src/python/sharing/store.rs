@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::codec::rows::Rows;
-use crate::interop::dlpack::buffer::LeaseBuffer;
+use crate::interop::buffer::LeaseBuffer;
 use crate::interop::memory::Memory;
 use crate::store::Store;
 use crate::sys::owned::KnownFd;

@@ -14,12 +14,14 @@
 //!
 //! One lock covers the table and is taken before the allocator's. A child takes neither.
 
+pub(super) mod table;
+
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr};
 use std::sync::{Arc, MutexGuard};
 
+use self::table::{Array, Arrays};
 use super::port::Port;
 use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
 use crate::error::{Error, Result};
@@ -28,26 +30,6 @@ use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, on_fork};
 use crate::sys::private::{Gate, make_inaccessible, make_private};
-
-#[derive(Debug)]
-struct Array {
-    len: u64,
-    /// A message that is not published yet has it.
-    noted: bool,
-    /// Its memory was freed while it was noted.
-    freed: bool,
-}
-
-/// The arrays in a region.
-#[derive(Debug, Default)]
-pub(super) struct Arrays {
-    /// By their blocks.
-    live: HashMap<u32, Array>,
-    /// Bytes of all of them.
-    bytes: u64,
-    /// The worker has left: the region may no longer be changed.
-    ended: bool,
-}
 
 /// What to do with an array that changes its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,14 +160,6 @@ impl Port {
     pub(super) fn end_arrays(&self) {
         if let Some(mut arrays) = self.arrays() {
             arrays.ended = true;
-        }
-    }
-}
-
-impl Arrays {
-    fn forget(&mut self, block: u32) {
-        if let Some(array) = self.live.remove(&block) {
-            self.bytes -= array.len;
         }
     }
 }

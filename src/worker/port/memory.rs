@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::{Keep, Port};
+use super::core::Port;
+use super::keep::Keep;
 use crate::config::{AHEAD, IDLE_SLICE, LARGE, POOL_IDLE, RECENT_BATCHES, RETURN_WAIT, SMALL_MESSAGE};
 use crate::error::{Error, Result};
 use crate::shm::block::{CONSUMER, WORKER, mark_if, release_owned};

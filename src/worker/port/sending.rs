@@ -1,6 +1,8 @@
 //! Results and snapshots: how they become messages and are published.
 
-use super::{Ends, Port};
+use super::core::Port;
+use super::ends::Ends;
+use super::keep::Keep;
 use crate::error::{Error, Result};
 use crate::shm::alloc::settle;
 use crate::shm::block::CONSUMER;
@@ -9,24 +11,6 @@ use crate::shm::layout::StatusPage;
 use crate::sync::{AtomicU64, Ordering, lock};
 use crate::sys;
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, Timings};
-
-/// Whether objects of the worker keep a leaf's block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
-    /// The block was allocated for this message.
-    No,
-    /// It contains an object of the worker.
-    Yes,
-    /// It contained one, which may have gone. The consumer holds it already.
-    HandedOver,
-    /// It contains an array, which begins at `offset` of the leaf. Whether the worker keeps it is known once the batch is dropped.
-    Unknown {
-        /// Bytes before the array.
-        offset: u64,
-    },
-    /// An array lay in it, whose memory has been freed.
-    Freed,
-}
 
 impl Port {
     /// Publishes a result with a message, and transfers the blocks of `leaves` to the consumer; see [`Keep`].

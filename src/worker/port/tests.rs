@@ -1,8 +1,17 @@
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
 
 use super::*;
-use crate::transport::Link;
-use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, Timings};
+use crate::config::AHEAD;
+use crate::shm::arena::Arena;
+use crate::shm::block::CONSUMER;
+use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::ring::{Consumer, Producer};
+use crate::sync::{Ordering, lock};
+use crate::sys;
+use crate::transport::{Link, Remote};
+use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 
 fn port(bytes: u64) -> Port {
     let arena = Arena::create_sized(bytes, 1, 8).unwrap();

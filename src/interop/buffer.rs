@@ -7,9 +7,9 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::interop::memory::{Heap, Memory};
-use crate::interop::tensor::Bridge;
-use crate::interop::view::Form;
+use super::memory::{Heap, Memory};
+use super::tensor::bridge::Bridge;
+use super::view::Form;
 
 /// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy array. The lease
 /// lives as long as the object: NumPy keeps the object, but holds no export of it.

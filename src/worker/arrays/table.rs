@@ -1,0 +1,32 @@
+//! The table of the arrays in a region.
+
+use std::collections::HashMap;
+
+/// An array, which fills a block.
+#[derive(Debug)]
+pub(super) struct Array {
+    pub(super) len: u64,
+    /// A message that is not published yet has it.
+    pub(super) noted: bool,
+    /// Its memory was freed while it was noted.
+    pub(super) freed: bool,
+}
+
+/// The arrays in a region.
+#[derive(Debug, Default)]
+pub(in crate::worker) struct Arrays {
+    /// By their blocks.
+    pub(super) live: HashMap<u32, Array>,
+    /// Bytes of all of them.
+    pub(super) bytes: u64,
+    /// The worker has left: the region may no longer be changed.
+    pub(super) ended: bool,
+}
+
+impl Arrays {
+    pub(super) fn forget(&mut self, block: u32) {
+        if let Some(array) = self.live.remove(&block) {
+            self.bytes -= array.len;
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! The port: states of the worker, and tasks that it receives.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::ends::Ends;
+use crate::config::{AHEAD, IDLE_SLICE, REPLAY_TOLD_NS, SMALL_MESSAGE, YIELD_FOR};
+use crate::error::{Error, Result};
+use crate::shm::alloc::Allocator;
+use crate::shm::arena::Arena;
+use crate::shm::block::{CONSUMER, WORKER};
+use crate::shm::forks;
+use crate::shm::layout::{NOT_BEGUN, Sleeper, StatusPage, WorkerState};
+use crate::shm::queue::Claimer;
+use crate::shm::ring::{Consumer, Producer};
+use crate::sync::{Ordering, lock};
+use crate::sys;
+use crate::transport::Remote;
+use crate::wire::{TaskEntry, TaskKind};
+use crate::worker::arrays::table::Arrays;
+use crate::worker::stack::StackOffer;
+
+/// The result of [`Port::receive`].
+#[derive(Debug)]
+pub enum Received {
+    /// A task, whose payload has been copied.
+    Task(TaskEntry),
+    /// A slice has passed, or a signal arrived: check signals, and call again.
+    Nothing,
+    /// The loader shuts down, or the main process is gone.
+    Stop,
+}
+
+/// A worker's connection to the main process.
+#[derive(Debug)]
+pub struct Port {
+    pub(super) arena: Arc<Arena>,
+    pub(super) worker: u32,
+    pub(super) ends: Mutex<Ends>,
+    pub(in crate::worker) allocator: Mutex<Allocator>,
+    /// The worker's own arrays in its region.
+    pub(in crate::worker) arrays: Mutex<Arrays>,
+    /// The last array for which no memory was left: the task that it was made for, and the error.
+    pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
+    /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
+    pub(super) doorbell: sys::event::EventFd,
+    /// A block for the message that reports missing memory.
+    pub(super) reserve: Mutex<Option<u32>>,
+    /// Set when the main process is gone.
+    orphaned: AtomicBool,
+    /// The last wait for a block of the loop was in vain, and none has come back since: the loop keeps its batches.
+    pub(super) waited_in_vain: AtomicBool,
+    /// Payload of the last task that came in a block.
+    pub payload: Mutex<Vec<u8>>,
+    /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
+    pub(super) largest: [AtomicU64; 2],
+    stack: StackOffer,
+    /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
+    fetch_began: AtomicU64,
+    /// The connection to the main process, if that is on another machine: it does not see the status page.
+    pub(super) remote: Option<Arc<Remote>>,
+    /// Whether the main process believes that a sample is under way.
+    at_sample: AtomicBool,
+    /// When `remote` was last told of a batch of a replay, in monotonic nanoseconds.
+    pub(super) told_ns: AtomicU64,
+}
+
+impl Port {
+    /// Opens the port of worker `worker` in the main process's arena.
+    pub fn open(arena: Arc<Arena>, worker: u32, doorbell: OwnedFd) -> Result<Self> {
+        let doorbell = sys::event::EventFd::from_owned_fd(doorbell);
+        let ends = Ends {
+            tasks: Consumer::new(arena.task_ring(worker)),
+            queue: arena.queue().map(|queue| Claimer::new(queue, worker)),
+            results: Producer::new(arena.result_ring(worker)),
+            head: Vec::new(),
+        };
+        let mut allocator = Allocator::new(arena.clone(), worker);
+        allocator.trust(SMALL_MESSAGE);
+        let reserve = allocator.allocate(SMALL_MESSAGE, WORKER).ok();
+        forks::watch(&arena, Some(worker))?;
+        let status = &arena.control(worker).status;
+        status.pid.store(std::process::id(), Ordering::Relaxed);
+        let now = sys::clock::monotonic_ns();
+        status.since_ns.store(now, Ordering::Relaxed);
+        Ok(Self {
+            worker,
+            ends: Mutex::new(ends),
+            allocator: Mutex::new(allocator),
+            arrays: Mutex::default(),
+            refused_array: Mutex::default(),
+            reserve: Mutex::new(reserve),
+            doorbell,
+            orphaned: AtomicBool::new(false),
+            waited_in_vain: AtomicBool::new(false),
+            payload: Mutex::new(Vec::new()),
+            largest: Default::default(),
+            stack: StackOffer::default(),
+            fetch_began: AtomicU64::new(0),
+            remote: None,
+            at_sample: AtomicBool::new(false),
+            told_ns: AtomicU64::new(0),
+            arena,
+        })
+    }
+
+    /// Opens the port of the worker behind a connection to the main process. An error ends the connection.
+    pub fn over(remote: Arc<Remote>) -> Result<Self> {
+        let opened = remote.doorbell().and_then(|bell| Self::open(remote.arena().clone(), 0, bell));
+        let port = opened.inspect_err(|_| remote.give_up())?;
+        Ok(Self { remote: Some(remote), ..port })
+    }
+
+    /// The connection to the main process, if that is on another machine.
+    pub fn remote(&self) -> Option<&Arc<Remote>> {
+        self.remote.as_ref()
+    }
+
+    /// The arena.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// The worker's number.
+    pub fn worker(&self) -> u32 {
+        self.worker
+    }
+
+    /// Returns [`Error::Child`] in a child that the dataset forked: rings, status page and region belong to its parent.
+    pub(super) fn check_ours(&self) -> Result<()> {
+        let what = "a process that was forked in a DataLoader worker came back into the worker's loop; it has to end by \
+                    os._exit()";
+        if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+    }
+
+    pub(super) fn status(&self) -> &StatusPage {
+        &self.arena.control(self.worker).status
+    }
+
+    /// The number of the current task, or of the last one.
+    pub(in crate::worker) fn task(&self) -> u64 {
+        self.status().task.load(Ordering::Relaxed)
+    }
+
+    /// Enters a state. Returns the microseconds spent in the previous one.
+    pub fn enter(&self, state: WorkerState) -> u32 {
+        if !self.arena.is_ours() {
+            return 0;
+        }
+        let now = sys::clock::monotonic_ns();
+        let spent = self.status().change(state, now);
+        if let Some(remote) = &self.remote
+            && self.at_sample.swap(false, Ordering::Relaxed)
+        {
+            remote.at_sample(self.status().task.load(Ordering::Relaxed), 0);
+        }
+        self.fetch_ends(spent);
+        if state == WorkerState::Idle {
+            self.stack.check_handler(self.status(), now);
+        }
+        u32::try_from(spent / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then the worker
+    /// has not begun its task.
+    pub fn progress(&self, ends: bool) {
+        if !self.arena.is_ours() {
+            return;
+        }
+        let now = sys::clock::monotonic_ns();
+        let page = self.status();
+        page.task_since_ns.store(now, Ordering::Relaxed);
+        page.place.store(if ends { 0 } else { NOT_BEGUN }, Ordering::Relaxed);
+        let Some(remote) = &self.remote else { return };
+        if ends {
+            self.told_ns.store(0, Ordering::Relaxed);
+            remote.at_sample(page.task.load(Ordering::Relaxed), 0);
+        } else if now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS {
+            self.told_ns.store(now, Ordering::Relaxed);
+            remote.again();
+        }
+    }
+
+    /// Shows which sample of the current index batch is fetched, for the report of a death. With a main process on another machine
+    /// it may wait for the connection: call it without the GIL.
+    #[inline]
+    pub fn at_sample(&self, place: u64) {
+        // A child of the worker has the same page.
+        if !self.arena.is_ours() {
+            return;
+        }
+        if self.status().at_sample(place)
+            && let Some(remote) = &self.remote
+        {
+            self.at_sample.store(true, Ordering::Relaxed);
+            remote.at_sample(self.status().task.load(Ordering::Relaxed), place.saturating_add(1));
+        }
+    }
+
+    /// Begins to measure the CPU time of a fetch.
+    fn fetch_begins(&self) {
+        let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };
+        self.fetch_began.store(began, Ordering::Relaxed);
+    }
+
+    /// Ends the measurement of a fetch that took `wall` nanoseconds, if there is one.
+    #[inline]
+    fn fetch_ends(&self, wall: u64) {
+        let began = self.fetch_began.load(Ordering::Relaxed);
+        if began != 0 {
+            self.fetch_began.store(0, Ordering::Relaxed);
+            self.status().add_fetch(sys::clock::process_cpu_ns().saturating_sub(began), wall);
+        }
+    }
+
+    /// Creates the file for stack dumps; see [`StackOffer::make_file`].
+    pub fn make_stack_file(&self) -> Option<i32> {
+        StackOffer::make_file(self.status())
+    }
+
+    /// Offers stack dumps in the file of [`Port::make_stack_file`]; `None` if no handler writes them.
+    pub fn offer_stack(&self, fd: Option<i32>) {
+        self.stack.offer(self.status(), fd);
+    }
+
+    /// Whether the worker should leave before the next sample.
+    #[inline]
+    pub fn stopping(&self) -> bool {
+        self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
+    }
+
+    /// What the worker sleeps on: its own bell, or that of the shared queue.
+    pub(super) fn sleeper(&self) -> &Sleeper {
+        self.arena.sleeper_of(self.worker)
+    }
+
+    /// Makes the worker leave, because the main process is gone.
+    pub fn stop(&self) {
+        self.orphaned.store(true, Ordering::Relaxed);
+        let sleeper = self.sleeper();
+        sleeper.ring_always();
+        // The caller ends the process soon, even if the wake fails.
+        let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
+    }
+
+    /// The next task, without waiting. Copies a payload in a block to `payload`.
+    pub fn take_up(&self) -> Result<Option<TaskEntry>> {
+        self.check_ours()?;
+        self.poll()
+    }
+
+    /// The next task, waiting for at most a slice. Copies a payload in a block to `payload`.
+    pub fn receive(&self) -> Result<Received> {
+        self.check_ours()?;
+        if let Some(entry) = self.poll()? {
+            return Ok(Received::Task(entry));
+        }
+        if let Some(remote) = &self.remote
+            && !self.stopping()
+            && remote.wait(self.slice())?
+        {
+            return self.waited();
+        }
+        let start = sys::clock::monotonic();
+        while sys::clock::monotonic() - start < YIELD_FOR {
+            sys::clock::yield_now();
+            if let Some(entry) = self.poll()? {
+                return Ok(Received::Task(entry));
+            }
+        }
+        let sleeper = self.sleeper();
+        let ticket = sleeper.announce();
+        let found = self.poll();
+        if matches!(found, Ok(None)) && !self.stopping() {
+            let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(self.slice()));
+            sleeper.awake();
+            // A sandbox refuses futexes: poll instead.
+            if woken.is_err() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if woken.is_ok() {
+                return self.waited();
+            }
+            return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
+        }
+        sleeper.awake();
+        Ok(found?.map_or(Received::Stop, Received::Task))
+    }
+
+    /// The end of a wait: there is a task, the time has passed, or the loop has released a block.
+    fn waited(&self) -> Result<Received> {
+        let found = self.poll()?;
+        if found.is_none() {
+            self.trim()?;
+        }
+        Ok(found.map_or(Received::Nothing, Received::Task))
+    }
+
+    /// The longest wait: until idle memory may be due.
+    fn slice(&self) -> Duration {
+        self.idle().clamp(AHEAD, IDLE_SLICE)
+    }
+
+    /// How long the worker has had nothing to do.
+    pub(super) fn idle(&self) -> Duration {
+        let since = self.status().since_ns.load(Ordering::Relaxed);
+        Duration::from_nanos(sys::clock::monotonic_ns().saturating_sub(since))
+    }
+
+    fn poll(&self) -> Result<Option<TaskEntry>> {
+        if self.stopping() {
+            return Ok(None);
+        }
+        let Some(words) = lock(&self.ends).next()? else { return Ok(None) };
+        sys::moment::task_taken();
+        let entry = TaskEntry::from_words(&words)?;
+        let (status, now) = (self.status(), sys::clock::monotonic_ns());
+        status.begin(entry.task, entry.kind, now);
+        self.stack.check_handler(status, now);
+        if let Some(block) = entry.block {
+            let region = self.arena.geometry().main_region();
+            let mut payload = lock(&self.payload);
+            self.arena.read_block(region, block, entry.len, &mut payload)?;
+            self.arena.release(region, block, CONSUMER);
+            status.show_index(&entry, &payload);
+        } else {
+            status.show_index(&entry, &entry.inline[..entry.len as usize]);
+        }
+        if matches!(entry.kind, TaskKind::Plain | TaskKind::Pickle) {
+            self.fetch_begins();
+        }
+        Ok(Some(entry))
+    }
+
+    /// Marks the worker as left. It does not touch the arena afterwards.
+    pub fn leave(&self) {
+        self.end_arrays();
+        self.enter(WorkerState::Left);
+    }
+}
