@@ -37,6 +37,8 @@ __all__ = [
     "Observed",
     "ObservedWorker",
     "Port",
+    "Position",
+    "Progress",
     "ShareBuilder",
     "SharedData",
     "SharedItems",
@@ -44,6 +46,7 @@ __all__ = [
     "SharedPairs",
     "SharedStore",
     "SlowTask",
+    "Snapshot",
     "StoppableIndices",
     "TimedCollate",
     "Totals",
@@ -196,23 +199,19 @@ class Engine:
     def active(self) -> list[bool] | None:
         """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Lock-free."""
 
-    def progress(self) -> tuple[int, int, list[int], list[tuple[int, int | None]]] | None:
-        """Tasks sent in this epoch; tasks without a result; undelivered tasks per worker; (number, worker) of each
-        undelivered task, None for a worker that is not known. None while another thread is in ``next``. Lock-free."""
+    def progress(self) -> Progress | None:
+        """The progress of this epoch. None while another thread is in ``next``. Lock-free."""
 
-    def position(self, answers: int, back: int) -> tuple[int, list[int], list[int], int]:
+    def position(self, answers: int, back: int) -> Position:
         """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back``
         batches and the errors after each of these.
 
-        ``answers`` counts all answers, or all but the last one, which has not reached the caller. Returns the number
-        of the first task that is not delivered, counted from 0 (tasks that an exhausted worker left out do not count
-        as such); the delivered tasks behind it, in order; the answers of each worker; the worker of the last answer,
-        or -1. ValueError: more than 9 batches back, or more than were delivered, or another number of answers.
-        Lock-free; after the end the last position."""
+        ``answers`` counts all answers, or all but the last one, which has not reached the caller. ValueError: more than
+        9 batches back, or more than were delivered, or another number of answers. Lock-free; after the end the last
+        position."""
 
-    def snapshot(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
-        """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers: the number of
-        those, whether it is an error, and its payload.
+    def snapshot(self, worker: int, answers: int) -> Snapshot | None:
+        """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
 
         None if there is none yet, and after ``finish``. Snapshots that no position needs any more are not kept.
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
@@ -419,6 +418,45 @@ class Death:
     generation: Final[int]
     stalled: Final[bool]
     first_task: Final[int]
+
+@final
+class Position:
+    """Which tasks of an epoch are delivered.
+
+    ``low`` is the number of the first task that is not delivered, counted from 0. Tasks that an exhausted worker left
+    out do not count as such. ``ahead`` holds the delivered tasks behind it, in order. ``per_worker`` counts the answers
+    of each worker. ``last_worker`` made the last answer; None before the first.
+    """
+
+    low: Final[int]
+    ahead: Final[list[int]]
+    per_worker: Final[list[int]]
+    last_worker: Final[int | None]
+
+@final
+class Snapshot:
+    """A worker's state after ``answers`` of its answers, or with ``is_error`` the error of an attempt to make it.
+
+    ``payload`` is the pickle of either.
+    """
+
+    answers: Final[int]
+    is_error: Final[bool]
+    payload: Final[bytes]
+
+@final
+class Progress:
+    """The progress of an epoch.
+
+    ``sent`` counts the tasks that were sent, and ``outstanding`` those of them without a result. ``loads`` counts the
+    undelivered tasks of each worker. ``undelivered`` has the number and the worker of each undelivered task, in order;
+    None for a worker that is not known.
+    """
+
+    sent: Final[int]
+    outstanding: Final[int]
+    loads: Final[list[int]]
+    undelivered: Final[list[tuple[int, int | None]]]
 
 @final
 class Meter:

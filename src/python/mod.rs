@@ -19,7 +19,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
-        engine::{PyDeath, PyEngine},
+        engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
         figures::{
             Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
         },

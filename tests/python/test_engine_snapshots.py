@@ -77,8 +77,14 @@ def loader_of(dataset, workers=2, **kw):
     return DataLoader(dataset, num_workers=workers, batch_size=None, collate_fn=untouched, **kw)
 
 
+def snapshot(core, worker, answers):
+    """(answers, is_error, payload), or None."""
+    found = core.snapshot(worker, answers)
+    return found and (found.answers, found.is_error, found.payload)
+
+
 def first_of(iterator):
-    return [iterator._core.snapshot(worker, 0) for worker in range(iterator._num_workers)]
+    return [snapshot(iterator._core, worker, 0) for worker in range(iterator._num_workers)]
 
 
 FIRST = [(0, False, b"first of 0"), (0, False, b"first of 1")]
@@ -94,24 +100,24 @@ def test_each_position_has_the_snapshots_of_its_workers(method, dispatch):
     for answers in range(1, 31):
         next(iterator)
         for back in range(min(answers, 8) + 1):
-            for worker, count in enumerate(core.position(answers, back)[2]):
+            for worker, count in enumerate(core.position(answers, back).per_worker):
                 expected = (count, False, b"%d of %d" % (count, worker)) if count else FIRST[worker]
-                assert core.snapshot(worker, count) == expected
+                assert snapshot(core, worker, count) == expected
     with pytest.raises(ValueError, match="there is no worker 2"):
-        core.snapshot(2, 0)
+        snapshot(core, 2, 0)
     pids = worker_pids(iterator)
     iterator._shutdown_workers()
     assert len(pids) == 2
     assert first_of(iterator) == [None, None]
-    assert core.position(30, 0)[0] == 30
+    assert core.position(30, 0).low == 30
 
 
 def test_an_error_is_told_from_a_snapshot():
     iterator = iter(loader_of(Sending(8, wrong=2)))
     for _ in range(4):
         next(iterator)
-    assert iterator._core.snapshot(0, 2) == (2, True, b"2 of 0")
-    assert iterator._core.snapshot(1, 2) == (2, False, b"2 of 1")
+    assert snapshot(iterator._core, 0, 2) == (2, True, b"2 of 0")
+    assert snapshot(iterator._core, 1, 2) == (2, False, b"2 of 1")
     iterator._shutdown_workers()
 
 
@@ -131,9 +137,9 @@ def test_the_wait_for_the_first_ones_ends_with_the_last_of_them(tmp_path):
     core, ended = iterator._core, threading.Event()
     waiting = threading.Thread(target=lambda: core.wait_started() and ended.set())
     waiting.start()
-    assert wait_until(lambda: core.snapshot(0, 0) is not None)
+    assert wait_until(lambda: snapshot(core, 0, 0) is not None)
     assert not ended.wait(0.3)
-    assert core.snapshot(1, 0) is None
+    assert snapshot(core, 1, 0) is None
     (tmp_path / "go").touch()
     waiting.join(60)
     assert ended.is_set()
@@ -202,7 +208,7 @@ def test_a_worker_that_dies_before_its_first_snapshot_is_not_waited_for():
     with pytest.raises(RuntimeError, match="killed by signal"):
         next(iterator)
     # What the other one has sent stays.
-    assert iterator._core.snapshot(0, 1) == (1, False, b"1 of 0")
+    assert snapshot(iterator._core, 0, 1) == (1, False, b"1 of 0")
 
 
 def test_the_end_of_the_iterator_ends_the_wait(tmp_path):
@@ -261,8 +267,8 @@ def test_each_epoch_of_persistent_workers_has_its_own():
             assert first_of(iterator) == [(0, False, b"epoch 0"), (0, False, b"epoch 1")]
         for _ in range(9 if epoch == 1 else 4):
             next(iterator)
-        count = core.position(9 if epoch == 1 else 4, 0)[2][0]
-        assert core.snapshot(0, count) == (count, False, b"%d of 0" % count)
+        count = core.position(9 if epoch == 1 else 4, 0).per_worker[0]
+        assert snapshot(core, 0, count) == (count, False, b"%d of 0" % count)
     iterator._shutdown_workers()
 
 
@@ -275,8 +281,8 @@ def test_the_pin_thread_passes_them_on():
         for answers in range(1, 21):
             assert next(iterator) == answers - 1
             worker = (answers - 1) % 2
-            count = core.position(answers, 0)[2][worker]
-            assert core.snapshot(worker, count) == (count, False, b"%d of %d" % (count, worker))
+            count = core.position(answers, 0).per_worker[worker]
+            assert snapshot(core, worker, count) == (count, False, b"%d of %d" % (count, worker))
         iterator._shutdown_workers()
 
 
@@ -303,7 +309,7 @@ def test_a_forked_child_is_refused():
     pid = os.fork()
     if pid == 0:
         try:
-            for call in (lambda: iterator._core.snapshot(0, 0), iterator._core.wait_started):
+            for call in (lambda: snapshot(iterator._core, 0, 0), iterator._core.wait_started):
                 try:
                     call()
                 except RuntimeError as error:

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.ours
 
 
 def position(iterator, answers, back=0):
-    return iterator._core.position(answers, back)
+    """(low, ahead, per_worker, last_worker)"""
+    found = iterator._core.position(answers, back)
+    return found.low, found.ahead, found.per_worker, found.last_worker
 
 
 def has(iterator, answers):
@@ -64,7 +66,7 @@ def counted(delivered, workers):
     ordinals = {ordinal for ordinal, _ in delivered}
     low = next(ordinal for ordinal in itertools.count() if ordinal not in ordinals)
     per_worker = [sum(worker == of for _, of in delivered) for worker in range(workers)]
-    return low, sorted(i for i in ordinals if i > low), per_worker, delivered[-1][1] if delivered else -1
+    return low, sorted(i for i in ordinals if i > low), per_worker, delivered[-1][1] if delivered else None
 
 
 OPTIONS = {
@@ -81,7 +83,7 @@ OPTIONS = {
 def test_a_position_is_what_was_delivered(kind, workers):
     iterator = iter(loader_of(Made(40), workers, **OPTIONS[kind]))
     delivered = []
-    assert position(iterator, 0) == (0, [], [0] * workers, -1)
+    assert position(iterator, 0) == (0, [], [0] * workers, None)
     for item in iterator:
         delivered.append(item)
         for back in range(min(len(delivered), 8) + 1):
@@ -166,7 +168,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monk
         assert has(iterator, 2)
         assert position(iterator, 2) == (2, [], [1, 1], 1)
         # The first batch, and with it the error.
-        assert position(iterator, 2, 1) == (0, [], [0, 0], -1)
+        assert position(iterator, 2, 1) == (0, [], [0, 0], None)
         assert list(iterator) == [2, 3]
         assert has(iterator, 4)
 
@@ -341,7 +343,7 @@ def test_a_new_epoch_begins_at_its_begin(whole):
             next(iterator)
     assert position(iterator, 9 if whole else 3)[0] == (9 if whole else 3)
     assert iter(loader) is iterator
-    assert position(iterator, 0) == (0, [], [0, 0], -1)
+    assert position(iterator, 0) == (0, [], [0, 0], None)
     with pytest.raises(ValueError, match="0 batches of this epoch"):
         position(iterator, 0, 1)
     next(iterator)

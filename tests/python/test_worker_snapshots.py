@@ -110,8 +110,8 @@ def engine(monkeypatch):
 
 def snapshot(iterator, worker, answers):
     """(count, state or error, is_error)"""
-    count, is_error, payload = iterator._core.snapshot(worker, answers)
-    return count, (pickle.loads if is_error else snapshots.read)(payload), is_error
+    found = iterator._core.snapshot(worker, answers)
+    return found.answers, (pickle.loads if found.is_error else snapshots.read)(found.payload), found.is_error
 
 
 def place(iterator, worker, answers):

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from rustloader._core import Engine
+from rustloader._core import Engine, Progress
 
 
 class Iter(Protocol):
@@ -83,14 +83,14 @@ class _Part:
         return _PARTS[self._name](iterator)
 
 
-def _counter(name: str, count: Callable[..., Any]) -> Callable[[Iter], Any]:
+def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[Iter], Any]:
     """A stand-in for a counter, which ``count`` derives from the engine's progress."""
 
     def read(iterator: Iter) -> Any:
         progress = iterator._engine().progress()
         if progress is None:
             raise AttributeError(f"{name} cannot be read while next() runs")
-        return count(*progress)
+        return count(progress)
 
     return read
 
@@ -99,14 +99,13 @@ def _cycle(sent: int, workers: int) -> Iterator[int]:
     return itertools.islice(itertools.cycle(range(workers)), sent % workers, None)
 
 
-# Each takes (tasks sent, tasks without a result, undelivered tasks per worker, (number, worker) of undelivered tasks).
-_COUNTERS: dict[str, Callable[..., Any]] = {
-    "_send_idx": lambda sent, outstanding, loads, tasks: sent,
-    "_rcvd_idx": lambda sent, outstanding, loads, tasks: tasks[0][0] if tasks else sent,
-    "_tasks_outstanding": lambda sent, outstanding, loads, tasks: outstanding,
-    "_workers_num_tasks": lambda sent, outstanding, loads, tasks: loads,
-    "_task_info": lambda sent, outstanding, loads, tasks: {task: (worker,) for task, worker in tasks},
-    "_worker_queue_idx_cycle": lambda sent, outstanding, loads, tasks: _cycle(sent, len(loads)),
+_COUNTERS: dict[str, Callable[[Progress], Any]] = {
+    "_send_idx": lambda progress: progress.sent,
+    "_rcvd_idx": lambda progress: next((task for task, _ in progress.undelivered), progress.sent),
+    "_tasks_outstanding": lambda progress: progress.outstanding,
+    "_workers_num_tasks": lambda progress: progress.loads,
+    "_task_info": lambda progress: {task: (worker,) for task, worker in progress.undelivered},
+    "_worker_queue_idx_cycle": lambda progress: _cycle(progress.sent, len(progress.loads)),
 }
 
 _PARTS: dict[str, Callable[[Iter], Any]] = {

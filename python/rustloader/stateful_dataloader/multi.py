@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader._core import BACK_BATCHES, TIMED_OUT, Death
+from rustloader._core import BACK_BATCHES, TIMED_OUT, Death, Snapshot
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import fallback
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
@@ -27,7 +27,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     """Iterates with workers."""
 
     # The snapshots of each worker, once its engine has ended.
-    _frozen: list[list[tuple[int, bool, bytes]]] | None = None
+    _frozen: list[list[Snapshot]] | None = None
     _started = False
     _is_deleted = False
     # Whether torch's iterator, which does the work, has ended.
@@ -97,10 +97,10 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         starts = self.origin.workers
         start = starts[worker] if starts else WorkerStart()
         found = self._engine().snapshot(worker, answers)
-        while found is not None and found[1]:
+        while found is not None and found.is_error:
             # The error in place of a state. An earlier one serves as well.
-            found = self._engine().snapshot(worker, found[0] - 1) if found[0] else None
-        count, made = (0, None) if found is None else (found[0], read(found[2]))
+            found = self._engine().snapshot(worker, found.answers - 1) if found.answers else None
+        count, made = (0, None) if found is None else (found.answers, read(found.payload))
         made = self._snapshot_or_start(start, worker, count, made)
         record = self._record(start, answers, count, made)
         if self._dataset_kind == _DatasetKind.Map:
@@ -192,7 +192,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         self._await_started()
         for worker in range(self._num_workers):
             found = core.snapshot(worker, 0)
-            error = pickle.loads(found[2]) if found is not None and found[1] else None
+            error = pickle.loads(found.payload) if found is not None and found.is_error else None
             if error is not None and not error.where.startswith(OF_STATE):
                 self._shutdown_workers()
                 error.reraise()
@@ -223,12 +223,12 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             raise ValueError("back must be 0: this loader runs on torch's own iterator")
         if self._passthrough or not self._has_begun:
             # In the latter case the engine is still at the last epoch.
-            position: Any = answers, [], [0] * self._num_workers, -1
+            tasks, beyond, counts, last = answers, [], [0] * self._num_workers, None
         else:
             position = self._engine().position(answers, back)
-        tasks, beyond, counts, last = position
+            tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
         low, ahead = ordinals(origin, tasks, beyond)
-        if last < 0:
+        if last is None:
             last = (self._first_worker - 1) % self._num_workers
         sampled_at, records = low, None
         if self._has_states and not self._passthrough:
@@ -289,25 +289,24 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         if self._num_yielded > self.origin.yielded or not self._raised or not self._has_states or self._passthrough:
             return False
         starts = (self._found(worker, 0) for worker in range(self._num_workers))
-        return any(found is not None and found[1] for found in starts)
+        return any(found is not None and found.is_error for found in starts)
 
-    def _found(self, worker: int, answers: int) -> tuple[int, bool, bytes] | None:
+    def _found(self, worker: int, answers: int) -> Snapshot | None:
         """A worker's newest snapshot, or the error in its place, after at most that many of its answers."""
         if not self._has_begun:
             return None
         if self._frozen is None:
             return self._engine().snapshot(worker, answers)
-        return next((it for it in reversed(self._frozen[worker]) if it[0] <= answers), None)
+        return next((it for it in reversed(self._frozen[worker]) if it.answers <= answers), None)
 
     def _snapshot(self, worker: int, answers: int) -> tuple[int, dict[str, Any] | None]:
         """A worker's newest snapshot after at most that many of its answers."""
         found = self._found(worker, answers)
         if found is None:
             return 0, None
-        count, is_error, payload = found
-        if not is_error:
-            return count, read(payload)
-        made = pickle.loads(payload)
+        if not found.is_error:
+            return found.answers, read(found.payload)
+        made = pickle.loads(found.payload)
         if not made.where.startswith(OF_STATE):
             # Of the worker's start: `next` raises it in place of every batch of this worker.
             return 0, None
@@ -319,7 +318,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         if self._frozen is None and self._has_states and not self._is_deleted:
             self._frozen = self._all_snapshots()
 
-    def _all_snapshots(self) -> list[list[tuple[int, bool, bytes]]]:
+    def _all_snapshots(self) -> list[list[Snapshot]]:
         """All snapshots that a state can need. They are gone with the engine."""
         core, answers = self._engine(), self._num_yielded - self.origin.yielded + self._raised
         counts: list[list[int]] = [[] for _ in range(self._num_workers)]
@@ -328,14 +327,14 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
                 position = core.position(answers, back)
             except ValueError:
                 continue
-            for worker, count in enumerate(position[2]):
+            for worker, count in enumerate(position.per_worker):
                 counts[worker].append(count)
-        found: list[list[tuple[int, bool, bytes]]] = [[] for _ in range(self._num_workers)]
+        found: list[list[Snapshot]] = [[] for _ in range(self._num_workers)]
         for worker, asked in enumerate(counts):
             # From the newest on, each once: they may be large.
             while asked and (snapshot := core.snapshot(worker, max(asked))) is not None:
                 found[worker].insert(0, snapshot)
-                asked = [count for count in asked if count < snapshot[0]]
+                asked = [count for count in asked if count < snapshot.answers]
         return found
 
     def __del__(self) -> None:

@@ -1,6 +1,7 @@
 //! The main process's side: one `Engine` per iterator.
 
 mod call;
+mod epoch;
 mod raised;
 mod read;
 mod state;
@@ -14,10 +15,11 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyDict, PyList};
 use pyo3::{PyTraverseError, PyVisit};
 
 use self::call::{Call, Callbacks};
+pub use self::epoch::{PyPosition, PyProgress, PySnapshot};
 use self::state::{Access, State};
 pub use self::worker::PyDeath;
 use super::figures::PyMeter;
@@ -29,7 +31,6 @@ use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
 use crate::engine::pin::{Body, PinControl};
-use crate::engine::position::Position;
 use crate::engine::{Engine, Handle};
 use crate::error::Error;
 use crate::interop::detached::{DetachedObject, attached};
@@ -38,9 +39,6 @@ use crate::metrics::Count;
 use crate::scheduler::{Dispatch, Settings, Window};
 use crate::sys::clock;
 use crate::worker::watchdog::Parent;
-
-/// The result of `progress`.
-type Counters = (u64, usize, Vec<usize>, Vec<(u64, Option<u32>)>);
 
 /// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
 /// be called at any time.
@@ -275,27 +273,20 @@ impl PyEngine {
         Some(self.state.try_lock().ok()?.engine.active())
     }
 
-    fn progress(&self) -> Option<Counters> {
-        let progress = self.state.try_lock().ok()?.engine.progress();
-        Some((progress.sent, progress.outstanding, progress.loads, progress.undelivered))
+    fn progress(&self) -> Option<PyProgress> {
+        Some(self.state.try_lock().ok()?.engine.progress().into())
     }
 
-    fn position(&self, answers: u64, back: usize) -> PyResult<(u64, Vec<u64>, Vec<u64>, i64)> {
+    fn position(&self, answers: u64, back: usize) -> PyResult<PyPosition> {
         self.handle.check_ours()?;
         let position = self.handle.answers().positions.at(answers, back);
-        let Position { low, ahead, per_worker, last_worker } = position.map_err(PyValueError::new_err)?;
-        Ok((low, ahead, per_worker, last_worker.map_or(-1, i64::from)))
+        Ok(position.map_err(PyValueError::new_err)?.into())
     }
 
-    fn snapshot<'py>(
-        &self,
-        py: Python<'py>,
-        worker: u32,
-        answers: u64,
-    ) -> PyResult<Option<(u64, bool, Bound<'py, PyBytes>)>> {
+    fn snapshot(&self, py: Python<'_>, worker: u32, answers: u64) -> PyResult<Option<PySnapshot>> {
         self.check_worker(worker)?;
         let snapshot = self.handle.snapshot(worker, answers)?;
-        Ok(snapshot.map(|it| (it.answers, it.is_error, PyBytes::new(py, &it.payload))))
+        Ok(snapshot.map(|snapshot| PySnapshot::new(py, &snapshot)))
     }
 
     #[pyo3(signature = (timeout = 0.0))]
