@@ -7,7 +7,6 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("clock.rs", "clock_gettime", "answered without the kernel (vDSO)"),
     ("clock.rs", "getrusage", "refused only for a wrong argument"),
     ("clock.rs", "sched_yield", "its answer does not matter"),
-    ("fork.rs", "pthread_atfork", "handed to at_fork, which has one"),
     ("deferred_signals.rs", "raise", "to the calling thread; cannot be refused"),
     ("left_behind.rs", "close", "in a forked child; what stays open ends with the child"),
     ("map.rs", "madvise", "handed to populate and remove, which have one"),

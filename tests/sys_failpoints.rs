@@ -250,8 +250,17 @@ fn a_worker_elsewhere_whose_port_is_refused_ends_its_connection() {
     other.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let remote = Remote::start(one.into(), 8, 1 << 29, || {}, || {}).unwrap();
     let kept = Arc::downgrade(&remote);
-    refuse("atfork", libc::ENOMEM);
-    assert_os!(Port::over(remote), "pthread_atfork", libc::ENOMEM);
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a local struct.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) }, 0);
+    // One more than the first descriptor that a copy may have.
+    let none = libc::rlimit { rlim_cur: 4, ..limit };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &none) }, 0);
+    let port = Port::over(remote);
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
+    assert_os!(port, "dup", libc::EMFILE);
     let mut received = Vec::new();
     other.read_to_end(&mut received).unwrap();
     assert!(received.is_empty(), "nothing, as after a death");

@@ -1,12 +1,12 @@
 //! What a forked child sees of its parent's objects, and limits of a process, which only a child can try.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustloader::error::Error;
 use rustloader::sys::event::EventFd;
-use rustloader::sys::fork::ForkHandlers;
+use rustloader::sys::fork::{ForkHandlers, Step};
 use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
@@ -33,6 +33,7 @@ fn start(work: impl FnOnce() -> bool) -> i32 {
     }
 }
 
+/// What the handlers have done, a digit each: the step's place, after a 1, 2 or 3 for the part.
 static TRACE: AtomicU64 = AtomicU64::new(0);
 static GENERATION_IN_CHILD_HANDLER: AtomicU64 = AtomicU64::new(0);
 
@@ -40,38 +41,55 @@ thread_local! {
     static TRACED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-fn note(digit: u64) {
+fn note(part: u64, step: Step) {
     // Other tests of this file fork too.
     if TRACED.get() {
-        TRACE.store(TRACE.load(Ordering::Relaxed) * 10 + digit, Ordering::Relaxed);
+        TRACE.store(TRACE.load(Ordering::Relaxed) * 100 + 10 * part + step as u64, Ordering::Relaxed);
     }
 }
 
-extern "C" fn prepare() {
-    note(1);
-}
-extern "C" fn parent() {
-    note(2);
-}
-extern "C" fn child() {
-    note(3);
-    GENERATION_IN_CHILD_HANDLER.store(fork::generation(), Ordering::Relaxed);
-}
+static CONNECTIONS: ForkHandlers = ForkHandlers {
+    prepare: || note(1, Step::Connections),
+    parent: || note(2, Step::Connections),
+    child: || {
+        note(3, Step::Connections);
+        GENERATION_IN_CHILD_HANDLER.store(fork::generation(), Ordering::Relaxed);
+    },
+};
+static BLOCKS: ForkHandlers = ForkHandlers {
+    prepare: || {
+        note(1, Step::Blocks);
+        std::panic::resume_unwind(Box::new("a panic stops no other step"));
+    },
+    parent: || note(2, Step::Blocks),
+    child: || note(3, Step::Blocks),
+};
+static ARRAYS: ForkHandlers = ForkHandlers {
+    prepare: || note(1, Step::Arrays),
+    parent: || note(2, Step::Arrays),
+    child: || note(3, Step::Arrays),
+};
 
 #[test]
-fn handlers_run_around_a_fork_and_the_generation_rises_in_the_child() {
+fn steps_run_in_their_own_order_around_a_fork_and_the_generation_rises_in_the_child() {
     let before = fork::generation();
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    let install = || fork::on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED).unwrap();
-    assert!(install());
-    assert!(!install());
+    assert_eq!(Step::ALL, [Step::Generation, Step::Connections, Step::Blocks, Step::Arrays]);
+    assert!(Step::ALL.iter().enumerate().all(|(place, &step)| step as usize == place));
+    // Not in their order.
+    for (step, handlers) in
+        [(Step::Blocks, &BLOCKS), (Step::Arrays, &ARRAYS), (Step::Connections, &CONNECTIONS)]
+    {
+        assert!(fork::on_fork(step, handlers).unwrap());
+        assert!(!fork::on_fork(step, handlers).unwrap());
+    }
     TRACED.set(true);
     in_child(|| {
         fork::generation() > before
             && GENERATION_IN_CHILD_HANDLER.load(Ordering::Relaxed) == fork::generation()
-            && TRACE.load(Ordering::Relaxed) == 13
+            && TRACE.load(Ordering::Relaxed) == 13_12_11_31_32_33
     });
-    assert_eq!(TRACE.load(Ordering::Relaxed), 12);
+    assert_eq!(TRACE.load(Ordering::Relaxed), 13_12_11_21_22_23);
+    TRACED.set(false);
     assert_eq!(fork::generation(), before);
     in_child(|| {
         let here = fork::generation();

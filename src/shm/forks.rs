@@ -7,7 +7,7 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicPtr};
+use std::sync::atomic::AtomicPtr;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::arena::{Arena, delivered_blocks};
@@ -15,7 +15,7 @@ use super::block::{self, CONSUMER, DELIVERED, FORKED, WORKER, WORKER_FORKED};
 use super::caretaker;
 use crate::error::Result;
 use crate::sync::{Ordering, lock};
-use crate::sys::fork::{ForkHandlers, on_fork};
+use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
 /// Address of an arena, region, block.
@@ -76,9 +76,9 @@ fn table() -> MutexGuard<'static, Table> {
 /// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails
 /// where forks cannot be hooked: then no block of the arena may be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    let (prepare, parent, child) = (before_fork, after_fork_in_parent, after_fork_in_child);
-    on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED)?;
+    static HANDLERS: ForkHandlers =
+        ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
+    on_fork(Step::Blocks, &HANDLERS)?;
     let mut table = table();
     table.arenas.retain(|_, watched| watched.arena.strong_count() > 0);
     let key = Arc::as_ptr(arena) as usize;
@@ -162,42 +162,35 @@ fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
     }
 }
 
-extern "C" fn before_fork() {
-    // A panic must not cross into the C library.
-    let _ = std::panic::catch_unwind(|| {
-        if GROUP.with_borrow(|depth| *depth == 0) {
-            caretaker::pause();
-        }
-        reap();
-        PENDING.with_borrow_mut(|pending| {
-            if delivered_blocks() > 0 || table().arenas.values().any(|watched| watched.owned.is_some()) {
-                mark(pending);
-            }
-        });
-    });
-}
-
-extern "C" fn after_fork_in_parent() {
-    let _ = std::panic::catch_unwind(|| {
-        if GROUP.with_borrow(|depth| *depth == 0) {
-            finish();
-            // Not `tend`: Python counts the threads when the fork has returned.
-            caretaker::resume();
+fn before_fork() {
+    if GROUP.with_borrow(|depth| *depth == 0) {
+        caretaker::pause();
+    }
+    reap();
+    PENDING.with_borrow_mut(|pending| {
+        if delivered_blocks() > 0 || table().arenas.values().any(|watched| watched.owned.is_some()) {
+            mark(pending);
         }
     });
 }
 
-extern "C" fn after_fork_in_child() {
-    // The witness's mapping stays until this process ends; the child drops everything else.
-    let _ = std::panic::catch_unwind(|| {
-        // SYNC: fork-table.
-        TABLE.store(std::ptr::null_mut(), Ordering::Release);
-        GROUP.with_borrow_mut(|depth| *depth = 0);
-        if let Some((mapping, marks)) = PENDING.take() {
-            drop(marks.witness);
-            std::mem::forget(mapping);
-        }
-    });
+fn after_fork_in_parent() {
+    if GROUP.with_borrow(|depth| *depth == 0) {
+        finish();
+        // Not `tend`: Python counts the threads when the fork has returned.
+        caretaker::resume();
+    }
+}
+
+fn after_fork_in_child() {
+    // SYNC: fork-table.
+    TABLE.store(std::ptr::null_mut(), Ordering::Release);
+    GROUP.with_borrow_mut(|depth| *depth = 0);
+    if let Some((mapping, marks)) = PENDING.take() {
+        drop(marks.witness);
+        // It stays until this process ends; the child drops everything else.
+        std::mem::forget(mapping);
+    }
 }
 
 #[cfg(test)]

@@ -2,10 +2,9 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard};
 
-use super::fork::{ForkHandlers, on_fork};
+use super::fork::{ForkHandlers, Step, on_fork};
 use super::identity::FdIdentity;
 use crate::sync::lock;
 
@@ -20,8 +19,8 @@ thread_local! {
 
 /// Lets later forks close a descriptor in the child, if the system lets forks be hooked. [`forget`] it before it is closed.
 pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    let _ = on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED);
+    static HANDLERS: ForkHandlers = ForkHandlers { prepare, parent, child };
+    let _ = on_fork(Step::Connections, &HANDLERS);
     if let Ok(identity) = FdIdentity::of(fd.as_raw_fd()) {
         lock(&OPEN).push((fd.as_raw_fd(), identity));
     }
@@ -32,19 +31,16 @@ pub(super) fn forget(fd: BorrowedFd<'_>) {
     lock(&OPEN).retain(|(open, _)| *open != fd.as_raw_fd());
 }
 
-extern "C" fn prepare() {
+fn prepare() {
     // A thread whose locals are gone leaves them open.
-    let _ = HELD.try_with(|held| {
-        // Handlers that were installed twice come here twice.
-        held.borrow_mut().get_or_insert_with(|| lock(&OPEN));
-    });
+    let _ = HELD.try_with(|held| held.replace(Some(lock(&OPEN))));
 }
 
-extern "C" fn parent() {
+fn parent() {
     let _ = HELD.try_with(RefCell::take);
 }
 
-extern "C" fn child() {
+fn child() {
     let Ok(Some(mut open)) = HELD.try_with(RefCell::take) else { return };
     for (fd, identity) in open.iter() {
         // The program may have closed it, and the number may name another file.

@@ -165,8 +165,6 @@ TABLE = [
     R("socket_receive", "EPERM", program="connected", error=LOST),
     R("socket_receive", "EINTR EAGAIN", program="connected", calls="1 3"),
     R("atfork", "ENOMEM", handover="all", calls="1 1+"),
-    # The handlers that mark what a child may read.
-    R("atfork", "ENOMEM", handover="any", calls="2"),
     R("thread", "EAGAIN", "worker", calls="1+"),
     R("sysinfo", "EPERM", calls="1+"),
     R("proc", "ENOENT EACCES EMFILE"),

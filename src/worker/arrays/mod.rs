@@ -18,7 +18,7 @@ pub(super) mod table;
 
 use std::cell::RefCell;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicPtr};
+use std::sync::atomic::AtomicPtr;
 use std::sync::{Arc, MutexGuard};
 
 use self::table::{Array, Arrays};
@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 use crate::shm::alloc::settle;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
-use crate::sys::fork::{ForkHandlers, on_fork};
+use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::private::{Gate, make_inaccessible, make_private};
 
 /// What to do with an array that changes its size.
@@ -190,9 +190,9 @@ thread_local! {
 
 /// Gives children of this process private copies of a port's arrays. Call it before the first array. The port stays for good.
 pub fn watch(port: &Arc<Port>) -> Result<()> {
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    let (prepare, parent, child) = (before_fork, after_fork_in_parent, after_fork_in_child);
-    on_fork(ForkHandlers { prepare, parent, child }, &INSTALLED)?;
+    static HANDLERS: ForkHandlers =
+        ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
+    on_fork(Step::Arrays, &HANDLERS)?;
     let watched = Box::leak(Box::new(Watched { port: port.clone(), next: None }));
     // SYNC: arrays-watched (both ends): who sees the pointer sees the port.
     let mut first = WATCHED.load(Ordering::Acquire);
@@ -214,58 +214,47 @@ fn private_len(address: usize) -> usize {
     arrays.and_then(|arrays| arrays.iter().rev().find(|array| array.0 == address)).map_or(0, |array| array.1)
 }
 
-extern "C" fn before_fork() {
-    // A panic must not cross into the C library.
-    let _ = std::panic::catch_unwind(|| {
-        // Handlers that are installed twice run twice.
-        if FORKING.with_borrow(Option::is_some) {
-            return;
-        }
-        let (mut found, mut locks) = (Vec::new(), Vec::new());
-        // SYNC: arrays-watched
-        // SAFETY: what was published there is never freed.
-        let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
-        while let Some(Watched { port, next: following }) = next {
-            next = *following;
-            let Some(arrays) = port.arrays() else { continue };
-            for (&block, array) in &arrays.live {
-                if let Ok(memory) = port.arena().block_memory(port.worker(), block, array.len) {
-                    found.push((memory.as_ptr() as usize, array.len as usize));
-                }
+fn before_fork() {
+    let (mut found, mut locks) = (Vec::new(), Vec::new());
+    // SYNC: arrays-watched
+    // SAFETY: what was published there is never freed.
+    let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
+    while let Some(Watched { port, next: following }) = next {
+        next = *following;
+        let Some(arrays) = port.arrays() else { continue };
+        for (&block, array) in &arrays.live {
+            if let Ok(memory) = port.arena().block_memory(port.worker(), block, array.len) {
+                found.push((memory.as_ptr() as usize, array.len as usize));
             }
-            locks.push(arrays);
         }
-        let gate = if found.is_empty() { None } else { Gate::new() };
-        FORKING.set(Some(Forking { arrays: found, gate, _locks: locks }));
-    });
+        locks.push(arrays);
+    }
+    let gate = if found.is_empty() { None } else { Gate::new() };
+    FORKING.set(Some(Forking { arrays: found, gate, _locks: locks }));
 }
 
-extern "C" fn after_fork_in_parent() {
-    let _ = std::panic::catch_unwind(|| {
-        if let Some(Forking { gate: Some(gate), _locks, .. }) = FORKING.take() {
-            gate.wait(PRIVATE_WAIT);
-        }
-    });
+fn after_fork_in_parent() {
+    if let Some(Forking { gate: Some(gate), _locks, .. }) = FORKING.take() {
+        gate.wait(PRIVATE_WAIT);
+    }
 }
 
-extern "C" fn after_fork_in_child() {
-    let _ = std::panic::catch_unwind(|| {
-        let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
-        // A lock that this thread took in the parent.
-        std::mem::forget(_locks);
-        // Without a gate the parent does not wait, and may change an array while it is copied.
-        let part = if gate.is_some() { make_private } else { make_inaccessible };
-        for &(address, len) in &arrays {
-            // SAFETY: a live array in a block of whole pages; this is the child's only thread.
-            unsafe { part(address as *mut u8, len.next_multiple_of(PAGE as usize)) };
-        }
-        drop(gate);
-        // SYNC: arrays-private (both ends): who sees the pointer sees the list.
-        // SAFETY: what was published there is never freed.
-        let inherited = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
-        let all = inherited.into_iter().flatten().copied().chain(arrays).collect();
-        PRIVATE.store(Box::into_raw(Box::<Vec<_>>::new(all)), Ordering::Release);
-    });
+fn after_fork_in_child() {
+    let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
+    // A lock that this thread took in the parent.
+    std::mem::forget(_locks);
+    // Without a gate the parent does not wait, and may change an array while it is copied.
+    let part = if gate.is_some() { make_private } else { make_inaccessible };
+    for &(address, len) in &arrays {
+        // SAFETY: a live array in a block of whole pages; this is the child's only thread.
+        unsafe { part(address as *mut u8, len.next_multiple_of(PAGE as usize)) };
+    }
+    drop(gate);
+    // SYNC: arrays-private (both ends): who sees the pointer sees the list.
+    // SAFETY: what was published there is never freed.
+    let inherited = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
+    let all = inherited.into_iter().flatten().copied().chain(arrays).collect();
+    PRIVATE.store(Box::into_raw(Box::<Vec<_>>::new(all)), Ordering::Release);
 }
 
 #[cfg(test)]
