@@ -7,6 +7,7 @@ import sys
 import pytest
 from support import run_script
 
+from rustloader import forks
 from rustloader.config import FORKSERVER_PRELOAD
 from rustloader.workers import fork_server, preloaded
 
@@ -211,7 +212,7 @@ def test_an_import_that_fails_is_left_to_the_workers(error, tmp_path, monkeypatc
 
 
 def test_in_another_process_the_module_does_nothing(monkeypatch):
-    monkeypatch.setattr(os, "register_at_fork", lambda **kw: pytest.fail("a hook in a process that is no server"))
+    monkeypatch.setattr(forks, "at_fork", lambda *_, **kw: pytest.fail("a hook in a process that is no server"))
     importlib.reload(preloaded)
 
 

@@ -7,13 +7,13 @@ iterators Python's compact layout for objects with few attributes.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import threading
 from typing import Any
 
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
+from rustloader.forks import at_fork
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
@@ -32,7 +32,7 @@ def _renew_lock() -> None:
     _swap = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+at_fork("ledgers", after_in_child=_renew_lock)
 
 
 class Ledger:

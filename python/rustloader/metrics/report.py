@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from rustloader import hooks
 from rustloader._core import set_reporting
 from rustloader.cleanup import clean_up_after
+from rustloader.forks import at_fork
 from rustloader.metrics.figures import Stats, check_interval
 from rustloader.metrics.stats import stats
 
@@ -84,4 +84,4 @@ def _stop(hook: Callable[[], object]) -> None:
     set_reporting(bool(hooks.before_next))
 
 
-os.register_at_fork(after_in_child=_forget_all)
+at_fork("reports", after_in_child=_forget_all)

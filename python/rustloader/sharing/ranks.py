@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 
 from rustloader._core import SharedStore
+from rustloader.forks import at_fork
 from rustloader.sharing.launchers import Ranks, local_ranks, run_name
 
 logger = logging.getLogger("rustloader")
@@ -70,7 +71,7 @@ def _at_exit() -> None:
         server.end()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+at_fork("ranks", before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 atexit.register(_at_exit)
 
 

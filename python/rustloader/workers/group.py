@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from rustloader.config import (
     REMOTE_KILL_AFTER,
     SIGTERM,
 )
+from rustloader.forks import at_fork
 from rustloader.remote.context import is_remote
 from rustloader.workers import arguments, main, process, remote
 from rustloader.workers.arguments import Reports
@@ -306,7 +306,7 @@ def _forget_in_child() -> None:
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork("workers", after_in_child=_forget_in_child)
 # Python 3.13 counts the threads after these hooks, to warn of forks with threads: there the next iterator does it.
 if sys.version_info[:2] != (3, 13):
-    os.register_at_fork(after_in_parent=tend_pages)
+    at_fork("pages", after_in_parent=tend_pages)

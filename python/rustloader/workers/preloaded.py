@@ -12,6 +12,8 @@ import sys
 from multiprocessing import forkserver
 from types import FrameType
 
+from rustloader.forks import at_fork
+
 _MODULES = ("faulthandler", "numpy", "numpy.random", "torch", "torch.utils.data", "rustloader.workers.main")
 
 
@@ -44,7 +46,7 @@ def _seed_workers(server: int) -> None:
         if os.getppid() == server:
             sys.modules["numpy.random"].seed()
 
-    os.register_at_fork(after_in_child=after_fork)
+    at_fork("numpy", after_in_child=after_fork)
 
 
 if (_path := _path_of_program()) is not None:
