@@ -14,6 +14,7 @@ from typing import Any
 
 from rustloader.after_import import AfterImport
 from rustloader.config import INSTALL, parse_install
+from rustloader.patches import Patch
 
 logger = logging.getLogger("rustloader")
 
@@ -97,4 +98,4 @@ def _children_follow() -> None:
     def get_preparation_data(name: str) -> dict[str, Any]:
         return {"rustloader": _Here(), **prepare(name)}
 
-    spawn.get_preparation_data = get_preparation_data
+    Patch("multiprocessing.spawn.get_preparation_data", spawn).put_in(get_preparation_data)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rustloader._core import move_storage
+from rustloader.patches import Patch
 
 # The methods of torch by which a storage gets other memory: ``share_memory_()`` and torch's queues call them.
 _MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
@@ -19,7 +20,7 @@ def watch() -> None:
     for name in _MOVES:
         function = getattr(torch.UntypedStorage, name)
         if not hasattr(function, "_rustloader_watches"):
-            setattr(torch.UntypedStorage, name, _watched(function))
+            Patch(f"torch.UntypedStorage.{name}", torch.UntypedStorage).put_in(_watched(function))
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:

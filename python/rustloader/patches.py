@@ -1,7 +1,7 @@
 """Everything of torch, multiprocessing, NumPy and Python that this package changes at run time, in one list.
 
-An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not in the list.
-What no attribute is, or belongs to one object only, is changed by its own module, and listed with a place in words.
+An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not listed.
+What is no attribute, or belongs to one object only, is changed by its own module, and listed with a place in words.
 ``tests/python/test_patch_list.py`` compares the list with what a program and its workers find.
 """
 
@@ -49,15 +49,15 @@ PATCHES = (
     # Loaders that a framework builds
     Change(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "replacement",
+        "replacement, installation",
         PROGRAM,
-        "torch's loaders make the engine's iterator; also in other loaded modules that hold the class, by itself or in a tuple",
+        "torch's loaders make the engine's iterator; and in other loaded modules that have the class",
         "install()",
         "uninstall(), or the end of installed(); what the program has put there since stays",
     ),
     Change(
         "torchdata.stateful_dataloader.StatefulDataLoader",
-        "replacement",
+        "replacement, stateful_install",
         PROGRAM,
         "torchdata's loader is rustloader's; also in other loaded modules that hold the class",
         "install(stateful=True)",
@@ -83,7 +83,7 @@ PATCHES = (
         "sys.meta_path: a finder in front, and the loader's exec_module of one module",
         "after_import",
         PROGRAM,
-        "torch (RUSTLOADER_INSTALL) and Dynamo are changed once the program imports them, and are not imported for that",
+        "torch (RUSTLOADER_INSTALL) and Dynamo are changed when the program imports them, not imported for it",
         "import rustloader, unless the module is loaded",
         "at the end of that import",
     ),
@@ -141,8 +141,8 @@ PATCHES = (
         "_core (src/interop/numpy_memory.rs)",
         WORKER,
         "large arrays lie in the arena from the start",
-        "the loop of a worker",
-        _WITH_WORKER,
+        "the loop of a worker, unless RUSTLOADER_NUMPY_ARENA=0",
+        "never; after the worker's end it gives ordinary memory",
     ),
     # Workers
     Change(
@@ -197,7 +197,7 @@ PATCHES = (
         "the handlers of SIGTERM and SIGRTMIN+13, in C",
         "_core (src/worker/terminate.rs, src/worker/stack.rs)",
         WORKER,
-        "a SIGTERM to the whole group does not end a worker while the program saves its state; a stalled worker shows its stack",
+        "a worker outlives a SIGTERM to the whole group for a while, and shows its stack when it is stalled",
         "the start of a worker",
         _NEVER,
     ),
@@ -232,7 +232,7 @@ PATCHES = (
         "sharing.pickling",
         f"{PROGRAM}, {WORKER}",
         "shared objects travel as descriptors; arrays that are not shared travel as before",
-        "the import of rustloader.sharing; numpy.ndarray with the first shared array",
+        "install(), a loader, or share(); numpy.ndarray with the first shared array",
         _NEVER,
     ),
     Change(
@@ -240,7 +240,7 @@ PATCHES = (
         "sharing.sequences",
         f"{PROGRAM}, {WORKER}",
         "shared lists, tuples and dicts are what their originals are",
-        "the import of rustloader.sharing",
+        "install(), a loader, or share()",
         _NEVER,
     ),
     # Hooks that Python has for everyone
@@ -271,10 +271,10 @@ PATCHES = (
     ),
     Change(
         "sys.argv, sys.path[0] and the attributes of __main__",
-        "cli.run",
+        "cli.run, probe.factory",
         COMMAND,
         "the script finds what it finds with `python script`",
-        "`rustloader run`",
+        "`rustloader run`, or the import of what a command measures",
         _NEVER,
     ),
     Change(

@@ -56,9 +56,7 @@ def test_steps_run_in_the_order_of_the_list_and_an_error_stops_none():
 
 
 def test_a_step_that_is_not_in_the_list_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^no step at a fork is called 'others': add it to rustloader"
-    ):
+    with pytest.raises(ValueError, match=r"^no step at a fork is called 'others': add it to rustloader"):
         forks.at_fork("others", before=print)
 
 

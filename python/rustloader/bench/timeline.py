@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rustloader.bench.passes import Limits, Watcher, iterating
+from rustloader.patches import Patch
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Recorder:
             whole, fetcher.fetch = fetcher.fetch, fetch
             return fetcher
 
-        _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+        patch = Patch("torch.utils.data._DatasetKind.create_fetcher", _DatasetKind)
+        patch.put_in(staticmethod(create_fetcher))
 
 
 def _seconds_per_send(loader: Any) -> dict[int, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rustloader.config import INSTALL
 from rustloader.environment import follow  # not through the package, which would import torch
+from rustloader.patches import Patch
 from rustloader.settings.kinds import text_of
 from rustloader.settings.options import Options
 
@@ -110,4 +111,4 @@ def _hide_own_frames(namespace: dict[str, Any]) -> None:
             trace = trace.tb_next
         show(kind, error.with_traceback(trace), trace)
 
-    sys.excepthook = excepthook
+    Patch("sys.excepthook", sys).put_in(excepthook)

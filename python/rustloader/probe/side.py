@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import rustloader
+from rustloader.patches import Patch
 from rustloader.probe.deaths import death, install
 from rustloader.probe.factory import Unusable, find, make
 from rustloader.probe.failure import failure
@@ -154,9 +155,8 @@ def _answer(connection: Connection, side: Side) -> None:
         warnings.simplefilter("ignore")
     side.note = lambda name, value: connection.send((name, value))
     # torch's workers only print that a batch cannot be pickled, and the main process never stops waiting.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-        lambda error, batch: _send_unsent(side, error)
-    )
+    patch = Patch("multiprocessing.queues.Queue._on_queue_feeder_error", multiprocessing.queues.Queue)
+    patch.put_in(staticmethod(lambda error, batch: _send_unsent(side, error)))
     try:
         while True:
             name, *arguments = connection.recv()

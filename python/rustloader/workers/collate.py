@@ -10,6 +10,7 @@ from torch.utils.data._utils import collate
 
 from rustloader._core import Port, heap_storage
 from rustloader.fetch import tables
+from rustloader.patches import Patch
 
 
 def use_arena(port: Port) -> Callable[[], None]:
@@ -20,7 +21,7 @@ def use_arena(port: Port) -> Callable[[], None]:
     function, with its errors and quirks.
     """
     torchs_new_shared = torch.UntypedStorage._new_shared
-    before = vars(torch.UntypedStorage).get("_new_shared")
+    patch = Patch("torch.UntypedStorage._new_shared", torch.UntypedStorage)
 
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
@@ -28,7 +29,7 @@ def use_arena(port: Port) -> Callable[[], None]:
         # Neither can be resized, like torch's shared storages.
         return port.storage(size) or heap_storage(size)
 
-    torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment,method-assign]
+    patch.put_in(classmethod(new_shared))
 
     def tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
         stacked = port.stack(batch)
@@ -55,10 +56,7 @@ def use_arena(port: Port) -> Callable[[], None]:
 
     def restore() -> None:
         tables.standard_functions.remove(tensors)
-        if before is None:
-            del torch.UntypedStorage._new_shared
-        else:
-            torch.UntypedStorage._new_shared = before  # type: ignore[method-assign]
+        patch.take_out(anyway=True)
         for kind, function in replaced.items():
             if table.get(kind) is function:
                 table[kind] = torchs[kind]

@@ -8,6 +8,7 @@ from torch.utils.data import _utils
 
 from rustloader import moved_storages
 from rustloader._core import Port
+from rustloader.patches import Patch
 from rustloader.workers.collate import use_arena
 
 
@@ -18,8 +19,9 @@ class WorkerContext:
         self._undo = contextlib.ExitStack()
 
     def install(self, port: Port, info: _utils.worker.WorkerInfo) -> None:
-        self._undo.callback(setattr, _utils.worker, "_worker_info", _utils.worker._worker_info)
-        _utils.worker._worker_info = info
+        patch = Patch("torch.utils.data._utils.worker._worker_info", _utils.worker)
+        self._undo.callback(patch.take_out, anyway=True)
+        patch.put_in(info)
         self._undo.callback(use_arena(port))
         moved_storages.watch()
 

@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from rustloader.config import FORKSERVER_PRELOAD, STATUS_AFTER
+from rustloader.patches import Patch
 
 _server: Any = forkserver._forkserver
 
@@ -57,13 +58,13 @@ def _preload() -> Iterator[None]:
     if before != _PYTHONS or not FORKSERVER_PRELOAD.get() or _is_shadowed():
         yield
         return
-    ours = _server._preload_modules = [*before, _OURS]
+    patch = Patch("multiprocessing.forkserver._forkserver._preload_modules", _server)
     try:
+        patch.put_in([*before, _OURS])
         yield
     finally:
-        # Another thread of the program may have set its own list.
-        if _server._preload_modules is ours:
-            _server._preload_modules = before
+        # Not if another thread of the program has set its own list.
+        patch.take_out()
 
 
 def _is_shadowed() -> bool:
