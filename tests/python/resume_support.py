@@ -14,7 +14,7 @@ import rustloader
 from rustloader.iterator import core
 from rustloader.workers import main
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import Publisher, SnapshotPolicy, WorkerStart, read
+from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read
 
 BASE = 7
 
@@ -61,15 +61,7 @@ class Workers:
     def start(self, answers, worker, replay):
         """How the worker begins after some of its answers, from its newest snapshot then."""
         _, state, _ = [it for it in self.sent(worker) if it[0] <= answers][-1]
-        fetcher = state["fetcher_state"] or {}
-        return WorkerStart(
-            dataset_state=state["dataset_state"],
-            iterator_state=fetcher.get("dataset_iter_state"),
-            ended=fetcher.get("fetcher_ended", False),
-            replay=replay,
-            batches=state["batches"],
-            samples=state["samples"],
-        )
+        return dataclasses.replace(state, replay=replay)
 
 
 def make(dataset, count=1, **kw):

@@ -13,6 +13,7 @@ from rustloader import StatefulDataLoader
 from rustloader.stateful_dataloader.resharding import reshard
 from rustloader.stateful_dataloader.sampler import StatefulDistributedSampler
 from rustloader.stateful_dataloader.sampling import check, sampling, unstarted
+from rustloader.stateful_dataloader.schema import SamplerState
 
 pytestmark = pytest.mark.ours
 
@@ -49,7 +50,10 @@ class Job:
             index_sampler = self.batches(self.sampler(rank, replicas))
             own, position = None, 0
             if states is not None:
-                own, position = states[rank]["_rustloader"]["sampler"], states[rank]["_sampler_iter_yielded"]
+                own, position = (
+                    SamplerState.of(states[rank]["_rustloader"]["sampler"]),
+                    states[rank]["_sampler_iter_yielded"],
+                )
                 check(own, Holder(index_sampler))
             epoch = sampling(index_sampler, iter(index_sampler), own, position, (), 1, map_style=True)
             delivered = [*itertools.islice(epoch.iterator, batches)]
@@ -287,7 +291,7 @@ def test_finished_states_are_those_of_the_next_epoch():
     made = reshard([state | {"_iterator_finished": True} for state in states], 3)
     for rank, state in enumerate(made):
         assert state["_iterator_finished"] is True
-        check(state["_rustloader"]["sampler"], Holder(job.batches(job.sampler(rank, 3))))
+        check(SamplerState.of(state["_rustloader"]["sampler"]), Holder(job.batches(job.sampler(rank, 3))))
 
 
 # What is refused

@@ -23,7 +23,6 @@ from torch.utils.data import (
 
 from rustloader._core import IndexStream
 from rustloader.stateful_dataloader.sampling import (
-    SamplerState,
     check,
     draws,
     restore,
@@ -31,6 +30,7 @@ from rustloader.stateful_dataloader.sampling import (
     sampling,
     unstarted,
 )
+from rustloader.stateful_dataloader.schema import Draws, SamplerState
 
 pytestmark = pytest.mark.ours
 
@@ -142,8 +142,12 @@ def steps(iterator, generator, count=sys.maxsize):
     return seen
 
 
+def typed(saved):
+    return saved and SamplerState.of(saved, saved)
+
+
 def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
-    return sampling(index_sampler, iter(index_sampler), saved, position, ahead, every, map_style=True)
+    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
 def merged(state):
@@ -165,6 +169,8 @@ def plain(value):
     """A state with its tensors as bytes, to compare."""
     if isinstance(value, torch.Tensor):
         return value.numpy().tobytes()
+    if isinstance(value, SamplerState):
+        value = vars(value)
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -386,13 +392,13 @@ def test_what_a_state_says():
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     said = dict(kind="random", length=25, batch_size=3, drop_last=True, data_length=20, replacement=False)
     state = first.state(2)
-    assert state == SamplerState(said | {"start": {"seed": seed}}, None, {"samples_yielded": 6})
+    assert state == typed(said | {"start": {"seed": seed}, "_sampler_iter_state": {"samples_yielded": 6}})
     assert json.loads(json.dumps(state.own)) == state.own
     assert first.state(9).sampler_iter_state == {"samples_yielded": 25}
 
     state = begin(Plan("sequential", 20, None).make()[0]).state(5)
     said = dict(kind="sequential", length=20, batch_size=None, drop_last=None, start={})
-    assert state == SamplerState(said, None, None)
+    assert state == typed(said)
 
     shard = dict(num_replicas=3, rank=1, shuffle=True, seed=5, drop_last=True)
     sampler = DistributedSampler(Sized(20), **shard)
@@ -404,11 +410,12 @@ def test_what_a_state_says():
     sampler, _generator = Plan("weighted", 9, given=True, num_samples=4, replacement=True).make()
     state = begin(sampler).state(0)
     expected = torch.Generator().manual_seed(1).get_state()
-    assert torch.equal(state.own.pop("start")["generator"], expected)
-    assert state.own == dict(kind="weighted", length=4, batch_size=3, drop_last=False, data_length=9, replacement=True)
+    said = state.own
+    assert torch.equal(said.pop("start")["generator"], expected)
+    assert said == dict(kind="weighted", length=4, batch_size=3, drop_last=False, data_length=9, replacement=True)
     assert begin(Plan("subset", 9).make()[0]).state(0).own["start"].keys() == {"global_generator"}
-    assert begin(Plan("other", 9).make()[0]).state(2) == SamplerState(
-        dict(kind="other", length=9, batch_size=3, drop_last=False, start=None), None, None
+    assert begin(Plan("other", 9).make()[0]).state(2) == typed(
+        dict(kind="other", length=9, batch_size=3, drop_last=False, start=None)
     )
 
 
@@ -436,11 +443,11 @@ def test_the_index_batches_of_an_iterable_dataset():
 
     loader = DataLoader(Stream(), batch_size=2)
     torchs = iter(loader._index_sampler)
-    found = sampling(loader._index_sampler, torchs, {"start": None}, 3, (), 1, map_style=False)
+    found = sampling(loader._index_sampler, torchs, SamplerState(), 3, (), 1, map_style=False)
     assert found.iterator is torchs
     said = dict(kind="none", length=None, batch_size=2, drop_last=False, start=None)
-    assert found.state(3) == SamplerState(said, None, {"samples_yielded": 6})
-    check(said, loader)
+    assert found.state(3) == typed(said | {"_sampler_iter_state": {"samples_yielded": 6}})
+    check_said(said, loader)
     found.draw()
 
 
@@ -513,7 +520,7 @@ def test_the_state_of_one_rank_resumes_all():
     for rank in range(3):
         plan = Plan("distributed", 20, num_replicas=3, rank=rank)
         sampler, _ = plan.make()
-        check(saved, Holder(sampler))
+        check_said(saved, Holder(sampler))
         found = begin(sampler, saved, 1)
         assert found.state(1).own["start"]["rank"] == rank
         assert [*found.iterator] == [*plan.make()[0]][1:]
@@ -559,7 +566,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         sampler, generator = plan.make()
         ours = [(base_seed(generator), [*begin(sampler).iterator])]
         made = draws(Loader(generator), sampler, with_base_seed=True)
-        start = made["sampler"]
+        start = made.sampler
         # Only what was drawn is kept; from a generator of its own the sampler draws by itself.
         kept = {"start": start} if start is not None and "generator" not in start else None
         if between:
@@ -568,7 +575,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         batches = [*begin(sampler, kept).iterator]
         if between:
             torch.set_rng_state(other)
-        ours += [(made["base_seed"], batches), states(generator)]
+        ours += [(made.base_seed, batches), states(generator)]
         if not between or kept is not None or generator is not None or kind in ("sequential", "distributed"):
             assert ours == torchs, plan
 
@@ -587,7 +594,7 @@ def test_draws_of_persistent_workers_have_no_base_seed():
     torch.manual_seed(3)
     made = draws(Loader(), sampler, with_base_seed=False)
     torch.manual_seed(3)
-    assert made == {"base_seed": None, "sampler": {"seed": base_seed(None)}}
+    assert made == Draws(None, {"seed": base_seed(None)})
 
 
 def test_draws_of_samplers_that_draw_nothing_known():
@@ -596,7 +603,7 @@ def test_draws_of_samplers_that_draw_nothing_known():
         made = draws(Loader(), plan.make()[0], with_base_seed=True)
         after = torch.get_rng_state()
         torch.manual_seed(3)
-        assert made == {"base_seed": base_seed(None), "sampler": None}
+        assert made == Draws(base_seed(None), None)
         assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -606,7 +613,7 @@ def test_draws_for_a_datapipe_leave_all_to_torch():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     made = draws(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
-    assert made == {"base_seed": None, "sampler": None}
+    assert made == Draws(None, None)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -635,7 +642,7 @@ def test_running_out_an_epoch(kind):
         list(first.iterator)
         after = generator.get_state()
         other, generator = plan.make(seed=9)
-        run_out(other, through(saved), 1)
+        run_out(other, typed(through(saved)), 1)
         assert torch.equal(generator.get_state(), after), plan
         run_out(other, None)
         assert torch.equal(generator.get_state(), after)
@@ -646,11 +653,15 @@ def test_running_out_draws_nothing_from_the_global_generator():
         first = begin(plan.make()[0])
         saved = merged(first.state(0))
         before = torch.get_rng_state()
-        run_out(plan.make()[0], saved)
+        run_out(plan.make()[0], typed(saved))
         assert torch.equal(torch.get_rng_state(), before)
 
 
 # Checks
+
+
+def check_said(said, loader):
+    check(typed(said), loader)
 
 
 class Holder:
@@ -660,7 +671,7 @@ class Holder:
 
 def refusal(saved, index_sampler):
     with pytest.raises(ValueError) as caught:
-        check(saved, Holder(index_sampler))
+        check_said(saved, Holder(index_sampler))
     return str(caught.value)
 
 
@@ -673,8 +684,8 @@ def test_a_state_fits_a_sampler_with_the_same_settings(kind):
     rng = random.Random(kind)
     for _ in range(30):
         plan = random_plan(rng, kind)
-        check(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
-        check(unstarted(plan.make()[0]).own, Holder(plan.make()[0]))
+        check_said(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
+        check_said(unstarted(plan.make()[0]).own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
@@ -699,7 +710,7 @@ def test_differences_are_named():
     text = refusal(said_of(Plan("other", 100, 4)), Plan("other", 90, 4).make()[0])
     assert "length 100" in text
     # A length that one of them does not have is no difference.
-    check(saved | {"length": None}, Holder(Plan("random", 100, 4).make()[0]))
+    check_said(saved | {"length": None}, Holder(Plan("random", 100, 4).make()[0]))
 
 
 @pytest.mark.parametrize(

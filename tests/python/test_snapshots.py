@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader.worker import _make_state_dict
 
 from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.fetch.seeds import Seeding, Seeds
+from rustloader.stateful_dataloader.schema import DatasetState, SamplerState, State
 from rustloader.workers import by_value, snapshots
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart, is_stateful
 
@@ -119,7 +120,8 @@ def test_each_worker_has_one_just_before_each_multiple():
 def test_a_dataset_without_a_state_has_the_first_one_alone():
     maker, dataset = Snapshots(SnapshotPolicy(1), 1, MAP), Numbers(3)
     fetcher = fetcher_of(dataset, MAP)
-    assert snapshots.read(maker.first(fetcher, dataset))["stateful"] is False
+    maker.first(fetcher, dataset)
+    assert maker.has_state is False
     assert not maker.has_state and not any(map(maker.is_due, range(9)))
 
 
@@ -236,22 +238,25 @@ def test_states_are_those_of_torchdata(number):
             states.append(state_of(fetcher, dataset))
         return states
 
-    maker = Snapshots(SnapshotPolicy(1), 4, kind, worker_id=3)
+    maker = Snapshots(SnapshotPolicy(1), 4, kind)
     wanted = run(lambda fetcher, dataset: _make_state_dict(3, kind, fetcher, dataset))
     ours = run(lambda fetcher, dataset: snapshots.read(maker.first(fetcher, dataset)))
     assert run(maker.state) == ours
-    stateful = make not in (DATASETS[0][1], Plain)
-    for found in ours:
-        assert [found[key] for key in ("batches", "samples", "stateful")] == [0, 0, stateful]
-    assert [{key: found[key] for key in _make_state_dict(3, MAP, None, None)} for found in ours] == wanted
+    assert maker.has_state is (make not in (DATASETS[0][1], Plain))
+    dataset = DatasetState("iterable" if kind == ITERABLE else "map", None, None)
+    for found, torchdatas in zip(ours, wanted, strict=True):
+        assert (found.batches, found.samples) == (0, 0)
+        workers = [WorkerStart()] * 3 + [found]
+        state = State(num_workers=4, sampler=SamplerState(), dataset=dataset, workers=workers, has_records=True)
+        assert state.to_torchdata()["_snapshot"]["_worker_snapshots"]["worker_3"] == torchdatas
 
 
 def test_the_counters_of_the_seeds():
     seeds = Seeds(Seeding(True, 1, 0), 2)
-    maker, dataset = Snapshots(SnapshotPolicy(1), 1, ITERABLE, 1, seeds), OfDataset()
+    maker, dataset = Snapshots(SnapshotPolicy(1), 1, ITERABLE, seeds), OfDataset()
     seeds.batches, seeds.samples = 5, 17
     found = snapshots.read(maker.first(fetcher_of(dataset, ITERABLE), dataset))
-    assert (found["batches"], found["samples"], found["stateful"]) == (5, 17, True)
+    assert (found.batches, found.samples, maker.has_state) == (5, 17, True)
 
 
 def test_what_is_stateful():
@@ -314,7 +319,7 @@ def test_the_end_has_one_whatever_it_costs(clocks):
     it.first(None, fetcher, dataset)
     it.after(0, fetcher, dataset)
     it.at_end(fetcher, dataset)
-    assert [(count, state["fetcher_state"]["fetcher_ended"]) for count, state, _ in port.sent] == [
+    assert [(count, state.ended) for count, state, _ in port.sent] == [
         (0, False),
         (1, True),
     ]

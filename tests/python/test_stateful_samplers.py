@@ -1,6 +1,7 @@
 """Samplers with a state: this package's, torchdata's, a program's own."""
 
 import copy
+import dataclasses
 import itertools
 import random
 
@@ -15,6 +16,7 @@ from torch.utils.data import RandomSampler as TorchRandomSampler
 from rustloader.stateful_dataloader import recording
 from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
 from rustloader.stateful_dataloader.sampling import check, draws, run_out, sampling
+from rustloader.stateful_dataloader.schema import Draws, SamplerState, copied
 from rustloader.stateful_dataloader.stateful import Stateful
 
 pytestmark = pytest.mark.ours
@@ -27,6 +29,8 @@ def generator(seed):
 def plain(value):
     if isinstance(value, torch.Tensor):
         return value.numpy().tobytes()
+    if isinstance(value, SamplerState):
+        value = vars(value)
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -280,8 +284,12 @@ def test_a_load_leaves_a_running_iterator_alone():
 # In an epoch of a loader
 
 
+def typed(saved):
+    return saved and SamplerState.of(saved, saved)
+
+
 def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
-    return sampling(index_sampler, iter(index_sampler), saved, position, ahead, every, map_style=True)
+    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
 def merged(state):
@@ -455,7 +463,7 @@ def test_running_out(name):
         first = begin(make(1), every=2)
         [*itertools.islice(first.iterator, position)]
         other = make(9)
-        run_out(other, merged(first.state(position)), position)
+        run_out(other, typed(merged(first.state(position))), position)
         assert [*begin(other).iterator] == following
 
 
@@ -477,7 +485,7 @@ class Endless(Sampler):
 
 def test_running_out_a_sampler_without_an_end():
     other = Endless()
-    run_out(other, {"kind": "stateful", "state_position": 3, "_index_sampler_state": {"at": 3}}, 5)
+    run_out(other, SamplerState("stateful", state_position=3, index_sampler_state={"at": 3}), 5)
     assert other.at == 6
 
 
@@ -486,7 +494,7 @@ def test_draws_say_nothing_of_samplers_with_a_state():
         generator = dataset = None
 
     for make in SAMPLERS.values():
-        assert draws(Loader, make(1), with_base_seed=False) == {"base_seed": None, "sampler": None}
+        assert draws(Loader, make(1), with_base_seed=False) == Draws(None, None)
 
 
 def test_the_samples_that_a_state_counts():
@@ -592,7 +600,7 @@ def test_a_state_that_is_asked_for_while_the_sampler_begins():
         saved = merged(first.state(1))
         calls.clear()
         # A loaded state stays what it is.
-        first = sampling(index_sampler, iter(()), saved, 1, (), 1, map_style=True)
+        first = sampling(index_sampler, iter(()), typed(saved), 1, (), 1, map_style=True)
         assert [*first.iterator] == whole[1:]
         (found,) = calls
         assert merged(found) == saved
@@ -621,7 +629,7 @@ def test_a_torchdata_state_in_torchs_sampler():
             assert [*begin(ours, saved, position).iterator] == rest, (size, kw, batch_size, position)
             assert torch.equal(torch.get_rng_state(), before)
         # At the end of the epoch, the next one follows in torchdata's order, too.
-        run_out(ours, saved, position)
+        run_out(ours, typed(saved), position)
         assert [*begin(ours).iterator] == following
 
 
@@ -679,7 +687,7 @@ def test_nothing_happens_before_the_first_batch():
     saved = {"kind": "stateful", "state_position": 1, "_sampler_iter_state": {"samples_yielded": 2}}
     saved["_sampler_iter_state"]["sampler_state"] = {"at": 2}
     index_sampler = TorchBatchSampler(Watched(6), 2, False)
-    found = sampling(index_sampler, iter(index_sampler), saved, 1, (), 1, map_style=True)
+    found = sampling(index_sampler, iter(index_sampler), typed(saved), 1, (), 1, map_style=True)
     assert events == []
     assert next(found.iterator) == [2, 3]
     assert events == ["load", "iter", "state"]
@@ -710,7 +718,7 @@ def test_copies_of_all_kinds_of_values():
 
     tensor = torch.arange(3)
     value = {"a": [1, (2.5, "x", None, [b"y"])], 5: {True}, "t": tensor, "box": Box()}
-    made = recording.copied(value)
+    made = copied(value)
     assert made["a"] == value["a"] and made[5] == value[5] and torch.equal(made["t"], tensor)
     made["a"][1][3].append(1)
     made["a"].append(1)
@@ -849,7 +857,7 @@ def test_unknown_samplers_in_torchs_batches_are_torchs(drop_last):
             seen.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
             if ours:
                 state = found.state(2)
-                assert state.own["kind"] == "other" and state[1:] == (None, None)
+                assert state.own["kind"] == "other" and not state.has_states
         assert seen[0] == seen[1]
     assert next(iter(begin(TorchBatchSampler(Plain(None), 3, drop_last), None, 1).iterator)) == [3, 4, 5]
 
@@ -862,10 +870,10 @@ def test_checks_of_samplers_with_a_state():
     for make in SAMPLERS.values():
         first = begin(make(1))
         next(first.iterator)
-        check(first.state(1).own, Holder(make(2)))
-        check(first.state(1).own | {"kind": "other"}, Holder(make(2)))
-    saved = begin(SAMPLERS["our BatchSampler"](1)).state(0).own
-    assert saved["batch_size"] == 3
+        check(first.state(1), Holder(make(2)))
+        check(dataclasses.replace(first.state(1), kind="other"), Holder(make(2)))
+    saved = begin(SAMPLERS["our BatchSampler"](1)).state(0)
+    assert saved.batch_size == 3
     with pytest.raises(ValueError, match="batch_size=3"):
         check(saved, Holder(BatchSampler(RandomSampler(range(31)), 4, False)))
     with pytest.raises(ValueError, match="length 8"):

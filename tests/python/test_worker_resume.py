@@ -51,11 +51,9 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     assert batches[0][1] == [*start, 5, 6, 7, 8, 9, 10]
     # The snapshot comes after the batch is made.
     assert batches[1][1] == [*start, 5, 6, 7, 8, 9, 10, "collate", "state", 11, 12]
-    states = [(count, state["dataset_state"], state["fetcher_state"]) for count, state, _ in workers.sent()]
+    states = [(count, state.dataset_state, state.iterator_state, state.ended) for count, state, _ in workers.sent()]
     i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (3, 14, True)]
-    assert states == [
-        (count, {"mark": 3}, {"dataset_iter_state": {"i": i}, "fetcher_ended": ended}) for count, i, ended in i
-    ]
+    assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
 
 
 def test_without_a_start_an_epoch_begins_as_ever(workers):
@@ -73,7 +71,7 @@ def test_what_has_no_state_is_not_told_one(workers):
 
     workers.set(WorkerStart({"mark": 3}, {"i": 5}))
     assert [samples for samples, _ in make(Plain())] == [[0, 1], [2, 3], [4, 5]]
-    sent = [(count, state["fetcher_state"]["fetcher_ended"]) for count, state, _ in workers.sent()]
+    sent = [(count, state.ended) for count, state, _ in workers.sent()]
     assert sent == [(0, False), (3, True)]
 
 
@@ -85,8 +83,8 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
     loader = make(Tail(4), count, batch_size=batch_size, collate_fn=untouched)
     assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
     # It takes one step, at which a generator takes note of its place.
-    state = {"dataset_iter_state": {"i": 3}, "fetcher_ended": True}
-    assert [(count, state["fetcher_state"]) for count, state, _ in workers.sent(0)] == [(0, state), (0, state)]
+    sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
+    assert sent == [(0, {"i": 3}, True)] * 2
 
 
 @pytest.mark.parametrize("batch_size", [2, None])
@@ -109,7 +107,7 @@ def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_siz
     loader = make(Once(5), 2, batch_size=batch_size, collate_fn=untouched)
     assert list(loader) == ([3, 4] if batch_size is None else [[4]])
     assert [count for count, _, _ in workers.sent(0)] == [0]
-    assert workers.sent(1)[-1][1]["fetcher_state"]["fetcher_ended"] is True
+    assert workers.sent(1)[-1][1].ended is True
 
 
 # Batches of a resumed epoch
@@ -152,8 +150,8 @@ def test_a_map_style_dataset_goes_on_from_a_snapshot_and_a_replay(workers, case,
     for worker in (0, 1):
         sent = workers.sent(worker)
         assert [count for count, _, _ in sent] == list(range(7 - answers))
-        assert sent[0][1]["dataset_state"] == {"made": []}
-        assert sent[1][1]["dataset_state"] == {"made": sorted(sum(of_worker[worker], batches[low + worker]))}
+        assert sent[0][1].dataset_state == {"made": []}
+        assert sent[1][1].dataset_state == {"made": sorted(sum(of_worker[worker], batches[low + worker]))}
 
 
 def test_single_samples_go_on_and_are_not_converted(workers):
@@ -252,8 +250,7 @@ def test_a_replay_without_workers(kind, seed_by):
     wanted = [first.fetch(batches[0])]
     made = read(maker.first(first, dataset))
     wanted += [first.fetch(batch) for batch in batches[1:]]
-    state = (made["fetcher_state"] or {}).get("dataset_iter_state")
-    start = WorkerStart(made["dataset_state"], state, batches=made["batches"], samples=made["samples"])
+    start = WorkerStart(made.dataset_state, made.iterator_state, batches=made.batches, samples=made.samples)
     dataset = type(dataset)(*([12] if kind == _DatasetKind.Map else [12, True]))
     again = fetcher(dataset, start, 3)
     collated.clear()
@@ -389,7 +386,7 @@ def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make
     batches = list(loader)
     if isinstance(loader.dataset, Told):
         assert batches[0][1][1] == [2, 0]
-        assert workers.sent()[5][1]["dataset_state"] == {"made": [2]}
+        assert workers.sent()[5][1].dataset_state == {"made": [2]}
         told["set_epoch"] = ((9,), {})
         assert outcome(next, iter(loader))[:2] == ("error", KeyError)
         assert workers.sent()[-1][2]

@@ -117,8 +117,8 @@ def snapshot(iterator, worker, answers):
 def place(iterator, worker, answers):
     """After how many answers the snapshot was made, and the iterator's place then."""
     count, state, is_error = snapshot(iterator, worker, answers)
-    assert not is_error and state["worker_id"] == worker
-    return count, state["fetcher_state"]["dataset_iter_state"]["i"]
+    assert not is_error
+    return count, state.iterator_state["i"]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -131,7 +131,7 @@ def test_a_delivered_batch_has_its_snapshot(engine, method):
         for worker in (0, 1):
             assert next(iterator)[0] == [2 * answers + 2, 2 * answers + 3]
             assert place(iterator, worker, answers) == (answers, 2 * answers + 4)
-            assert torch.equal(snapshot(iterator, worker, answers)[1]["dataset_state"]["mark"], torch.ones(2))
+            assert torch.equal(snapshot(iterator, worker, answers)[1].dataset_state["mark"], torch.ones(2))
     assert outcome(next, iterator)[0] == "end"
 
 
@@ -190,7 +190,7 @@ def test_the_end_has_its_snapshot(engine):
         assert outcome(next, iterator)[0] == "end"
         for worker in (0, 1):
             assert place(iterator, worker, 2) == (2, 3) and place(iterator, worker, 1) == (1, 2)
-            assert snapshot(iterator, worker, 2)[1]["fetcher_state"]["fetcher_ended"]
+            assert snapshot(iterator, worker, 2)[1].ended
         assert iter(loader) is iterator
 
 
@@ -222,4 +222,4 @@ def test_a_state_may_be_large(engine):
     iterator = iter(make(Tail(4), collate_fn=as_list))
     next(iterator)
     _, state, _ = snapshot(iterator, 0, 1)
-    assert torch.equal(state["dataset_state"]["mark"], big)
+    assert torch.equal(state.dataset_state["mark"], big)

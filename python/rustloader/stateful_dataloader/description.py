@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rustloader.stateful_dataloader import schema
 from rustloader.stateful_dataloader.phrases import (
     LISTED,
     is_count,
@@ -16,23 +17,9 @@ from rustloader.stateful_dataloader.phrases import (
     snapshot_words,
     start_words,
 )
-from rustloader.stateful_dataloader.state import OWN as _OWN
-from rustloader.stateful_dataloader.state import VERSION as _VERSION
+from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 from rustloader.texts import count_of, type_name
 
-# The keys of states with and without workers.
-_WITH_WORKERS = ("_snapshot", "_steps_since_snapshot", "_iterator_finished")
-_WITHOUT_WORKERS = (
-    "_index_sampler_state",
-    "_sampler_iter_state",
-    "_sampler_iter_yielded",
-    "_num_yielded",
-    "_IterableDataset_len_called",
-    "_shared_seed",
-    "fetcher_state",
-    "dataset_state",
-    "_iterator_finished",
-)
 _SAMPLERS = {
     "sequential": "SequentialSampler",
     "random": "RandomSampler",
@@ -75,8 +62,11 @@ def describe(state: Any) -> str:
         raise TypeError(f"describe() takes the dict that state_dict() returned, got {type_name(state)}")
     if not state:
         return "an empty state: load_state_dict() makes the loader begin anew"
-    if "_snapshot" not in state and "_num_yielded" not in state:
-        return f"no state of a StatefulDataLoader: it has {names(state)}, but neither '_snapshot' nor '_num_yielded'"
+    if schema.SNAPSHOT not in state and schema.NUM_YIELDED not in state:
+        return (
+            f"no state of a StatefulDataLoader: it has {names(state)}, but neither "
+            f"{schema.SNAPSHOT!r} nor {schema.NUM_YIELDED!r}"
+        )
     return "\n".join(_Description(state).lines())
 
 
@@ -86,16 +76,17 @@ class _Description:
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._problems: dict[str, None] = {}
         self._state = state
-        self._with_workers = "_snapshot" in state
-        self._own = self._part(state, "", _OWN) if _OWN in state else {}
-        self._snapshot = self._part(state, "", "_snapshot") if self._with_workers else {}
+        self._with_workers = schema.SNAPSHOT in state
+        self._own = self._part(state, "", OWN) if OWN in state else {}
+        self._snapshot = self._part(state, "", schema.SNAPSHOT) if self._with_workers else {}
         # Where the position in the sampler stands.
-        self._main = self._part(self._snapshot, "_snapshot", "_main_snapshot") if self._with_workers else state
+        self._main = self._part(self._snapshot, schema.SNAPSHOT, schema.MAIN) if self._with_workers else state
         self._main_path = "_snapshot._main_snapshot" if self._with_workers else ""
-        self._sampler = self._part(self._own, _OWN, "sampler") if self._own else {}
+        self._sampler_part = self._part(self._own, OWN, Own.SAMPLER) if self._own else {}
+        self._sampler = SamplerState.of(self._sampler_part)
 
     def lines(self) -> list[str]:
-        known = (*(_WITH_WORKERS if self._with_workers else _WITHOUT_WORKERS), _OWN)
+        known = schema.KEYS_WITH_WORKERS if self._with_workers else schema.KEYS_WITHOUT_WORKERS
         found = [
             f"written by: {self._writer()}",
             f"position: {self._position()}",
@@ -144,57 +135,57 @@ class _Description:
             name = "StatefulDataLoader of torchdata"
         else:
             name = "StatefulDataLoader of rustloader"
-            version = self._number(self._own, _OWN, "version")
-            if version is not None and version > _VERSION:
-                name += f" in format {version}, which is newer than this rustloader's, {_VERSION}"
+            version = self._number(self._own, OWN, Own.VERSION)
+            if version is not None and version > schema.VERSION:
+                name += f" in format {version}, which is newer than this rustloader's, {schema.VERSION}"
         if not self._with_workers:
             return f"{name}, without workers"
-        count = self._number(self._main, self._main_path, "_num_workers")
+        count = self._number(self._main, self._main_path, schema.NUM_WORKERS)
         return f"{name}, with {'workers' if count is None else count_of(count, 'worker')}"
 
     def _position(self) -> str:
-        steps = self._number(self._state, "", "_steps_since_snapshot") or 0 if self._with_workers else 0
+        steps = self._number(self._state, "", schema.STEPS) or 0 if self._with_workers else 0
         if self._with_workers:
-            delivered = self._number(self._snapshot, "_snapshot", "_snapshot_step")
+            delivered = self._number(self._snapshot, schema.SNAPSHOT, schema.SNAPSHOT_STEP)
         else:
-            delivered = self._number(self._state, "", "_num_yielded")
-        following = self._number(self._main, self._main_path, "_sampler_iter_yielded")
+            delivered = self._number(self._state, "", schema.NUM_YIELDED)
+        following = self._number(self._main, self._main_path, schema.SAMPLER_ITER_YIELDED)
         following = None if following is None else following + steps
         text = ""
-        if self._own and (epoch := self._number(self._own, _OWN, "epoch")) is not None:
+        if self._own and (epoch := self._number(self._own, OWN, Own.EPOCH)) is not None:
             text = f"epoch {epoch}, "
         total = self._total()
         text += "an unknown number of batches" if delivered is None else count_of(delivered + steps, "batch")
         text += " delivered" if total is None else f" delivered of {total:,}"
-        if self._value(self._state, "", "_iterator_finished", bool):
+        if self._value(self._state, "", schema.FINISHED, bool):
             return f"{text}; the epoch has ended, and the next iter() begins another one"
         if following is None:
             return text
         if total is not None and following >= total:
             return f"{text}; the end was not reached, and the next iter() is an epoch without batches"
-        written = self._number(self._own, _OWN, "delivered") if self._own else following
+        written = self._number(self._own, OWN, Own.DELIVERED) if self._own else following
         moved = "" if written in (None, following) else f" (a program has moved it from {written})"
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
         """The batches of an epoch, if the state says so."""
-        length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
-        first, length = resharded(self._sampler.get("start"), length)
-        if not is_count(length) or self._sampler.get("kind") == "none":
+        sampler, batch_size = self._sampler, self._sampler.batch_size
+        first, length = resharded(sampler.start, sampler.length)
+        if not is_count(length) or sampler.kind == "none":
             return None
         if batch_size is None:
             return first + length
         if not is_count(batch_size) or batch_size < 1 or not self._is_known():
             return None
-        drops_last = self._sampler.get("drop_last") is True
+        drops_last = sampler.drop_last is True
         return first + (length // batch_size if drops_last else -(-length // batch_size))
 
     def _is_known(self) -> bool:
         """Whether the sampler yields single indices. The length of another one may count batches."""
-        return _SAMPLERS.get(plain(self._sampler.get("kind")), "")[:1].isupper()
+        return _SAMPLERS.get(plain(self._sampler.kind), "")[:1].isupper()
 
     def _ahead(self) -> Iterator[str]:
-        ahead = (self._value(self._own, _OWN, "ahead", list, tuple) if self._own else None) or ()
+        ahead = (self._value(self._own, OWN, Own.AHEAD, list, tuple) if self._own else None) or ()
         if ahead:
             numbers = ", ".join(short(one) for one in ahead[:LISTED])
             more = f" and {len(ahead) - LISTED} more" if len(ahead) > LISTED else ""
@@ -203,59 +194,60 @@ class _Description:
     def _sampler_lines(self) -> Iterator[str]:
         if self._own:
             yield f"sampler: {self._sampler_words()}"
-        for key in ("_index_sampler_state", "_sampler_iter_state"):
+        for key in (schema.INDEX_SAMPLER_STATE, schema.SAMPLER_ITER_STATE):
             state = self._main.get(key)
-            if state is not None and not (isinstance(state, Mapping) and state.keys() == {"samples_yielded"}):
-                drawn = state.get("samples_yielded") if isinstance(state, Mapping) else None
+            if state is not None and not (isinstance(state, Mapping) and state.keys() == {schema.SAMPLES_YIELDED}):
+                drawn = state.get(schema.SAMPLES_YIELDED) if isinstance(state, Mapping) else None
                 words = f", {count_of(drawn, 'sample')} drawn" if is_count(drawn) else ""
                 yield f"sampler's state: {key}, {pickled_size(state)}{words}"
 
     def _sampler_words(self) -> str:
-        kind = self._value(self._sampler, f"{_OWN}.sampler", "kind", str)
+        kind = self._value(self._sampler_part, f"{OWN}.{Own.SAMPLER}", Own.KIND, str)
         text = "unknown" if kind is None else _SAMPLERS.get(kind, short(kind))
-        length, batch_size = self._sampler.get("length"), self._sampler.get("batch_size")
+        length, batch_size = self._sampler.length, self._sampler.batch_size
         if is_count(length) and kind != "none":
             indices = "index" if length == 1 else "indices"
             text += f", {length:,} {indices}" if self._is_known() else f", length {length:,}"
         if is_count(batch_size):
             text += f" in batches of {batch_size:,}"
-        if self._sampler.get("drop_last") is True:
+        if self._sampler.drop_last is True:
             text += ", without a last one that is not full"
-        return text + start_words(self._sampler.get("start"))
+        return text + start_words(self._sampler.start)
 
     def _dataset_line(self) -> Iterator[str]:
         if not self._own:
             return
-        dataset = self._part(self._own, _OWN, "dataset")
-        kind = self._value(dataset, f"{_OWN}.dataset", "kind", str) if dataset else None
+        part = self._part(self._own, OWN, Own.DATASET)
+        kind = self._value(part, f"{OWN}.{Own.DATASET}", Own.KIND, str) if part else None
+        dataset = DatasetState.of(part)
         words = ["unknown" if kind is None else {"map": "map-style"}.get(kind, kind)]
-        if is_count(dataset.get("length")):
-            words.append(count_of(dataset["length"], "sample"))
-        if isinstance(stateful := dataset.get("stateful"), bool):
-            words.append("with a state" if stateful else "without a state")
+        if is_count(dataset.length):
+            words.append(count_of(dataset.length, "sample"))
+        if isinstance(dataset.stateful, bool):
+            words.append("with a state" if dataset.stateful else "without a state")
         yield f"dataset: {', '.join(words)}"
 
     def _seeds(self) -> Iterator[str]:
         words = []
-        base_seed = (self._own if self._own else self._main).get("base_seed" if self._own else "_base_seed")
+        base_seed = (self._own if self._own else self._main).get(Own.BASE_SEED if self._own else schema.BASE_SEED)
         if base_seed is not None:
             words.append(f"base seed {short(base_seed)}")
-        seeds = self._own.get("seeds")
+        seeds = self._own.get(Own.SEEDS)
         if isinstance(seeds, Mapping):
-            numbers = [short(seeds.get(key)) for key in ("base_seed", "epoch")]
+            numbers = [short(seeds.get(key)) for key in (Own.BASE_SEED, Own.EPOCH)]
             words.append("seed_by with base seed {}, epoch {}".format(*numbers))
         if words:
             yield f"random numbers: {'; '.join(words)}"
 
     def _workers(self) -> Iterator[str]:
-        records = self._own.get("workers")
+        records = self._own.get(Own.WORKERS)
         records = records if isinstance(records, list | tuple) else []
         if not self._with_workers:
             words = snapshot_words(self._state, records[0] if records else None)
             if words:
                 yield f"main process: {', '.join(words)}"
             return
-        snapshots = self._part(self._snapshot, "_snapshot", "_worker_snapshots")
+        snapshots = self._part(self._snapshot, schema.SNAPSHOT, schema.WORKER_SNAPSHOTS)
         found = {}
         for number, name in enumerate(snapshots):
             snapshot = self._part(snapshots, "_snapshot._worker_snapshots", name)
@@ -265,13 +257,13 @@ class _Description:
             yield "workers: no states"
         else:
             yield from (f"{name}: {words or 'no state'}" for name, words in found.items())
-        steps = self._state.get("_steps_since_snapshot")
+        steps = self._state.get(schema.STEPS)
         if is_count(steps) and steps > 0:
             yield f"since these snapshots: {count_of(steps, 'batch')}"
 
     def _next_epoch(self) -> Iterator[str]:
-        draws = self._own.get("next")
+        draws = self._own.get(Own.NEXT)
         if isinstance(draws, Mapping):
-            words = f"base seed {short(draws.get('base_seed'))}"
-            which = "first" if self._state.get("_iterator_finished") is False else "next"
-            yield f"{which} epoch: {words}{start_words(draws.get('sampler'))}"
+            words = f"base seed {short(draws.get(Own.BASE_SEED))}"
+            which = "first" if self._state.get(schema.FINISHED) is False else "next"
+            yield f"{which} epoch: {words}{start_words(draws.get(Own.SAMPLER))}"

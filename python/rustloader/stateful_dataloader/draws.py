@@ -13,35 +13,31 @@ from torch.utils.data import IterDataPipe
 from rustloader.stateful_dataloader.kinds import Kind, kind_of, length_of
 from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_of
 from rustloader.stateful_dataloader.sampler import RandomSampler
+from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.sources import Source, start_of
 
 # Samplers that draw random numbers.
 _DRAWING = ("random", "subset", "weighted")
 
 
-def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> dict[str, Any]:
+def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> Draws:
     """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
 
     Args:
         loader: The loader, whose generator the base seed comes from.
         index_sampler: What it takes its index batches from.
         with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep the one that they have.
-
-    Returns:
-        ``"base_seed"``: the seed, or None. ``"sampler"``: the start of the sampler's order, or None for a sampler that
-        draws nothing or by code that is not torch's. Of these, a ``"seed"`` and a ``"global_generator"`` are drawn;
-        from a sampler's own ``"generator"`` nothing is drawn.
     """
     if isinstance(loader.dataset, IterDataPipe):
         # Its processes agree on a seed before the base seed is drawn.
-        return {"base_seed": None, "sampler": None}
+        return Draws(None, None)
     base_seed = None
     if with_base_seed:
         base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-    return {"base_seed": base_seed, "sampler": _draw(kind_of(index_sampler))}
+    return Draws(base_seed, _draw(kind_of(index_sampler)))
 
 
-def foreseen(loader: Any, index_sampler: Any) -> dict[str, Any]:
+def foreseen(loader: Any, index_sampler: Any) -> Draws:
     """What ``draws`` would return, with a base seed. Draws from copies of the generators, which costs little."""
     copies: dict[int, torch.Generator] = {}
 
@@ -53,7 +49,7 @@ def foreseen(loader: Any, index_sampler: Any) -> dict[str, Any]:
         return copies[id(own)]
 
     if isinstance(loader.dataset, IterDataPipe):
-        return {"base_seed": None, "sampler": None}
+        return Draws(None, None)
     base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=copy_of(loader.generator)).item())
     kind = kind_of(index_sampler)
     start: dict[str, Any] | None = None
@@ -65,7 +61,7 @@ def foreseen(loader: Any, index_sampler: Any) -> dict[str, Any]:
             start = {"seed": int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())}
         else:
             start = {"global_generator": generator.get_state()}
-    return {"base_seed": base_seed, "sampler": start}
+    return Draws(base_seed, start)
 
 
 class ForeseenDraws:
@@ -175,7 +171,7 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> None:
         generator.set_state(start["generator"])
 
 
-def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int = 0, has_ended: bool = False) -> None:
+def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, has_ended: bool = False) -> None:
     """Brings a sampler to the end of a saved epoch: its generator, or the state that it has.
 
     For the state of a finished epoch that does not say where the next one starts from.
@@ -203,7 +199,7 @@ def run_out(index_sampler: Any, saved: Mapping[str, Any] | None, position: int =
     generator = getattr(kind.inner, "generator", None)
     if generator is not None and start is not None and "generator" in start:
         generator.set_state(start["generator"])
-        _exhaust(kind.inner if "kind" in saved else _as_torchdata(kind.inner))
+        _exhaust(kind.inner if saved.kind is not None else _as_torchdata(kind.inner))
 
 
 def _as_torchdata(inner: Any) -> RandomSampler:

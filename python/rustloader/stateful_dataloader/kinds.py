@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -19,6 +18,7 @@ from torch.utils.data.sampler import (
 
 from rustloader.iterator import indices
 from rustloader.iterator.starts import shard_start
+from rustloader.stateful_dataloader.schema import SamplerState, check_random_start, check_shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
 from rustloader.torch_side import known_code
 
@@ -76,23 +76,19 @@ def _code_of(iterable: Any) -> Any:
     return getattr(getattr(type(iterable), "__iter__", None), "__code__", None)
 
 
-def about(kind: Kind) -> dict[str, Any]:
+def about(kind: Kind) -> SamplerState:
     """What a state says about a sampler, besides its start."""
     inner = kind.inner
     batches = inner if isinstance(inner, BatchSampler) else kind.batches
-    said = {
-        "kind": kind.name,
-        "length": None if kind.name == "none" else length_of(inner),
-        "batch_size": _plain(int, batches, "batch_size"),
-        "drop_last": _plain(bool, batches, "drop_last"),
-    }
-    if kind.name == "random":
-        said["data_length"] = length_of(inner.data_source)
-    elif kind.name == "weighted":
-        said["data_length"] = length_of(inner.weights)
-    if kind.name in ("random", "weighted"):
-        said["replacement"] = bool(inner.replacement)
-    return said
+    data = {"random": "data_source", "weighted": "weights"}.get(kind.name)
+    return SamplerState(
+        kind=kind.name,
+        length=None if kind.name == "none" else length_of(inner),
+        batch_size=_plain(int, batches, "batch_size"),
+        drop_last=_plain(bool, batches, "drop_last"),
+        data_length=data and length_of(getattr(inner, data)),
+        replacement=data and bool(inner.replacement),
+    )
 
 
 def _plain(cls: type, of: Any, name: str) -> Any:
@@ -139,7 +135,7 @@ _SHARD_TEXTS = {
 }
 
 
-def check(saved: Mapping[str, Any], loader: Any) -> None:
+def check(saved: SamplerState, loader: Any) -> None:
     """Checks that a loader's sampler can go on where a saved one was.
 
     Args:
@@ -151,17 +147,16 @@ def check(saved: Mapping[str, Any], loader: Any) -> None:
     """
     kind = kind_of(loader._index_sampler)
     present = about(kind)
-    _check_kind(saved.get("kind"), kind.name)
-    start = saved.get("start")
-    if start is not None:
-        _check_start(start, kind)
-    size = present["batch_size"]
-    if "batch_size" in saved and None in (saved["batch_size"], size) and saved["batch_size"] != size:
+    _check_kind(saved.kind, kind.name)
+    if saved.start is not None:
+        _check_start(saved.start, kind)
+    size = present.batch_size
+    if saved.says_batch_size and None in (saved.batch_size, size) and saved.batch_size != size:
         raise ValueError(
-            f"the state is of a loader with batch_size={saved['batch_size']}, and this has {size}: {_SETTINGS}"
+            f"the state is of a loader with batch_size={saved.batch_size}, and this has {size}: {_SETTINGS}"
         )
     for name, (text, way_out) in _TEXTS.items():
-        _compare(saved.get(name), present.get(name), text, way_out)
+        _compare(getattr(saved, name), getattr(present, name), text, way_out)
 
 
 def _check_kind(saved: Any, present: str) -> None:
@@ -187,7 +182,7 @@ def _check_start(start: Any, kind: Kind) -> None:
     if kind.name == "distributed":
         _check_shard(start, kind.inner)
     elif kind.name in ("random", "subset", "weighted"):
-        _check_draw(start)
+        check_random_start(start)
 
 
 def _check_shard(start: Mapping[str, Any], inner: DistributedSampler[Any]) -> None:
@@ -195,28 +190,3 @@ def _check_shard(start: Mapping[str, Any], inner: DistributedSampler[Any]) -> No
     present = shard_start(inner) or {}
     for name, (text, way_out) in _SHARD_TEXTS.items():
         _compare(start[name], present.get(name), text, way_out)
-
-
-def check_shard_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
-    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
-        value = start.get(name)
-        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
-            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
-    for name in ("shuffle", "drop_last"):
-        if type(start.get(name)) is not bool:
-            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
-
-
-def _check_draw(start: Mapping[str, Any]) -> None:
-    seed = start.get("seed")
-    if type(seed) is int and 0 <= seed < 2**63:
-        return
-    for name in ("generator", "global_generator"):
-        state = start.get(name)
-        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
-            return
-    raise ValueError(
-        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
-        "what state_dict() of a StatefulDataLoader returned"
-    )

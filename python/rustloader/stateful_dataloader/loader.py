@@ -18,9 +18,10 @@ from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader import sampling, shuffle_buffers, state
 from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
+from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
-from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.stateful_dataloader.state import Plan
 from rustloader.torch_side import TORCHS_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
@@ -159,9 +160,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         # First: the state of a dataset may hold that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._draws_of_next() if finished else None
-        found = iterator.state(back, finished)
-        if draws is not None:
-            found[OWN]["next"] = draws
+        found = iterator.state(back, finished, draws)
         if not (finished or self._has_looked or iterator.delivered_nothing()):
             self._has_looked = True
             if is_stateful(self.dataset):
@@ -286,24 +285,21 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(plan)
             return
         # The epoch of the state has ended, and the next one begins; or the first one has not begun.
-        draws = dict(plan.next or {})
         # If the program has seeded a generator since, its own draws count, as in a run without a state.
         of_loader, of_torch = self._since_load
-        if of_loader.was_seeded():
-            draws.pop("base_seed", None)
-        if of_torch.was_seeded():
-            draws.pop("sampler", None)
-        base_seed = draws.get("base_seed")
+        says_seed = plan.next is not None and not of_loader.was_seeded()
+        base_seed = plan.next.base_seed if plan.next is not None and says_seed else None
+        start = None if plan.next is None or of_torch.was_seeded() else _random_start(plan.next)
         if not plan.finished:
-            self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=_random_start(draws)))
+            self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
             return
-        if base_seed is None and ("base_seed" in draws or self._keeps_workers()):
+        if base_seed is None and (says_seed or self._keeps_workers()):
             # Persistent workers keep theirs.
             base_seed = plan.base_seed
         begun = Plan(
             epoch=plan.epoch + 1,
             base_seed=base_seed,
-            sampler=_random_start(draws),
+            sampler=start,
             seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
             resumed=True,
         )
@@ -322,9 +318,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _restore_sampler(self, plan: Plan) -> None:
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
-        start = None if plan.next is None else plan.next.get("sampler")
+        start = None if plan.next is None else plan.next.sampler
         if start is None:
-            sampling.run_out(self._index_sampler, plan.sampler, plan.low, plan.sampler_has_ended)
+            # In torchdata's states of loaders without workers, the sampler's state is that after the end of its epoch.
+            has_ended = plan.dataset is None and plan.num_workers == 0
+            sampling.run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
         else:
             sampling.restore(self._index_sampler, start)
 
@@ -333,13 +331,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
         kept = self._draws
         if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
-        draws, owes = kept.draws, not kept.are_made
-        start = _random_start(draws)
-        if start is not None:
-            start["is_owed"] = owes
-        return Plan(epoch=self._epochs, base_seed=draws.get("base_seed"), sampler=start, owes_draws=owes)
+        owes = not kept.are_made
+        start = _random_start(kept.draws, owes)
+        return Plan(epoch=self._epochs, base_seed=kept.draws.base_seed, sampler=start, owes_draws=owes)
 
-    def _draws_of_next(self) -> dict[str, Any]:
+    def _draws_of_next(self) -> Draws:
         """The draws that the next ``iter()`` makes, made now and kept for it."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
@@ -350,7 +346,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return copy.deepcopy(self._loaded[0])
         return copy.deepcopy(self._interim) or state.fresh(self, self._draws_of_first())
 
-    def _draws_of_first(self) -> dict[str, Any]:
+    def _draws_of_first(self) -> Draws:
         """The draws that the first ``iter()`` makes. It keeps to them."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = ForeseenDraws(self, self._index_sampler)
@@ -393,7 +389,7 @@ def _add_parameters() -> None:
 _add_parameters()
 
 
-def _random_start(draws: dict[str, Any]) -> dict[str, Any] | None:
+def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
     """The draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its own."""
-    start = draws.get("sampler")
-    return None if not start or _DRAWN.isdisjoint(start) else {"start": start}
+    start = draws.sampler
+    return None if not start or _DRAWN.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

@@ -15,10 +15,10 @@ from rustloader.iterator import fallback
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.settings.config import LoaderConfig
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
-from rustloader.stateful_dataloader.recording import copied
 from rustloader.stateful_dataloader.sampling import Sampling
+from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
-from rustloader.stateful_dataloader.state import OWN, Plan, no_snapshots, worker_start
+from rustloader.stateful_dataloader.state import Plan
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
 
@@ -39,11 +39,11 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
     # Has the epochs that the program tells its dataset.
     _told_epoch: EpochRecorder | None = None
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any], told: EpochRecorder | None) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: DatasetState, told: EpochRecorder | None) -> None:
         self._prepare(loader, plan, about_dataset)
         self._told_epoch = told
         # A map-style dataset without a state needs its position alone.
-        self._has_states = about_dataset["kind"] == "iterable" or bool(about_dataset["stateful"])
+        self._has_states = about_dataset.is_iterable or bool(about_dataset.stateful)
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
         super().__init__(loader)
 
@@ -55,13 +55,13 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     def _adapted(self, loader: Any, config: LoaderConfig) -> LoaderConfig:
         config = super()._adapted(loader, config)
-        if self._about_dataset["stateful"]:
+        if self._about_dataset.stateful:
             config = fallback.round_robin(self, config, "a dataset with a state of its own")
         return config.changed(snapshots=self._wants_snapshots)
 
     def _may_retune(self) -> bool:
         # Workers that leave would take the state of their dataset along.
-        return not self._about_dataset["stateful"]
+        return not self._about_dataset.stateful
 
     def _init_torchs(self, init: Callable[[Any], None], loader: Any) -> None:
         self._call_torchs_init(init, loader)
@@ -101,12 +101,11 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             # The error in place of a state. An earlier one serves as well.
             found = self._engine().snapshot(worker, found.answers - 1) if found.answers else None
         count, made = (0, None) if found is None else (found.answers, read(found.payload))
-        made = self._snapshot_or_start(start, worker, count, made)
-        record = self._record(start, answers, count, made)
+        after = self._worker_after(start, answers, count, made)
         if self._dataset_kind == _DatasetKind.Map:
             # The index batches of its earlier answers are gone.
-            record["replay"] = 0
-        return worker_start(made, record)
+            after.replay = 0
+        return after.resumed()
 
     def _starts(self, plan: Plan) -> list[WorkerStart | None]:
         """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
@@ -210,10 +209,12 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
 
     # The state.
 
-    def state(self, back: int, finished: bool, *, before_error: bool = False) -> dict[str, Any]:
+    def state(
+        self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
+    ) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before.
 
-        ``before_error``: Without the last answer, which is an error.
+        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
         origin = self.origin
         # Once: another thread may be in `next`.
@@ -230,55 +231,32 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
         low, ahead = ordinals(origin, tasks, beyond)
         if last is None:
             last = (self._first_worker - 1) % self._num_workers
-        sampled_at, records = low, None
+        sampled_at, workers = low, None
         if self._has_states and not self._passthrough:
-            snapshots, records = self._worker_states(counts)
+            workers = self._workers_after(counts)
             if self._dataset_kind == _DatasetKind.Map and not ahead:
-                sampled_at -= self._num_workers * max(record["replay"] for record in records)
-        else:
-            snapshots = no_snapshots(self._num_workers)
-        sampled = self.sampling.state(max(sampled_at, 0))
-        return {
-            "_snapshot": {
-                "_snapshot_step": yielded - back,
-                "_last_yielded_worker_id": last,
-                "_main_snapshot": {
-                    "_num_workers": self._num_workers,
-                    "_sampler_iter_state": sampled.sampler_iter_state,
-                    "_index_sampler_state": sampled.index_sampler_state,
-                    "_sampler_iter_yielded": low,
-                    "_IterableDataset_len_called": self._IterableDataset_len_called,
-                    "_shared_seed": self._shared_seed,
-                    "_base_seed": self._base_seed,
-                },
-                "_worker_snapshots": snapshots,
-            },
-            "_steps_since_snapshot": 0,
-            "_iterator_finished": finished,
-            OWN: self._own_part(low, ahead, sampled.own, records, self._failures_after(yielded - back)),
-        }
+                sampled_at -= self._num_workers * max(worker.replayed for worker in workers)
+        sampler = self.sampling.state(max(sampled_at, 0))
+        return self._state(low, ahead, yielded - back, finished, draws, sampler, workers, last)
 
-    def _worker_states(self, counts: list[int]) -> tuple[dict[str, Any], list[dict[str, int]]]:
+    def _workers_after(self, counts: list[int]) -> list[WorkerStart]:
         """The newest snapshots that are no younger than the position, and what was delivered after them."""
         if not self._started and self._frozen is None and self._has_begun:
             # The state of a worker that does not start in time is the one that it starts from.
             self._started = bool(self._engine().wait_started(self._timeout))
         starts = self.origin.workers
-        states, records = {}, []
+        found = []
         for worker, answers in enumerate(counts):
             start = starts[worker] if starts else WorkerStart()
             count, made = self._snapshot(worker, answers)
             if made is not None:
                 self._warn_if_frozen(made)
-            made = self._snapshot_or_start(start, worker, count, made)
-            state = {name: copied(made[name]) for name in ("worker_id", "dataset_state", "fetcher_state")}
-            states[f"worker_{worker}"] = state
-            record = self._record(start, answers, count, made)
+            after = self._worker_after(start, answers, count, made)
             if self._dataset_kind == _DatasetKind.Map and (not self._in_order or self.origin.ahead):
                 # Which worker made a batch is not known.
-                record["replay"] = 0
-            records.append(record)
-        return states, records
+                after.replay = 0
+            found.append(after)
+        return found
 
     def _failures_after(self, yielded: int) -> int:
         if self._failures is None or not self._has_begun:
@@ -299,7 +277,7 @@ class _StatefulMultiProcessingIter(Positioned, _MultiProcessingDataLoaderIter):
             return self._engine().snapshot(worker, answers)
         return next((it for it in reversed(self._frozen[worker]) if it.answers <= answers), None)
 
-    def _snapshot(self, worker: int, answers: int) -> tuple[int, dict[str, Any] | None]:
+    def _snapshot(self, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
         """A worker's newest snapshot after at most that many of its answers."""
         found = self._found(worker, answers)
         if found is None:

@@ -7,6 +7,13 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from rustloader.stateful_dataloader.schema import (
+    DATASET_ITER_STATE,
+    DATASET_STATE,
+    FETCHER_ENDED,
+    FETCHER_STATE,
+    Own,
+)
 from rustloader.texts import count_of, size, type_name
 
 # Above every count.
@@ -43,15 +50,15 @@ def resharded(start: Any, length: Any) -> tuple[int, Any]:
 def snapshot_words(snapshot: Mapping[Any, Any], record: Any) -> list[str]:
     """What is known of a worker, or of the process without workers."""
     words = []
-    fetcher = snapshot.get("fetcher_state")
-    iterator = fetcher.get("dataset_iter_state") if isinstance(fetcher, Mapping) else None
-    for state, owner in ((snapshot.get("dataset_state"), "dataset"), (iterator, "iterator")):
+    fetcher = snapshot.get(FETCHER_STATE)
+    iterator = fetcher.get(DATASET_ITER_STATE) if isinstance(fetcher, Mapping) else None
+    for state, owner in ((snapshot.get(DATASET_STATE), "dataset"), (iterator, "iterator")):
         if state is not None:
             words.append(f"state of the {owner}: {pickled_size(state)}")
-    replay = record.get("replay") if isinstance(record, Mapping) else None
+    replay = record.get(Own.REPLAY) if isinstance(record, Mapping) else None
     if is_count(replay) and replay > 0:
         words.append(f"{count_of(replay, 'batch')} to fetch again")
-    if isinstance(fetcher, Mapping) and fetcher.get("fetcher_ended") is True:
+    if isinstance(fetcher, Mapping) and fetcher.get(FETCHER_ENDED) is True:
         words.append("at its end")
     return words
 

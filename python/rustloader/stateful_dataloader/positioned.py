@@ -15,7 +15,8 @@ from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.settings.config import view
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
-from rustloader.stateful_dataloader.state import VERSION, Plan
+from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State, copied
+from rustloader.stateful_dataloader.state import Plan
 from rustloader.torch_side import TORCHS_INIT, in_torch
 from rustloader.workers.snapshots import WorkerStart
 
@@ -44,14 +45,14 @@ class Positioned(_BaseDataLoaderIter):
     finished: Any
     _every = 1
     # What a state says about the dataset.
-    _about_dataset: dict[str, Any]
+    _about_dataset: DatasetState
     _seeding: Seeding | None = None
     _raised = 0
     # From `_note_end` to the program.
     _frames_to_caller = 5
     _has_warned = False
 
-    def _prepare(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
+    def _prepare(self, loader: Any, plan: Plan, about_dataset: DatasetState) -> None:
         """Sets what the first epoch starts from. Comes before torch's constructor."""
         self._plan = self.origin = plan
         self._every = loader.snapshot_every_n_steps or 0
@@ -84,8 +85,8 @@ class Positioned(_BaseDataLoaderIter):
         """Sets what the next epoch starts from, of a persistent loader."""
         self._plan = dataclasses.replace(plan, base_seed=int(self._base_seed))
 
-    def _warn_if_frozen(self, made: dict[str, Any]) -> None:
-        if made.get("frozen") and not self._has_warned:
+    def _warn_if_frozen(self, made: WorkerStart) -> None:
+        if made.frozen and not self._has_warned:
             self._has_warned = True
             warnings.warn(_FROZEN.format(type(self._dataset).__qualname__, FROZEN_AFTER), stacklevel=5)
 
@@ -102,51 +103,60 @@ class Positioned(_BaseDataLoaderIter):
         if self.origin.resumed and self._num_yielded == self.origin.yielded and not self._raised:
             warnings.warn(_EMPTY, stacklevel=self._frames_to_caller)
 
-    def _snapshot_or_start(
-        self, start: WorkerStart, worker: int, count: int, made: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """The snapshot that a worker made after ``count`` of its answers, or what it started from.
+    def _worker_after(self, start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
+        """What a worker starts from that goes on after a number of its answers.
 
         Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded.
         A dataset that applies it at its first step shows another one until then.
+
+        Args:
+            start: What it started from.
+            answers: Number of its answers since.
+            count: Number of its answers before its snapshot.
+            made: The snapshot, or None.
         """
         if made is None or (count == 0 and start.has_state):
-            made = start.as_snapshot(worker, self._dataset_kind == _DatasetKind.Iterable)
-        return made
+            made = dataclasses.replace(
+                start, dataset_state=copied(start.dataset_state), iterator_state=copied(start.iterator_state)
+            )
+        replay = answers - count + (start.replayed if count == 0 else 0)
+        return dataclasses.replace(made, delivered=start.delivered + answers, replay=replay)
 
-    def _record(self, start: WorkerStart, answers: int, count: int, made: dict[str, Any]) -> dict[str, Any]:
-        """What a state says about a worker besides its snapshot, which was made after ``count`` of its answers."""
-        return {
-            "delivered": start.delivered + answers,
-            "replay": answers - count + (start.replayed if count == 0 else 0),
-            "batches": made["batches"],
-            "samples": made["samples"],
-        }
-
-    def _own_part(
+    def _state(
         self,
         low: int,
         ahead: list[int],
-        sampler: dict[str, Any],
-        workers: list[dict[str, Any]] | None,
-        failures: int,
-    ) -> Any:
-        """This package's part of a state."""
+        yielded: int,
+        finished: bool,
+        draws: Draws | None,
+        sampler: SamplerState,
+        workers: list[WorkerStart] | None,
+        last_worker: int = -1,
+    ) -> dict[str, Any]:
         seeding = self._seeding
-        found = {
-            "version": VERSION,
-            "epoch": self.origin.epoch,
-            "base_seed": self._base_seed,
-            "delivered": low,
-            "ahead": ahead,
-            "sampler": sampler,
-            "dataset": self._about_dataset.copy(),
-            "seeds": None if seeding is None else {"base_seed": seeding.base_seed, "epoch": seeding.epoch},
-            "workers": workers,
-        }
-        if failures:
-            found["failures"] = failures
-        return found
+        return State(
+            num_workers=self._num_workers,
+            low=low,
+            ahead=tuple(ahead),
+            yielded=yielded,
+            last_worker=last_worker,
+            finished=finished,
+            sampler=sampler,
+            workers=[WorkerStart()] * self._num_workers if workers is None else workers,
+            has_records=workers is not None,
+            base_seed=int(self._base_seed),
+            len_called=self._IterableDataset_len_called,
+            shared_seed=self._shared_seed,
+            epoch=self.origin.epoch,
+            dataset=self._about_dataset,
+            seeds=None if seeding is None else (seeding.base_seed, seeding.epoch),
+            failures=self._failures_after(yielded),
+            next=draws,
+        ).to_torchdata()
+
+    def _failures_after(self, yielded: int) -> int:
+        """Number of failures in this epoch before a batch."""
+        raise NotImplementedError
 
 
 def own_copy(batch: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import threading
@@ -10,33 +9,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
+from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState, copied
 from rustloader.stateful_dataloader.sources import iterate
 from rustloader.stateful_dataloader.stateful import Stateful
 
 # Number of states that are kept. Beyond it every second one of the older half is dropped.
 _KEPT = 64
-
-
-_IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
-
-
-def copied(value: Any) -> Any:
-    """A deep copy of a state. Fast for plain types and tensors."""
-    kind = type(value)
-    if kind in _IMMUTABLE:
-        return value
-    if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(map(copied, value))
-    if kind is torch.Tensor:
-        return value.detach().clone()
-    return copy.deepcopy(value)
 
 
 class Entry(NamedTuple):
@@ -146,7 +127,7 @@ class Recorder(Iterator[Any]):
 
     def _begin_inner(self) -> Any:
         saved = None if self._saved is None else self._saved.sampler_iter_state
-        self._samples = 0 if saved is None else saved["samples_yielded"]
+        self._samples = 0 if saved is None else saved[SAMPLES_YIELDED]
         inner = Inner(self._kind.inner, copied(saved))
         inner.begin()
         self._inner = inner
@@ -225,16 +206,12 @@ class Recorder(Iterator[Any]):
         return Entry(*copied(tuple(found)))
 
 
-def recorder_of(
-    kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int, every: int
-) -> tuple[Recorder, int]:
+def recorder_of(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> tuple[Recorder, int]:
     """A recorder that goes on from what a state says, and the number of its index batches before a position."""
     entry = None
     begun = 0
-    if saved is not None:
-        states = saved.get("_index_sampler_state"), saved.get("_sampler_iter_state")
-        if states != (None, None):
-            # A program may have set the position back to one before the state.
-            begun = min(saved.get("state_position", position), position)
-            entry = Entry(begun, *states)
+    if saved is not None and saved.has_states:
+        # A program may have set the position back to one before the state.
+        begun = position if saved.state_position is None else min(saved.state_position, position)
+        entry = Entry(begun, saved.index_sampler_state, saved.sampler_iter_state)
     return Recorder(kind, torchs, entry, begun, every), position - begun

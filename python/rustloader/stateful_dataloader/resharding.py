@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rustloader.stateful_dataloader.kinds import check_shard_start
-from rustloader.stateful_dataloader.state import OWN
+from rustloader.stateful_dataloader import schema
+from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
@@ -59,10 +60,9 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         source = number % len(ranks)
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
         if num_replicas != len(ranks):
-            start = samplers[source]["start"]
             # They belong to the old ranks.
-            state[OWN].pop("failures", None)
-            state[OWN]["sampler"] = samplers[source] | {"start": start and start | {"rank": number}}
+            state[OWN].pop(Own.FAILURES, None)
+            state[OWN][Own.SAMPLER] = _of_rank(samplers[source], number).own
         made.append(state)
     return made
 
@@ -72,37 +72,37 @@ class _Rank:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None
-        if not isinstance(own, Mapping) or not isinstance(own.get("sampler"), Mapping):
+        if not isinstance(own, Mapping) or not isinstance(own.get(Own.SAMPLER), Mapping):
             raise ValueError(
                 f"states must be those of a rustloader.StatefulDataLoader, which have {OWN!r}, got a "
                 f"{type(state).__name__} without it"
             )
         self.state = state
-        self.sampler: Mapping[str, Any] = own["sampler"]
-        if self.sampler.get("kind") != "distributed":
+        self.sampler = SamplerState.of(own[Own.SAMPLER])
+        if self.sampler.kind != "distributed":
             raise ValueError(
-                f"the states are of a sampler of kind {self.sampler.get('kind')!r}: only those of torch's "
+                f"the states are of a sampler of kind {self.sampler.kind!r}: only those of torch's "
                 "DistributedSampler can be resharded, without subclasses that have an order or a state of their own"
             )
-        if own.get("ahead"):
+        if own.get(Own.AHEAD):
             raise ValueError(
-                f"batches {list(own['ahead'])} were delivered before older ones, so what is left cannot be dealt "
+                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so what is left cannot be dealt "
                 "anew: take the states with in_order=True, or at the end of an epoch"
             )
-        if (own.get("dataset") or {}).get("stateful"):
+        if DatasetState.of(own.get(Own.DATASET) or {}).stateful:
             raise ValueError(
                 "the dataset has a state of its own, which cannot be dealt to other ranks: resume with the same number "
                 "of ranks"
             )
         self.position = _position(state)
-        self.start: Mapping[str, Any] | None = self.sampler.get("start")
+        self.start: Mapping[str, Any] | None = self.sampler.start
         if self.start is not None:
-            check_shard_start(self.start)
+            schema.check_shard_start(self.start)
 
     def common(self) -> dict[str, Any]:
         """What must be the same in the states of all ranks."""
-        said = {name: self.sampler.get(name) for name in ("batch_size", "drop_last", "length")}
-        said |= {"_iterator_finished": self.state.get("_iterator_finished"), "number of batches": self.position}
+        said = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
+        said |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
         said["begin of the epoch"] = "not begun" if self.start is None else "begun"
         shared = {} if self.start is None else self.start
         return said | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
@@ -110,10 +110,11 @@ class _Rank:
 
 def _position(state: Mapping[str, Any]) -> int:
     try:
-        if "_snapshot" in state:
-            found = state["_snapshot"]["_main_snapshot"]["_sampler_iter_yielded"] + state["_steps_since_snapshot"]
+        if schema.SNAPSHOT in state:
+            main = state[schema.SNAPSHOT][schema.MAIN]
+            found = main[schema.SAMPLER_ITER_YIELDED] + state[schema.STEPS]
         else:
-            found = state["_sampler_iter_yielded"]
+            found = state[schema.SAMPLER_ITER_YIELDED]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a state has no number of delivered batches: {error!r} is missing") from error
     if type(found) is not int or found < 0:
@@ -143,21 +144,26 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
     return [numbered[number] for number in range(replicas)]
 
 
-def _changed(sampler: Mapping[str, Any], position: int, old: int, new: int) -> dict[str, Any]:
+def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
+    return replace(sampler, start=sampler.start and sampler.start | {"rank": rank})
+
+
+def _changed(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
     """What a state says about the sampler, for another number of ranks."""
-    start = sampler.get("start")
+    start = sampler.start
     if start is None:
         # The epoch has not begun. Its order depends on the sampler alone.
-        return dict(sampler) | {"length": None}
-    size = 1 if sampler["batch_size"] is None else sampler["batch_size"]
+        return replace(sampler, length=None)
+    size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
     samples = min((position - start["first"]) * size, _each(length - consumed, old, start["drop_last"]))
     # The end of the order may have been repeated to serve all ranks.
     consumed = min(consumed + samples * old, length)
-    return dict(sampler) | {
-        "length": _each(length, new, start["drop_last"]),
-        "start": dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
-    }
+    return replace(
+        sampler,
+        length=_each(length, new, start["drop_last"]),
+        start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
+    )
 
 
 def _each(length: int, replicas: int, drop_last: bool) -> int:

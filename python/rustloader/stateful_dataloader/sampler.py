@@ -16,6 +16,7 @@ from torch.utils.data import sampler as torch_sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, INNER_STATE, SAMPLES_YIELDED
 from rustloader.stateful_dataloader.stateful import Stateful
 
 __all__ = ["BatchSampler", "RandomSampler", "StatefulDistributedSampler"]
@@ -176,18 +177,18 @@ class _BatchIterator(Iterator[list[int]]):
         return batch_state(self.samples_yielded, self._sampler, self._indices)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.samples_yielded = state_dict["samples_yielded"]
+        self.samples_yielded = state_dict[SAMPLES_YIELDED]
         self._indices = load_batch_state(state_dict, self._sampler)
         self._pending = []
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
     """The state of an iterator over batches: of the sampler inside, and of the iterator over it."""
-    state: dict[str, Any] = {"samples_yielded": samples_yielded}
+    state: dict[str, Any] = {SAMPLES_YIELDED: samples_yielded}
     if isinstance(sampler, Stateful):
-        state["sampler_state"] = sampler.state_dict()
+        state[INNER_STATE] = sampler.state_dict()
     if isinstance(indices, Stateful):
-        state["sampler_iter_state"] = indices.state_dict()
+        state[INNER_ITER_STATE] = indices.state_dict()
     return state
 
 
@@ -197,14 +198,14 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
     Raises:
         ValueError: The state is of a sampler or an iterator that has one, and this has none.
     """
-    if "sampler_state" in state:
-        as_stateful(sampler).load_state_dict(state["sampler_state"])
+    if INNER_STATE in state:
+        as_stateful(sampler).load_state_dict(state[INNER_STATE])
     indices = iter(sampler)
-    if "sampler_iter_state" in state:
-        as_stateful(indices).load_state_dict(state["sampler_iter_state"])
+    if INNER_ITER_STATE in state:
+        as_stateful(indices).load_state_dict(state[INNER_ITER_STATE])
     has_state = isinstance(sampler, Stateful) or isinstance(indices, Stateful)
     if not has_state and not isinstance(sampler, _InfiniteConstantSampler):
-        return itertools.islice(indices, state["samples_yielded"], None)
+        return itertools.islice(indices, state[SAMPLES_YIELDED], None)
     return indices
 
 

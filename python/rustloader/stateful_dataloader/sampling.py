@@ -6,7 +6,8 @@ import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,25 +16,12 @@ from rustloader.iterator.starts import Start, shard_start
 from rustloader.stateful_dataloader.draws import draws, restore, run_out
 from rustloader.stateful_dataloader.kinds import Kind, about, check, kind_of
 from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful, recorder_of
+from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState
 from rustloader.stateful_dataloader.sources import Source, iterate, start_of
 
-__all__ = ["SamplerState", "Sampling", "check", "draws", "restore", "run_out", "sampling", "unstarted"]
+__all__ = ["Sampling", "check", "draws", "restore", "run_out", "sampling", "unstarted"]
 
 logger = logging.getLogger("rustloader")
-
-
-class SamplerState(NamedTuple):
-    """What a state says about a sampler at a position.
-
-    Attributes:
-        own: This package's part.
-        index_sampler_state: torchdata's ``_index_sampler_state``.
-        sampler_iter_state: torchdata's ``_sampler_iter_state``.
-    """
-
-    own: dict[str, Any]
-    index_sampler_state: Any
-    sampler_iter_state: Any
 
 
 class Sampling(ABC):
@@ -50,7 +38,7 @@ class Sampling(ABC):
     def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
         self._kind = kind
         self.iterator = iterator
-        self._about: dict[str, Any] | None = None
+        self._about: SamplerState | None = None
 
     @abstractmethod
     def draw(self) -> None:
@@ -63,12 +51,12 @@ class Sampling(ABC):
         Makes the draws of the first ``next`` if they are not made, so that the state says what comes.
         """
 
-    def _said(self, **more: Any) -> dict[str, Any]:
+    def _said(self, **more: Any) -> SamplerState:
         # When it is asked for: `len` of a sampler may be code of the program.
         said = self._about
         if said is None:
             said = self._about = about(self._kind)
-        return said | more
+        return replace(said, **more)
 
 
 class _Streamed(Sampling):
@@ -94,8 +82,7 @@ class _Streamed(Sampling):
         if saved is None:
             self.draw()
             saved = self._start.saved
-        said = self._said(start=_fresh(saved))
-        return SamplerState(said, None, _samples(said, position))
+        return _with_samples(self._said(start=_fresh(saved)), position)
 
 
 class _Sourced(Sampling):
@@ -113,12 +100,10 @@ class _Sourced(Sampling):
     def state(self, position: int) -> SamplerState:
         source = self._source
         if source is None:
-            said = self._said(start={})
-        else:
-            if source.saved is None:
-                source.begin()
-            said = self._said(start=_fresh(source.saved))
-        return SamplerState(said, None, _samples(said, position))
+            return _with_samples(self._said(start={}), position)
+        if source.saved is None:
+            source.begin()
+        return _with_samples(self._said(start=_fresh(source.saved)), position)
 
 
 class _Recorded(Sampling):
@@ -134,9 +119,11 @@ class _Recorded(Sampling):
     def state(self, position: int) -> SamplerState:
         entry = self._recorder.entry(position)
         if entry is None:
-            return SamplerState(self._said(kind="other", start=None), None, None)
-        said = self._said(kind="stateful", start=None, state_position=entry.position)
-        return SamplerState(said, entry.index_sampler_state, entry.sampler_iter_state)
+            return self._said(kind="other")
+        at, index_sampler, sampler_iter = entry
+        return self._said(
+            kind="stateful", state_position=at, index_sampler_state=index_sampler, sampler_iter_state=sampler_iter
+        )
 
 
 class _Other(Sampling):
@@ -148,8 +135,8 @@ class _Other(Sampling):
         pass
 
     def state(self, position: int) -> SamplerState:
-        said = self._said(start=None)
-        return SamplerState(said, None, _samples(said, position) if self._kind.name == "none" else None)
+        said = self._said()
+        return _with_samples(said, position) if self._kind.name == "none" else said
 
 
 def _fresh(start: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -158,24 +145,24 @@ def _fresh(start: dict[str, Any] | None) -> dict[str, Any] | None:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
 
 
-def _samples(said: dict[str, Any], position: int) -> dict[str, Any] | None:
-    """torchdata's state of the batches of a sampler without a state."""
-    size, length = said["batch_size"], said["length"]
-    if size is None:
-        return None
-    samples = position * size
-    return {"samples_yielded": samples if length is None else min(samples, length)}
+def _with_samples(said: SamplerState, position: int) -> SamplerState:
+    """Adds torchdata's state of the batches of a sampler without a state."""
+    if said.batch_size is None:
+        return said
+    samples = position * said.batch_size
+    samples = samples if said.length is None else min(samples, said.length)
+    return replace(said, sampler_iter_state={SAMPLES_YIELDED: samples})
 
 
 def unstarted(index_sampler: Any) -> SamplerState:
     """What to save of a sampler before the first epoch. Draws nothing."""
-    return SamplerState(about(kind_of(index_sampler)) | {"start": None}, None, None)
+    return about(kind_of(index_sampler))
 
 
 def sampling(
     index_sampler: Any,
     torchs: Any,
-    saved: Mapping[str, Any] | None,
+    saved: SamplerState | None,
     position: int,
     ahead: Sequence[int],
     every: int,
@@ -186,9 +173,8 @@ def sampling(
     Args:
         index_sampler: What the loader takes its index batches from.
         torchs: ``iter(index_sampler)``, unstarted.
-        saved: What ``Sampling.state`` has saved: its own part and, for samplers with a state, torchdata's two. Also a
-            dict with ``"start"`` and ``"is_owed"`` alone, or torchdata's two alone, which are then of
-            ``"state_position"`` or, without that, of the position. None starts the epoch as torch draws it.
+        saved: What ``Sampling.state`` has saved; also the start alone, or torchdata's two states alone, which are
+            those at the position unless it has a ``state_position``. None starts the epoch as torch draws it.
         position: Number of index batches to leave out.
         ahead: Ordinals from the position on to leave out as well.
         every: Number of index batches from one state of a sampler to the next; 0 for the first one alone.
@@ -209,7 +195,7 @@ def sampling(
     return found
 
 
-def _from_position(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int, every: int) -> Sampling:
+def _from_position(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> Sampling:
     if kind.is_known:
         return _known(kind, torchs, saved, position)
     if may_be_stateful(kind, torchs):
@@ -222,7 +208,7 @@ def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return itertools.islice(iterator, count, None) if count else iterator
 
 
-def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: int) -> Sampling:
+def _known(kind: Kind, torchs: Any, saved: SamplerState | None, position: int) -> Sampling:
     given = start_of(kind, saved)
     if kind.name == "sequential":
         return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))) if position else torchs, None)
@@ -232,7 +218,7 @@ def _known(kind: Kind, torchs: Any, saved: Mapping[str, Any] | None, position: i
         given = {**given, "rank": kind.inner.rank}
         # A program may have set the position back to one of other ranks.
         position = max(position - given["first"], 0)
-    is_owed = saved is not None and bool(saved.get("is_owed"))
+    is_owed = saved is not None and saved.is_owed
     start = Start(given, is_owed)
     stream = indices.stream(kind.inner if kind.batches is None else kind.batches, torchs, start)
     if stream is not torchs:

@@ -20,8 +20,8 @@ from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.single import guarded, prepare_fetcher
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
-from rustloader.stateful_dataloader.recording import copied
-from rustloader.stateful_dataloader.state import OWN, Plan
+from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
+from rustloader.stateful_dataloader.state import Plan
 from rustloader.workers import resuming
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 
@@ -36,7 +36,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
     # A batch whose failures are being counted.
     _kept: list[Any] = []  # noqa: RUF012
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: dict[str, Any]) -> None:
+    def __init__(self, loader: Any, plan: Plan, about_dataset: DatasetState) -> None:
         self._prepare(loader, plan, about_dataset)
         self._start = start = plan.workers[0] if plan.workers else WorkerStart()
         # The index batch that is being made. An interrupt leaves it here for the next call.
@@ -191,10 +191,12 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             back -= answers not in self._errors
         return answers
 
-    def state(self, back: int, finished: bool, *, before_error: bool = False) -> dict[str, Any]:
+    def state(
+        self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
+    ) -> dict[str, Any]:
         """The state after the last batch that was delivered, or ``back`` batches before.
 
-        ``before_error``: Without the last answer, which is an error.
+        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
         # Once: another thread may be in `next`.
         yielded = self._num_yielded
@@ -204,46 +206,35 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         low, ahead = ordinals(self.origin, answers, [])
         # First: the state of a dataset may hold that of a generator.
         self.sampling.draw()
-        made, record = self._made(answers, back == 0 and not before_error, finished)
-        sampled = self.sampling.state(low - record["replay"] if self._dataset_kind == _DatasetKind.Map else low)
-        return {
-            "_index_sampler_state": sampled.index_sampler_state,
-            "_sampler_iter_state": sampled.sampler_iter_state,
-            "_sampler_iter_yielded": low,
-            "_num_yielded": yielded - back,
-            "_IterableDataset_len_called": self._IterableDataset_len_called,
-            "_shared_seed": self._shared_seed,
-            "fetcher_state": made["fetcher_state"],
-            "dataset_state": made["dataset_state"],
-            "_iterator_finished": finished,
-            OWN: self._own_part(low, ahead, sampled.own, [record], self._failures_after(yielded - back)),
-        }
+        worker = self._worker(answers, back == 0 and not before_error, finished)
+        sampler = self.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
+        return self._state(low, ahead, yielded - back, finished, draws, sampler, [worker])
 
-    def _made(self, answers: int, is_last: bool, finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
         """The state of dataset and fetcher, and how many batches were made after it."""
         maker, start, made = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
-            made = copied(maker.state(self._dataset_fetcher, self._dataset))
+            made = maker.state(self._dataset_fetcher, self._dataset)
+            made.dataset_state, made.iterator_state = copied(made.dataset_state), copied(made.iterator_state)
             if not finished and self._drawn_at == answers:
                 # Another thread has begun the next batch.
                 made = None
         if made is not None:
             # The batches that were made again are in it.
-            record = self._record(start, answers, answers, made) | {"replay": 0}
+            worker = self._worker_after(start, answers, answers, made)
+            worker.replay = 0
         else:
-            count, made = self._newest_snapshot(answers)
-            made = copied(self._snapshot_or_start(start, 0, count, made))
-            record = self._record(start, answers, count, made)
-        self._warn_if_frozen(made)
+            worker = self._worker_after(start, answers, *self._newest_snapshot(answers))
+        self._warn_if_frozen(worker)
         if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
-            record["replay"] = 0
-        return made, record
+            worker.replay = 0
+        return worker
 
     def _failures_after(self, yielded: int) -> int:
         return self.origin.failures if self._guarded is None else self._guarded[1].count_after(yielded)
 
-    def _newest_snapshot(self, answers: int) -> tuple[int, dict[str, Any] | None]:
+    def _newest_snapshot(self, answers: int) -> tuple[int, WorkerStart | None]:
         for after, payload in reversed(self._snapshots):
             if after <= answers:
                 return after, read(payload)

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 
 from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.stateful_dataloader.kinds import Kind
+from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
 
 
 class Source:
@@ -116,19 +117,19 @@ def _lazily(source: Any) -> Iterator[Any]:
     yield from source
 
 
-def start_of(kind: Kind, saved: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def start_of(kind: Kind, saved: SamplerState | None) -> Mapping[str, Any] | None:
     """The saved start of a known sampler; None if there is none.
 
     A state of torchdata's RandomSampler has the state of its generator. torch's sampler draws the same indices from it.
     """
     if saved is None:
         return None
-    if "kind" in saved or saved.get("start") is not None:
-        found: Mapping[str, Any] | None = saved.get("start")
+    if saved.kind is not None or saved.start is not None:
+        found: Mapping[str, Any] | None = saved.start
         return found or None
-    state = saved.get("_sampler_iter_state")
+    state = saved.sampler_iter_state
     if kind.batches is not None and isinstance(state, Mapping):
-        state = state.get("sampler_iter_state")
+        state = state.get(INNER_ITER_STATE)
     if kind.name == "random" and isinstance(state, Mapping) and "generator" in state:
         return {"generator": state["generator"]}
     return None

@@ -139,7 +139,7 @@ class _Worker:
             self.make_fetcher(start, job.told)
         policy = job.snapshots
         if policy is not None:
-            snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, worker_id, self.seeds)
+            snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))

@@ -1,7 +1,6 @@
 """Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
 
-``read`` reads one: a dict of the state in torchdata's form, the counters of ``seed_by``, whether anything has a state,
-and whether it stays the same.
+``read`` reads one: what a worker starts from that goes on after it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic, thread_time
 from typing import Any
 
@@ -42,7 +41,7 @@ class SnapshotPolicy:
 
 @dataclass
 class WorkerStart:
-    """How a worker begins a resumed epoch.
+    """How a worker begins a resumed epoch; also what a snapshot holds.
 
     Attributes:
         dataset_state: For ``load_state_dict`` of the dataset, or None.
@@ -52,6 +51,7 @@ class WorkerStart:
         batches: The counter of ``Seeds`` at the snapshot.
         samples: The same for samples.
         delivered: Number of the worker's answers before the position.
+        frozen: Whether the state of an iterable dataset stays the same while batches are made.
     """
 
     dataset_state: Any = None
@@ -61,6 +61,7 @@ class WorkerStart:
     batches: int = 0
     samples: int = 0
     delivered: int = 0
+    frozen: bool = False
 
     @property
     def has_state(self) -> bool:
@@ -72,16 +73,9 @@ class WorkerStart:
         """Number of batches to fetch and drop."""
         return self.replay if isinstance(self.replay, int) else len(self.replay)
 
-    def as_snapshot(self, worker_id: int, is_iterable: bool) -> dict[str, Any]:
-        """The snapshot that this was read from."""
-        fetcher_state = {"dataset_iter_state": self.iterator_state, "fetcher_ended": self.ended}
-        return {
-            "worker_id": worker_id,
-            "dataset_state": self.dataset_state,
-            "fetcher_state": fetcher_state if is_iterable else None,
-            "batches": self.batches,
-            "samples": self.samples,
-        }
+    def resumed(self) -> WorkerStart:
+        """This start, which has ended only if no batches follow its snapshot."""
+        return replace(self, ended=self.ended and self.replayed == 0)
 
     def __reduce__(self) -> Any:
         # Under spawn, multiprocessing's reducers would move the state's tensors into memory that the workers share.
@@ -97,13 +91,11 @@ def is_stateful(obj: Any) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
-def read(snapshot: bytes) -> dict[str, Any]:
+def read(snapshot: bytes) -> WorkerStart:
     """Reads what ``Snapshots`` made."""
-    found: dict[str, Any] = pickle.loads(snapshot)
-    iterator_state, found["dataset_state"] = pickle.loads(found["dataset_state"])
-    if found["fetcher_state"] is not None:
-        found["fetcher_state"]["dataset_iter_state"] = iterator_state
-    return found
+    states, *more = pickle.loads(snapshot)
+    iterator_state, dataset_state = pickle.loads(states)
+    return WorkerStart(dataset_state, iterator_state, *more)
 
 
 class Snapshots:
@@ -113,7 +105,6 @@ class Snapshots:
         policy: How often, in the first epoch.
         num_workers: Number of workers that take turns.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        worker_id: Number of the worker.
         seeds: Seeds of the worker; in the main process the fetcher has them.
 
     Attributes:
@@ -122,12 +113,10 @@ class Snapshots:
 
     has_state = False
 
-    def __init__(
-        self, policy: SnapshotPolicy, num_workers: int, kind: int, worker_id: int = 0, seeds: Seeds | None = None
-    ) -> None:
+    def __init__(self, policy: SnapshotPolicy, num_workers: int, kind: int, seeds: Seeds | None = None) -> None:
         self._policy_every, self._turns = policy.every, max(num_workers, 1)
         self._is_iterable = kind == _DatasetKind.Iterable
-        self._worker_id, self._seeds = worker_id, seeds
+        self._seeds = seeds
         # 0: no snapshot is due any more.
         self._every = 0
         self._began = self._not_before = 0.0
@@ -190,14 +179,14 @@ class Snapshots:
         states = by_value.dumps(self._states(fetcher, dataset))
         if self._is_iterable and self.has_state:
             self._compare(states)
-        return by_value.dumps(self._with_states(fetcher, None, states))
+        return by_value.dumps((states, *self._besides(fetcher)))
 
-    def state(self, fetcher: Any, dataset: Any) -> dict[str, Any]:
+    def state(self, fetcher: Any, dataset: Any) -> WorkerStart:
         """What a snapshot holds now."""
-        states = self._states(fetcher, dataset)
+        iterator_state, dataset_state = states = self._states(fetcher, dataset)
         if self._is_iterable and self.has_state and self._is_compared_now():
             self._compare(by_value.dumps(states))
-        return self._with_states(fetcher, *states)
+        return WorkerStart(dataset_state, iterator_state, *self._besides(fetcher))
 
     def _states(self, fetcher: Any, dataset: Any) -> list[Any]:
         return [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
@@ -218,21 +207,12 @@ class Snapshots:
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
-    def _with_states(self, fetcher: Any, iterator_state: Any, dataset_state: Any) -> dict[str, Any]:
+    def _besides(self, fetcher: Any) -> tuple[Any, ...]:
+        """The fields of a snapshot after the states."""
         seeds = fetcher.seeds if isinstance(fetcher, SeededFetcher) else self._seeds
-        fetcher_state = None
-        if self._is_iterable:
-            ended = getattr(fetcher, "ended", False)
-            fetcher_state = {"dataset_iter_state": iterator_state, "fetcher_ended": ended}
-        return {
-            "worker_id": self._worker_id,
-            "dataset_state": dataset_state,
-            "fetcher_state": fetcher_state,
-            "batches": 0 if seeds is None else seeds.batches,
-            "samples": 0 if seeds is None else seeds.samples,
-            "stateful": self.has_state,
-            "frozen": self._is_frozen,
-        }
+        counters = (0, 0) if seeds is None else (seeds.batches, seeds.samples)
+        ended = self._is_iterable and getattr(fetcher, "ended", False)
+        return ended, 0, *counters, 0, self._is_frozen
 
 
 class Publisher:

@@ -1,0 +1,475 @@
+"""The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
+
+No other module spells these keys. ``State`` is what a state says; ``State.to_torchdata`` writes it as a dict, and
+``State.from_torchdata`` reads it, of this package or of torchdata.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+
+from rustloader.workers.snapshots import WorkerStart
+
+VERSION = 1
+
+# Keys of a state of a loader with workers,
+SNAPSHOT = "_snapshot"
+STEPS = "_steps_since_snapshot"
+FINISHED = "_iterator_finished"
+# of its snapshot,
+SNAPSHOT_STEP = "_snapshot_step"
+LAST_WORKER = "_last_yielded_worker_id"
+MAIN = "_main_snapshot"
+WORKER_SNAPSHOTS = "_worker_snapshots"
+# and of the main process's part of that. Most are also those of a state without workers.
+NUM_WORKERS = "_num_workers"
+INDEX_SAMPLER_STATE = "_index_sampler_state"
+SAMPLER_ITER_STATE = "_sampler_iter_state"
+SAMPLER_ITER_YIELDED = "_sampler_iter_yielded"
+NUM_YIELDED = "_num_yielded"
+LEN_CALLED = "_IterableDataset_len_called"
+SHARED_SEED = "_shared_seed"
+BASE_SEED = "_base_seed"
+# Of a worker's snapshot; a state without workers has the last two itself.
+WORKER_ID = "worker_id"
+DATASET_STATE = "dataset_state"
+FETCHER_STATE = "fetcher_state"
+DATASET_ITER_STATE = "dataset_iter_state"
+FETCHER_ENDED = "fetcher_ended"
+# Of the state of an iterator over batches.
+SAMPLES_YIELDED = "samples_yielded"
+INNER_STATE = "sampler_state"
+INNER_ITER_STATE = "sampler_iter_state"
+# The key of a state that torchdata's states do not have.
+OWN = "_rustloader"
+
+# The order of the keys is part of the format.
+_POSITION_KEYS = (SAMPLER_ITER_STATE, INDEX_SAMPLER_STATE, SAMPLER_ITER_YIELDED, LEN_CALLED, SHARED_SEED)
+_MAIN_KEYS = (NUM_WORKERS, *_POSITION_KEYS, BASE_SEED)
+# Without workers, before the first epoch and from then on.
+_FRESH_KEYS = (*_POSITION_KEYS, NUM_YIELDED)
+_FLAT_KEYS = (INDEX_SAMPLER_STATE, SAMPLER_ITER_STATE, SAMPLER_ITER_YIELDED, NUM_YIELDED, LEN_CALLED, SHARED_SEED)
+KEYS_WITH_WORKERS = (SNAPSHOT, STEPS, FINISHED, OWN)
+KEYS_WITHOUT_WORKERS = (*_FLAT_KEYS, FETCHER_STATE, DATASET_STATE, FINISHED, OWN)
+
+
+class Own:
+    """Keys of this package's part, and of its parts."""
+
+    VERSION = "version"
+    EPOCH = "epoch"
+    BASE_SEED = "base_seed"
+    DELIVERED = "delivered"
+    AHEAD = "ahead"
+    SAMPLER = "sampler"
+    DATASET = "dataset"
+    SEEDS = "seeds"
+    WORKERS = "workers"
+    FAILURES = "failures"
+    NEXT = "next"
+    # Of sampler and dataset.
+    KIND = "kind"
+    # Of a worker. In early states one that had delivered nothing had its snapshot at "start".
+    REPLAY = "replay"
+    BATCHES = "batches"
+    SAMPLES = "samples"
+    START = "start"
+
+
+@dataclass(frozen=True)
+class DatasetState:
+    """What a state says about the dataset.
+
+    Attributes:
+        kind: ``"map"`` or ``"iterable"``.
+        length: Its length, or None.
+        stateful: Whether it has a state of its own.
+    """
+
+    kind: Any
+    length: Any
+    stateful: Any
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """Reads a part of a state. What is missing is None."""
+        return _known(cls, said)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset is iterable."""
+        return bool(self.kind == "iterable")
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What a state says about a sampler at a position. None stands for what it does not say.
+
+    Attributes:
+        kind: That of ``kinds.Kind``; None in torchdata's states.
+        length: Length of the sampler.
+        batch_size: That of torch's BatchSampler.
+        drop_last: The same.
+        data_length: Number of indices that a random sampler draws from.
+        replacement: Whether it draws with replacement.
+        start: The start of the order, see ``iterator.starts.Start``.
+        state_position: Number of index batches before the two states.
+        index_sampler_state: torchdata's ``_index_sampler_state``.
+        sampler_iter_state: torchdata's ``_sampler_iter_state``.
+        says_batch_size: Whether it says a batch size, be it None.
+        is_owed: Whether the draws that ``start`` foresees are still to be made. States do not say it.
+    """
+
+    kind: Any = None
+    length: Any = None
+    batch_size: Any = None
+    drop_last: Any = None
+    data_length: Any = None
+    replacement: Any = None
+    start: Any = None
+    state_position: Any = None
+    index_sampler_state: Any = None
+    sampler_iter_state: Any = None
+    says_batch_size: bool = True
+    is_owed: bool = False
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
+        """Reads a part of a state.
+
+        Args:
+            said: This package's part.
+            beside: The part with torchdata's keys.
+        """
+        beside = beside or {}
+        states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
+        more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
+        return _known(cls, said, says_batch_size="batch_size" in said, **more)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """This package's part."""
+        said = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
+        if self.kind in ("random", "weighted"):
+            said |= {"data_length": self.data_length, "replacement": self.replacement}
+        said["start"] = self.start
+        return said if self.state_position is None else said | {"state_position": self.state_position}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there is a state of the sampler or its iterator."""
+        return self.index_sampler_state is not None or self.sampler_iter_state is not None
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random draws of an epoch that has not begun.
+
+    Attributes:
+        base_seed: The base seed, or None.
+        sampler: The start of the sampler's order, or None for a sampler that draws nothing or by code that is not
+            torch's. Of these, a ``"seed"`` and a ``"global_generator"`` are drawn; from a sampler's own
+            ``"generator"`` nothing is drawn.
+    """
+
+    base_seed: int | None
+    sampler: dict[str, Any] | None
+
+
+@dataclass
+class State:
+    """What a state says.
+
+    Attributes:
+        num_workers: Number of workers of the loader that wrote it.
+        low: All index batches before this ordinal are delivered.
+        ahead: Delivered ordinals from ``low`` on, in ascending order.
+        yielded: Number of batches delivered; an error in place of a batch does not count.
+        steps: Number of batches that torchdata has delivered since.
+        last_worker: The worker that delivered the last batch.
+        finished: Whether the epoch has ended.
+        sampler: What it says of the sampler, or None for the beginning of an epoch.
+        workers: What each worker starts from; one for a loader without workers.
+        has_records: Whether it says more of the workers than their snapshots.
+        base_seed: The base seed of the workers, or None to draw it.
+        len_called: torch's length of an iterable dataset.
+        shared_seed: torch's seed of data pipes.
+        epoch: Number of epochs that the loader began before.
+        dataset: What it says of the dataset; None in torchdata's states.
+        seeds: Base seed and epoch of ``seed_by``, or None.
+        failures: Number of failures under ``on_error`` in this epoch before the position.
+        next: The draws of the next epoch, if it has, or of the first one, if it has not begun.
+    """
+
+    num_workers: int = 0
+    low: int = 0
+    ahead: tuple[int, ...] = ()
+    yielded: int = 0
+    steps: int = 0
+    last_worker: int = -1
+    finished: bool = False
+    sampler: SamplerState | None = None
+    workers: list[WorkerStart] = field(default_factory=list)
+    has_records: bool = False
+    base_seed: int | None = None
+    len_called: Any = None
+    shared_seed: Any = None
+    epoch: int = 0
+    dataset: DatasetState | None = None
+    seeds: tuple[int, int] | None = None
+    failures: int = 0
+    next: Draws | None = None
+
+    # Writing
+
+    def to_torchdata(self) -> dict[str, Any]:
+        """The state as a new dict. Parts of it are those of this object."""
+        assert self.sampler is not None and self.dataset is not None
+        values = {
+            NUM_WORKERS: self.num_workers,
+            INDEX_SAMPLER_STATE: self.sampler.index_sampler_state,
+            SAMPLER_ITER_STATE: self.sampler.sampler_iter_state,
+            SAMPLER_ITER_YIELDED: self.low,
+            NUM_YIELDED: self.yielded,
+            LEN_CALLED: self.len_called,
+            SHARED_SEED: self.shared_seed,
+            BASE_SEED: self.base_seed,
+        }
+        snapshots = [
+            {WORKER_ID: worker, DATASET_STATE: start.dataset_state, FETCHER_STATE: self._fetcher_of(start)}
+            for worker, start in enumerate(self.workers)
+        ]
+        if self.num_workers == 0:
+            keys = _FLAT_KEYS if self.has_records else _FRESH_KEYS
+            found = {key: values[key] for key in keys}
+            found |= {key: snapshots[0][key] for key in (FETCHER_STATE, DATASET_STATE)}
+        else:
+            snapshot = {
+                SNAPSHOT_STEP: self.yielded,
+                LAST_WORKER: self.last_worker,
+                MAIN: {key: values[key] for key in _MAIN_KEYS},
+                WORKER_SNAPSHOTS: {_name(worker): made for worker, made in enumerate(snapshots)},
+            }
+            found = {SNAPSHOT: snapshot, STEPS: self.steps}
+        return found | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
+
+    def _fetcher_of(self, start: WorkerStart) -> dict[str, Any] | None:
+        assert self.dataset is not None
+        if not self.dataset.is_iterable or (self.num_workers and not self.has_records):
+            return None
+        return {DATASET_ITER_STATE: start.iterator_state, FETCHER_ENDED: start.ended}
+
+    def _own(self, sampler: SamplerState, dataset: DatasetState) -> dict[str, Any]:
+        records = [
+            {
+                Own.DELIVERED: start.delivered,
+                Own.REPLAY: start.replay,
+                Own.BATCHES: start.batches,
+                Own.SAMPLES: start.samples,
+            }
+            for start in self.workers
+        ]
+        found: dict[str, Any] = {
+            Own.VERSION: VERSION,
+            Own.EPOCH: self.epoch,
+            Own.BASE_SEED: self.base_seed,
+            Own.DELIVERED: self.low,
+            Own.AHEAD: [*self.ahead],
+            Own.SAMPLER: sampler.own,
+            Own.DATASET: asdict(dataset),
+            Own.SEEDS: self.seeds and {Own.BASE_SEED: self.seeds[0], Own.EPOCH: self.seeds[1]},
+            Own.WORKERS: records if self.has_records else None,
+        }
+        if self.failures:
+            found[Own.FAILURES] = self.failures
+        if self.next is not None:
+            found[Own.NEXT] = {Own.BASE_SEED: self.next.base_seed, Own.SAMPLER: self.next.sampler}
+        return found
+
+    # Reading
+
+    @classmethod
+    def from_torchdata(
+        cls, state: Any, check: Callable[[DatasetState | SamplerState], None] = lambda part: None
+    ) -> Self:
+        """Reads a state of this package or of torchdata.
+
+        Args:
+            state: The state.
+            check: Checks what a state of this package says of the dataset, then of the sampler, before more is read.
+
+        Raises:
+            ValueError: It is no state, or something is missing or wrong in it.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
+        found, own = cls(), state.get(OWN)
+        if own is not None:
+            found._read_header(own, check)
+        found.finished = bool(of(state, FINISHED, bool))
+        if SNAPSHOT in state:
+            found._read_snapshot(state, own or {})
+        elif NUM_YIELDED in state:
+            found.low = count(state, SAMPLER_ITER_YIELDED)
+            found.yielded = count(state, NUM_YIELDED)
+            found.workers = [_worker(state, found._records(own or {}, 1)[0])]
+            found.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
+        else:
+            raise ValueError(
+                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, which states of a StatefulDataLoader have: "
+                "load what state_dict() returned"
+            )
+        if own is not None:
+            found._read_own(own)
+        return found
+
+    def _read_header(self, own: Any, check: Callable[[DatasetState | SamplerState], None]) -> None:
+        if not isinstance(own, Mapping):
+            raise ValueError(f"the state's {OWN!r} must be a dict, got {own!r}")
+        version = count(own, Own.VERSION)
+        if version > VERSION:
+            raise ValueError(
+                f"the state has format {version}, and this version of rustloader reads format {VERSION}: update "
+                "rustloader"
+            )
+        self.dataset = DatasetState.of(of(own, Own.DATASET, dict))
+        check(self.dataset)
+        check(SamplerState.of(of(own, Own.SAMPLER, dict)))
+
+    def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
+        found = (of(own, Own.WORKERS, list, type(None)) if own else None) or []
+        self.has_records = bool(found)
+        return found or [{}] * number
+
+    def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        snapshot = of(state, SNAPSHOT, dict)
+        main = of(snapshot, MAIN, dict)
+        self.steps = count(state, STEPS)
+        self.low = count(main, SAMPLER_ITER_YIELDED)
+        self.yielded = count(snapshot, SNAPSHOT_STEP)
+        self.num_workers = number = count(main, NUM_WORKERS)
+        snapshots = of(snapshot, WORKER_SNAPSHOTS, dict)
+        names = [_name(worker) for worker in range(min(number, len(snapshots)))]
+        if number == 0 or number != len(snapshots) or sorted(snapshots) != sorted(names):
+            raise ValueError(
+                f"the state has {NUM_WORKERS}={number}, but snapshots of "
+                f"{', '.join(map(str, snapshots)) or 'no worker'}"
+            )
+        records = self._records(own, number)
+        if len(records) != number:
+            raise ValueError(f"the state has {NUM_WORKERS}={number}, but {len(records)} workers in {OWN!r}")
+        for name, record in zip(names, records, strict=True):
+            self.workers.append(_worker(of(snapshots, name, dict), record))
+        self.last_worker = count(snapshot, LAST_WORKER)
+        self.base_seed = of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
+        self.sampler = SamplerState.of(own.get(Own.SAMPLER) or {}, main)
+
+    def _read_own(self, own: Mapping[str, Any]) -> None:
+        ahead = of(own, Own.AHEAD, list, tuple)
+        if not all(isinstance(value, int) and value >= 0 for value in ahead):
+            raise ValueError(f"the state's {Own.AHEAD!r} must have non-negative integers, got {ahead!r}")
+        self.ahead = tuple(sorted(ahead))
+        self.epoch = count(own, Own.EPOCH)
+        self.failures = count(own, Own.FAILURES, 0)
+        self.base_seed = of(own, Own.BASE_SEED, int, type(None))
+        seeds = own.get(Own.SEEDS)
+        self.seeds = None if seeds is None else (of(seeds, Own.BASE_SEED, int), count(seeds, Own.EPOCH))
+        draws = of(own, Own.NEXT, dict, type(None)) if Own.NEXT in own else None
+        self.next = None if draws is None else Draws(draws.get(Own.BASE_SEED), draws.get(Own.SAMPLER))
+
+
+def _name(worker: int) -> str:
+    return f"worker_{worker}"
+
+
+def _known(cls: Any, said: Mapping[str, Any], **more: Any) -> Any:
+    return cls(**{name: said.get(name) for name in cls.__dataclass_fields__} | more)
+
+
+def _worker(snapshot: Any, record: Any) -> WorkerStart:
+    """What a worker starts from, of its snapshot and what a state says about it besides."""
+    snapshot = record.get(Own.START) or snapshot
+    of(snapshot, DATASET_STATE, object)
+    fetcher = of(snapshot, FETCHER_STATE, dict, type(None)) or {}
+    if fetcher:
+        of(fetcher, DATASET_ITER_STATE, object)
+    return WorkerStart(
+        dataset_state=snapshot.get(DATASET_STATE),
+        iterator_state=fetcher.get(DATASET_ITER_STATE),
+        ended=bool(fetcher.get(FETCHER_ENDED)),
+        replay=count(record, Own.REPLAY, 0),
+        batches=count(record, Own.BATCHES, 0),
+        samples=count(record, Own.SAMPLES, 0),
+        delivered=count(record, Own.DELIVERED, 0),
+    ).resumed()
+
+
+def of(values: Any, key: str, *kinds: type) -> Any:
+    """A value of a state, of one of these types."""
+    if key not in values:
+        raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
+    value = values[key]
+    if not isinstance(value, kinds):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"the state's {key!r} must be of type {names}, got {value!r}")
+    return value
+
+
+def count(values: Any, key: str, default: int | None = None) -> int:
+    """A non-negative number of a state. Without a default it must be there."""
+    if default is not None and key not in values:
+        return default
+    value: int = of(values, key, int)
+    if isinstance(value, bool):
+        raise ValueError(f"the state's {key!r} must be of type int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"the state's {key!r} must not be negative, got {value}")
+    return value
+
+
+def check_shard_start(start: Mapping[str, Any]) -> None:
+    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
+    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
+        value = start.get(name)
+        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
+            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
+    for name in ("shuffle", "drop_last"):
+        if type(start.get(name)) is not bool:
+            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
+
+
+def check_random_start(start: Mapping[str, Any]) -> None:
+    """Raises ValueError if the start of a sampler that draws its order has neither a seed nor a generator's state."""
+    seed = start.get("seed")
+    if type(seed) is int and 0 <= seed < 2**63:
+        return
+    for name in ("generator", "global_generator"):
+        state = start.get(name)
+        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+            return
+    raise ValueError(
+        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
+        "what state_dict() of a StatefulDataLoader returned"
+    )
+
+
+_IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a state. Fast for plain types and tensors."""
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(map(copied, value))
+    if kind is torch.Tensor:
+        return value.detach().clone()
+    return copy.deepcopy(value)

@@ -1,0 +1,120 @@
+"""The format of a state stands in one module, and what it writes it reads."""
+
+import ast
+import dataclasses
+import pathlib
+
+import pytest
+import torch
+
+import rustloader
+from rustloader.stateful_dataloader import StatefulDataLoader, schema
+from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State
+from rustloader.workers.snapshots import WorkerStart
+
+pytestmark = pytest.mark.ours
+
+PACKAGE = pathlib.Path(rustloader.__file__).parent
+SCHEMA = PACKAGE / "stateful_dataloader" / "schema.py"
+# torch's attributes of the same names.
+ATTRIBUTES = {
+    "metrics/stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
+    "unsupported.py": {schema.NUM_WORKERS},
+}
+# Keys that are arguments and attributes elsewhere, too.
+COMMON = {schema.WORKER_ID}
+# This package's part has plain names: those of a start, say, are the same.
+OF_OTHERS = {"epoch", "length", "start", "stateful"}
+
+
+def keys_of(namespace):
+    return {value for name, value in vars(namespace).items() if name.isupper() and isinstance(value, str)}
+
+
+OUTER = keys_of(schema) - COMMON
+INNER = (keys_of(schema.Own) | {field.name for field in dataclasses.fields(DatasetState)}) - OF_OTHERS
+
+
+def strings(path):
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+
+
+def used_as_keys(path):
+    """The texts in `x["..."]`, `{"...": x}` and `x.get("...")`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = []
+        if isinstance(node, ast.Subscript):
+            found = [node.slice]
+        elif isinstance(node, ast.Dict):
+            found = node.keys
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+            found = node.args[:1]
+        yield from (it.value for it in found if isinstance(it, ast.Constant))
+
+
+def test_no_other_module_spells_a_key():
+    spelled = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if path != SCHEMA:
+            found = {it.value for it in strings(path) if isinstance(it.value, str)} & OUTER
+            spelled[name] = found - ATTRIBUTES.get(name, set())
+    assert {name: found for name, found in spelled.items() if found} == {}
+    assert {"_snapshot", "_rustloader", "_num_yielded", "fetcher_state", "samples_yielded"} < OUTER
+
+
+def test_no_other_module_of_states_spells_a_key_of_our_part():
+    spelled = {path.name: {*used_as_keys(path)} & INNER for path in SCHEMA.parent.glob("*.py") if path != SCHEMA}
+    assert {name: found for name, found in spelled.items() if found} == {}
+
+
+STARTS = [
+    WorkerStart({"at": 1}, {"i": 2}, ended=True, batches=3, samples=4, delivered=5),
+    WorkerStart(None, {"i": 3}, replay=2),
+]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_what_is_written_is_read(count, kind, is_fresh):
+    starts = STARTS[: count or 1]
+    if kind == "map" or (is_fresh and count):
+        starts = [dataclasses.replace(start, iterator_state=None, ended=False) for start in starts]
+    if is_fresh:
+        starts = [WorkerStart(start.dataset_state, start.iterator_state, start.ended) for start in starts]
+    state = State(
+        num_workers=count,
+        low=7,
+        ahead=(9, 11),
+        yielded=8,
+        last_worker=1 if count else -1,
+        finished=True,
+        sampler=SamplerState("random", 20, 3, True, 20, False, {"seed": 3}, None, None, {"samples_yielded": 21}),
+        workers=starts,
+        has_records=not is_fresh,
+        base_seed=5,
+        epoch=2,
+        dataset=DatasetState(kind, 20, True),
+        seeds=(4, 6),
+        failures=1,
+        next=Draws(8, {"seed": 9}),
+    )
+    written = state.to_torchdata()
+    read = State.from_torchdata(written)
+    assert read == state
+    assert repr(read.to_torchdata()) == repr(written)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("batches", [0, 2, 9])
+def test_states_of_loaders_are_written_again_as_they_were(count, batches):
+    loader = StatefulDataLoader(range(12), batch_size=2, shuffle=True, num_workers=count)
+    states = [loader.state_dict()]
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator, None)
+    states.append(loader.state_dict())
+    torch.manual_seed(3)
+    for state in states:
+        assert repr(State.from_torchdata(state).to_torchdata()) == repr(state)
