@@ -186,7 +186,18 @@ mod tests {
             .count()
     }
 
+    /// Other tests fork, which pauses the caretaker of their process.
     #[test]
+    fn the_thread_has_a_life_of_its_own() {
+        let name = "shm::caretaker::tests::the_thread_lives_while_there_is_work_and_no_fork";
+        let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = test.args(["--exact", name, "--ignored"]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    }
+
+    #[test]
+    #[ignore = "run by the_thread_has_a_life_of_its_own, in another process"]
     fn the_thread_lives_while_there_is_work_and_no_fork() {
         // One test: the state is the process's.
         LEFT.store(5, Ordering::Relaxed);

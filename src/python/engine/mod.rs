@@ -92,14 +92,17 @@ impl<'py> FromPyObject<'_, 'py> for Config {
     fn extract(config: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let value = |name| config.getattr(name);
         let in_order = value("in_order")?.is_truthy()?;
-        let torch = Settings::torch(value("num_workers")?.extract()?, value("prefetch_factor")?.extract()?, in_order);
+        let torch =
+            Settings::torch(value("num_workers")?.extract()?, value("prefetch_factor")?.extract()?, in_order);
         let shared_queue = value("dispatch")?.eq("shared_queue")?;
         let (batches, bytes): (Option<usize>, Option<u64>) = value("window")?.extract()?;
         let settings = Settings {
             persistent: value("persistent_workers")?.is_truthy()?,
             timeout: seconds(value("timeout")?.extract()?),
             dispatch: if shared_queue { Dispatch::SharedQueue } else { torch.dispatch },
-            window: bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks())).or(batches.map(Window::of_batches)),
+            window: bytes
+                .map(|bytes| Window::of_bytes(bytes, torch.max_tasks()))
+                .or(batches.map(Window::of_batches)),
             restarts: value("max_restarts")?.gt(0)?,
             ..torch
         };
