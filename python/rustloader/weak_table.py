@@ -28,16 +28,20 @@ class WeakTable(Generic[_V]):
 
     def keep(self, source: Any, value: _V) -> _V:
         """Keeps a value while its object lives, if that supports weak references. Returns the value."""
-        key, entries, on_end = id(source), self._entries, self._on_end
+        # Weak: while the interpreter exits, the callbacks must go with the table.
+        key, weak = id(source), weakref.ref(self)
 
         def forget(reference: weakref.ref[Any]) -> None:
+            table = weak()
+            if table is None:
+                return
             # If the collector frees an iterator, its destructor no longer finds the value.
-            if on_end is not None:
-                on_end(value)
+            if table._on_end is not None:
+                table._on_end(value)
             # Another object may have the id by now.
-            if entries.get(key, (None,))[0] is reference:
-                del entries[key]
+            if table._entries.get(key, (None,))[0] is reference:
+                del table._entries[key]
 
         with contextlib.suppress(TypeError):  # a class with slots
-            entries[key] = weakref.ref(source, forget), value
+            self._entries[key] = weakref.ref(source, forget), value
         return value
