@@ -20,7 +20,7 @@ from resume_support import (
     with_draws,
 )
 from sample_data import Numbers, as_list, untouched
-from support import outcome, wait_until, within
+from support import config_of, outcome, wait_until, within
 from test_seeds import drawn
 from torch.utils.data import IterableDataset, _DatasetKind
 from torch.utils.data._utils import fetch
@@ -270,7 +270,7 @@ def test_counters_without_seeds():
 
 def test_a_job_goes_to_a_worker_without_the_starts_of_others():
     starts = [WorkerStart(replay=1), None, WorkerStart(replay=2)]
-    job = Job(_DatasetKind.Map, True, None, False, 0, None, 3, starts=starts)
+    job = Job(_DatasetKind.Map, True, None, False, 0, None, config_of(num_workers=3), starts=starts)
     assert [job.of_worker(worker).starts for worker in range(3)] == [
         [starts[0], None, None],
         [None, None, None],

@@ -97,7 +97,9 @@ def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
 def engine(monkeypatch):
     """Gives workers a start; their snapshots go to the engine."""
     made = fallback.Engine
-    monkeypatch.setattr(fallback, "Engine", lambda *args, **kw: made(*args, **kw | {"snapshots": True}))
+    monkeypatch.setattr(
+        fallback, "Engine", lambda config, *rest, **kw: made(config.changed(snapshots=True), *rest, **kw)
+    )
 
     def begin(*starts, every=1, first_ordinal=0):
         policy = SnapshotPolicy(every, first_ordinal)
