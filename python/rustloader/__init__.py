@@ -143,6 +143,9 @@ _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{
 
 def __getattr__(name: str) -> Any:
     if name in _OURS:
+        if _OURS[name] == "rustloader.installation":
+            # With RUSTLOADER_INSTALL the end of torch's import calls `install`, for which that module must be complete.
+            importlib.import_module("torch")
         value = getattr(importlib.import_module(_OURS[name]), name)
     elif name == "__all__":
         value = sorted({*importlib.import_module("torch.utils.data").__all__, *_OURS} - {"__version__"})

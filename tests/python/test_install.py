@@ -15,6 +15,7 @@ from support import (
     finish,
     from_engine,
     in_thread,
+    run_script,
     rustloader,
     same,
     start_script,
@@ -571,3 +572,10 @@ def test_a_script_that_installs_at_its_top_with_spawned_workers(tmp_path):
     environment = {"RUSTLOADER_STALL_START_SECONDS": "0"}
     status, out, err = finish(start_script(source, file=tmp_path / "script.py", environment=environment), LONG)
     assert (status, out) == (0, "INFO\n[0, 1, 2, 3] 4\n"), err
+
+
+@pytest.mark.parametrize("first", ["import rustloader; rustloader.is_installed()", "from rustloader import uninstall"])
+def test_what_is_about_installing_may_be_the_first_thing_that_a_program_uses(first):
+    source = f"{first}\nimport rustloader\nprint(rustloader.is_installed())"
+    status, out, err = run_script(source, head="", environment={"RUSTLOADER_INSTALL": "1"})
+    assert (status, out) == (0, "True\n"), err
