@@ -90,7 +90,7 @@ PASSING = set()
 before = {}
 '''
 TORCHS = """
-# What torch's own loader changes is none of ours.
+# Changed by torch's own loader, not by rustloader.
 epochs(torch.utils.data.DataLoader)
 before = everything()
 PASSING = set(epochs(torch.utils.data.DataLoader)) | set(changes())

@@ -26,16 +26,18 @@ class Kind:
     """A kind of values.
 
     Attributes:
+        types: The types of its values. True and False are no integers here.
         described: What a value must be, for errors of Python code.
         expected: What a text must be, for errors of the environment and the command line.
     """
 
+    types: ClassVar[tuple[type, ...]]
     described: str
     expected: str
 
     def is_kind(self, value: Any) -> bool:
         """Whether a value has the right type. Otherwise the error is a TypeError."""
-        raise NotImplementedError
+        return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
         """Whether a value of the right type is one that the option can have. Otherwise the error is a ValueError."""
@@ -60,10 +62,8 @@ class Kind:
 
 
 class Bool(Kind):
+    types: ClassVar[tuple[type, ...]] = (bool,)
     described, expected = "True or False", "1 or 0"
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, bool)
 
     def read(self, text: str) -> bool:
         if text.lower() not in YES + NO:
@@ -74,11 +74,9 @@ class Bool(Kind):
 class Positive(Kind):
     """A positive integer."""
 
+    types: ClassVar[tuple[type, ...]] = (int,)
     described = expected = "a positive integer"
     least: ClassVar[int] = 1
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
 
     def allows(self, value: int) -> bool:
         return value >= self.least
@@ -97,10 +95,8 @@ class Count(Positive):
 class Seconds(Kind):
     """A positive, finite number of seconds."""
 
+    types: ClassVar[tuple[type, ...]] = (int, float)
     described = expected = "a positive number of seconds"
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
 
     def allows(self, value: float) -> bool:
         return 0 < value < math.inf
@@ -110,18 +106,17 @@ class Seconds(Kind):
 
 
 class Choice(Kind):
-    """One of several words. The first one is the default of options that have one."""
+    """One of several words. Kinds derived from it have other values, too."""
+
+    types: ClassVar[tuple[type, ...]] = (str,)
 
     def __init__(self, *choices: str) -> None:
         self.choices = choices
         self.described = _or(*map(repr, choices))
         self.expected = _or(*choices)
 
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, str)
-
     def allows(self, value: Any) -> bool:
-        return value in self.choices
+        return not isinstance(value, str) or value in self.choices
 
     def read(self, text: str) -> str:
         return text.lower()
@@ -137,18 +132,13 @@ class Policy(Choice):
     def is_kind(self, value: Any) -> bool:
         return isinstance(value, str) or callable(value)
 
-    def allows(self, value: Any) -> bool:
-        return not isinstance(value, str) or super().allows(value)
-
 
 class Failures(Kind):
     """A number of samples, or a share of them."""
 
+    types: ClassVar[tuple[type, ...]] = (int, float)
     described = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
     expected = "a nonnegative integer or a fraction"
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
 
     def allows(self, value: float) -> bool:
         return value >= 0 and not (isinstance(value, float) and value > 1)
@@ -160,14 +150,10 @@ class Failures(Kind):
 class StartMethod(Choice):
     """A start method, or a context of ``multiprocessing``."""
 
+    types: ClassVar[tuple[type, ...]] = (str, BaseContext)
+
     def __init__(self) -> None:
         super().__init__(*METHODS)
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, str | BaseContext)
-
-    def allows(self, value: Any) -> bool:
-        return not isinstance(value, str) or super().allows(value)
 
     def check(self, name: str, value: Any) -> None:
         if not self.is_kind(value):
@@ -179,11 +165,9 @@ class StartMethod(Choice):
 class Size(Kind):
     """A number of batches, or a size in bytes such as "512MiB"."""
 
+    types: ClassVar[tuple[type, ...]] = (int, str)
     described = 'a positive integer (batches), or a size such as "512MiB"'
     expected = described.replace('"', "")
-
-    def is_kind(self, value: Any) -> bool:
-        return isinstance(value, int | str) and not isinstance(value, bool)
 
     def allows(self, value: int | str) -> bool:
         with contextlib.suppress(ValueError):
